@@ -1,0 +1,46 @@
+"""shardwise: one tensor, cut over a mesh of devices, that behaves as on one device.
+
+values      Shard, Replicate, Partial, InterleavedShard, P: how a tensor is cut
+tensor      DTensor, distribute_tensor; zeros, ones, empty, full, rand, randn
+worlds      init_device_mesh under torchrun, or simulate(8) in this process
+planning    plan, CostModel
+"""
+
+from .comm.cost import CostModel, cost_model, set_cost_model, using_cost_model
+from .comm.redistribute import plan
+from .creation import distribute_tensor, empty, full, ones, rand, randn, zeros
+from .mesh import DeviceMesh, init_device_mesh
+from .placement import InterleavedShard, P, Partial, Placement, Replicate, Shard, ShardOrder, ShardOrderEntry
+from .spec import DTensorSpec, TensorMeta
+from .tensor import DTensor
+from .world import RankTensor, simulate
+
+__all__ = [
+    "DTensor",
+    "distribute_tensor",
+    "Shard",
+    "Replicate",
+    "Partial",
+    "Placement",
+    "InterleavedShard",
+    "P",
+    "ShardOrder",
+    "ShardOrderEntry",
+    "DTensorSpec",
+    "TensorMeta",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "rand",
+    "randn",
+    "DeviceMesh",
+    "init_device_mesh",
+    "simulate",
+    "RankTensor",
+    "plan",
+    "CostModel",
+    "cost_model",
+    "set_cost_model",
+    "using_cost_model",
+]

@@ -1,0 +1,1 @@
+"""Communication: plans between layouts, and carrying them out."""

@@ -1,0 +1,147 @@
+"""The planner: the cheapest way from one layout to another, by A* over distribution states.
+
+A state says, for each slot (a factor that source and target share), which axes cut it, major to minor, and which
+axes are still Partial. Edges are the moves in `moves_from`; their costs come from `Links`. From every state an
+exchange leads straight to the target, so the search has an upper bound from its first step. No state between
+source and target may hold more than the larger of the two.
+
+Everything here is arithmetic on layouts: no tensors, no process groups, no rank.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from functools import lru_cache
+
+from ..errors import CommunicationError
+from ..layout import Factor, Layout
+from .cost import Links
+from .plan import EXCHANGE, SLICE, Plan, Step
+from .states import Axes, DistState, Edge, Slots, Task, common_slots, held, lacking, moves_from, product
+
+_LOCAL_STEP = 1e-6  # seconds: of two plans that cost the same, the one with fewer local steps wins
+
+
+@lru_cache(maxsize=16384)
+def make_plan(
+    source: Layout, target: Layout, itemsize: int, links: Links, groups: frozenset[Axes] | None = None
+) -> Plan:
+    """The cheapest plan. `groups` are the sets of axes whose ranks can talk together (None: any set)."""
+    if source.shape != target.shape or source.mesh_sizes != target.mesh_sizes:
+        raise CommunicationError(f"no plan from {source} to {target}", "shape and mesh must be the same")
+    slots = common_slots(source, target)
+    if slots is None:
+        return _plan_without_slots(source, target, itemsize, links, groups)
+    task = Task(source.mesh_sizes, slots.source, slots.target, links.bandwidth, groups)
+    search = _Search(task, math.prod(source.shape) * itemsize, links)
+    # Where groups are missing, a detour may need more memory than source and target.
+    path = search.run(task.capacity) or search.run(math.inf)
+    if path is None:
+        raise CommunicationError(
+            f"no way from {source} to {target} over single axes", "use a mesh that spans the whole world"
+        )
+    return search.as_plan(source, target, slots, path)
+
+
+class _Search:
+    """A* from one state to another."""
+
+    def __init__(self, task: Task, nbytes: int, links: Links) -> None:
+        self.task, self.nbytes, self.links = task, nbytes, links
+        self.fastest = max(links.bandwidth)
+
+    def run(self, capacity: float) -> list[tuple[DistState, Edge]] | None:
+        """The edges of the cheapest path, each with the state it leaves; None if there is no path."""
+        task, end = self.task, self.task.target
+        start = task.source
+        best: dict[DistState, float] = {start: 0.0}
+        arrived_by: dict[DistState, tuple[DistState, Edge]] = {}
+        queue = [(self._at_least(start), 0, start)]
+        done: set[DistState] = set()
+        pushed = 0
+        while queue:
+            _, _, state = heapq.heappop(queue)
+            if state == end:
+                return self._path(arrived_by)
+            if state in done:
+                continue
+            done.add(state)
+            for edge in moves_from(task, state, capacity):
+                after = edge.after
+                cost = best[state] + self.seconds(edge)
+                if after in done or cost >= best.get(after, math.inf):
+                    continue
+                estimate = cost + self._at_least(after)
+                if after != end and estimate >= best.get(end, math.inf):
+                    continue
+                best[after] = cost
+                arrived_by[after] = (state, edge)
+                pushed += 1
+                heapq.heappush(queue, (estimate, pushed, after))
+        return None
+
+    def seconds(self, edge: Edge) -> float:
+        """The modelled time of one edge."""
+        return _seconds(self.links, self.task.mesh_sizes, edge.kind, edge.axes, edge.fraction * self.nbytes)
+
+    def _at_least(self, state: DistState) -> float:
+        """A time that no path from this state can undercut."""
+        task = self.task
+        if state.partial != task.target.partial:
+            if not any(entry in task.reducing for entry in state.partial):
+                return 0.0
+            added = product(task.mesh_sizes, [a for a, _ in task.target.partial if a not in dict(state.partial)])
+            fraction = held(task.mesh_sizes, task.target) / added
+        else:
+            fraction = lacking(task.mesh_sizes, state, task.target)
+            if fraction <= 1e-12:
+                return 0.0
+        return self.links.latency + fraction * self.nbytes / self.fastest
+
+    def _path(self, arrived_by: dict[DistState, tuple[DistState, Edge]]) -> list[tuple[DistState, Edge]]:
+        path = []
+        state = self.task.target
+        while state != self.task.source:
+            before, edge = arrived_by[state]
+            path.append((before, edge))
+            state = before
+        return path[::-1]
+
+    def as_plan(self, source: Layout, target: Layout, slots: Slots, path: list[tuple[DistState, Edge]]) -> Plan:
+        steps = []
+        for before, edge in path:
+            start, end = (slots.layout(self.task.mesh_sizes, state) for state in (before, edge.after))
+            steps.append(Step(edge.kind, edge.axes, start, end, edge.fraction * self.nbytes, edge.op))
+        return Plan(source, target, tuple(steps), sum(self.seconds(edge) for _, edge in path))
+
+
+def _seconds(links: Links, mesh_sizes: tuple[int, ...], kind: str, axes: Axes, received: float) -> float:
+    if not axes:
+        return _LOCAL_STEP
+    time = links.seconds(axes, product(mesh_sizes, axes) - 1, received) + _LOCAL_STEP
+    # Any-to-any moves are packed piece by piece; the other collectives take the tensor as it is, or nearly so.
+    return time + links.pack * received + _LOCAL_STEP if kind == EXCHANGE else time
+
+
+def _plan_without_slots(
+    source: Layout, target: Layout, itemsize: int, links: Links, groups: frozenset[Axes] | None
+) -> Plan:
+    """Layouts without common factors: finish the reductions, exchange, then make Partial what must be."""
+    middle, goal = source.without_partial(), target.without_partial()
+    axes = tuple(sorted({a for dim in middle.dims for factor in dim for a in factor.axes}))
+    if axes and groups is not None and axes not in groups:
+        whole = Layout.make(source.mesh_sizes, tuple((Factor(size, ()),) for size in source.shape))
+        stops = [source, middle, whole, goal, target]
+    else:
+        stops = [source, middle, goal, target]
+    steps: list[Step] = []
+    for before, after in itertools.pairwise(stops):
+        if before is middle and after is goal and before is not after:
+            received = float(goal.max_local_numel() * itemsize) if axes else 0.0
+            steps.append(Step(EXCHANGE if axes else SLICE, axes, before, after, received))
+        elif before is not after:
+            steps.extend(make_plan(before, after, itemsize, links, groups).steps)
+    seconds = sum(_seconds(links, source.mesh_sizes, step.kind, step.axes, step.received) for step in steps)
+    return Plan(source, target, tuple(steps), seconds)

@@ -1,0 +1,88 @@
+"""Redistribution: bring a local tensor from one spec to another.
+
+Plans and their bound moves are cached by the pair of interned specs, so a repeated redistribution is a dictionary
+look-up and its collectives.
+
+>>> print(plan(x._spec, y._spec))
+f32[8@dp, 16] -> f32[8, 16@dp]   1 collective, 192 B received by a rank
+  1. all-to-all           over dp              192 B   f32[8, 16@dp]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from torch import Tensor
+
+from ..errors import MeshError
+from ..mesh import MeshView
+from ..spec import DTensorSpec
+from .cost import Links, cost_model, generation
+from .groups import adopt
+from .moves import LocalOp, Move, bind, wait
+from .plan import SpecPlan
+from .planner import make_plan
+
+
+def plan(source: DTensorSpec, target: DTensorSpec) -> SpecPlan:
+    """What it takes to bring a tensor from one spec to another. Prints as readable steps with bytes."""
+    return _plan(source, target, generation(), source.view.adopted)
+
+
+@lru_cache(maxsize=16384)
+def _plan(source: DTensorSpec, target: DTensorSpec, generation: int, adopted: bool) -> SpecPlan:
+    if source.view is not target.view:
+        raise MeshError(
+            f"from {source!r} on {source.view!r} to {target!r} on {target.view!r}: a tensor stays on its mesh",
+            "use placements of the tensor's own mesh, or full_tensor() and distribute_tensor on the other one",
+        )
+    view = source.view
+    groups = frozenset(view.groups) if adopted else None
+    links = _links(view, generation)
+    return SpecPlan(source, target, make_plan(source.layout, target.layout, source.dtype.itemsize, links, groups))
+
+
+@lru_cache(maxsize=256)
+def _links(view: MeshView, generation: int) -> Links:
+    return cost_model().links(view)
+
+
+@lru_cache(maxsize=16384)
+def _moves(source: DTensorSpec, target: DTensorSpec, generation: int) -> tuple[Move, ...]:
+    adopt(source.mesh)
+    steps = _plan(source, target, generation, True).plan.steps
+    return tuple(bind(step, source.view, source.dtype) for step in steps)
+
+
+def redistribute_local(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> Tensor:
+    """The local tensor after redistribution. The same tensor if there is nothing to do."""
+    for start, communicates, finish in _moves(source, target, generation()):
+        local = start(local)
+        if communicates:
+            local = wait(local)
+        if finish is not None:
+            local = finish(local)
+    return local
+
+
+def start_redistribute(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> Callable[[], Tensor]:
+    """Begin a redistribution. The last collective is still under way on return; the result of the call waits for it."""
+    moves = _moves(source, target, generation())
+    last = max((i for i, move in enumerate(moves) if move.communicates), default=-1)
+    for i, (start, communicates, finish) in enumerate(moves):
+        local = start(local)
+        if i == last:
+            after = moves[i + 1 :]
+            return lambda: _complete(local, finish, after)
+        local = wait(local) if communicates else local
+        local = finish(local) if finish is not None else local
+    return lambda: local
+
+
+def _complete(raw: Tensor, finish: LocalOp | None, after: tuple[Move, ...]) -> Tensor:
+    local = wait(raw)
+    local = finish(local) if finish is not None else local
+    for start, _, _ in after:  # local moves only
+        local = start(local)
+    return local

@@ -1,0 +1,94 @@
+"""What backends can carry: which dtypes move or reduce as they are, and how the others travel.
+
+gloo neither moves nor reduces int16 and float8 and has no complex all-to-all; reducing complex numbers by max would
+be done part by part without a word. So data of other dtypes moves as bytes, and what cannot be reduced natively is
+moved and reduced locally.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import CommunicationError
+
+_REDUCIBLE = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+}
+_MOVABLE = _REDUCIBLE | {torch.bool}
+
+# What a bool reduction is on the bytes 0 and 1.
+_BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "product": "min"}
+
+
+def moves_natively(dtype: torch.dtype) -> bool:
+    """Whether every backend moves this dtype as it is."""
+    return dtype in _MOVABLE
+
+
+def reduces_natively(dtype: torch.dtype, op: str) -> bool:
+    """Whether every backend reduces this dtype by this op, perhaps seen as another dtype (see `to_wire`)."""
+    return dtype in _REDUCIBLE or dtype is torch.bool or (dtype.is_complex and op in ("sum", "avg"))
+
+
+def wire_op(dtype: torch.dtype, op: str) -> str:
+    """The op to ask the backend for."""
+    return _BOOL_OPS[op] if dtype is torch.bool else op
+
+
+def to_wire(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as one that a backend reduces."""
+    if tensor.dtype is torch.bool:
+        return tensor.view(torch.uint8)
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def from_wire(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Back from `to_wire`."""
+    if dtype is torch.bool:
+        return tensor.view(torch.bool)
+    return torch.view_as_complex(tensor) if dtype.is_complex else tensor
+
+
+def check_reducible(dtype: torch.dtype, op: str) -> None:
+    """Refuse reductions that have no meaning for a dtype."""
+    if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+        raise CommunicationError(f"Partial(avg) of {dtype}", "an average needs a floating-point dtype: cast first")
+    if op in ("max", "min") and dtype.is_complex:
+        raise CommunicationError(f"Partial({op}) of {dtype}", "complex numbers have no order: use sum or product")
+
+
+def reduce_locally(stacked: Tensor, op: str) -> Tensor:
+    """Reduce the operands stacked along dim 0."""
+    dtype = stacked.dtype
+    if dtype is torch.bool:
+        return stacked.any(0) if op in ("sum", "max") else stacked.all(0)
+    if dtype.is_floating_point and dtype.itemsize == 1:  # float8 has no arithmetic
+        return reduce_locally(stacked.float(), op).to(dtype)
+    if op == "sum":
+        return stacked.sum(0, dtype=dtype)
+    if op == "product":
+        return stacked.prod(0, dtype=dtype)
+    if op == "avg":
+        return stacked.mean(0)
+    return stacked.amax(0) if op == "max" else stacked.amin(0)
+
+
+def identity(dtype: torch.dtype, op: str) -> float | int | bool:
+    """The value that changes nothing in a reduction."""
+    if op in ("sum", "avg"):
+        return 0
+    if op == "product":
+        return 1
+    if dtype is torch.bool:
+        return op == "min"
+    if dtype.is_floating_point:
+        return -torch.inf if op == "max" else torch.inf
+    return torch.iinfo(dtype).min if op == "max" else torch.iinfo(dtype).max

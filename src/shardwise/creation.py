@@ -1,0 +1,267 @@
+"""Making distributed tensors: from a whole tensor, or filled in place without ever building the whole.
+
+>>> x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+>>> w = zeros(1 << 20, 1 << 10, device_mesh=mesh, placements=[Shard(0)])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .comm.groups import adopt
+from .comm.moves import broadcast_move, from_ranks, on_ranks, scatter_move, take
+from .comm.redistribute import redistribute_local
+from .errors import InputError, PlacementError
+from .layout import Coordinate, cutting_sequence, from_placements
+from .local import check_plain_tensor, on_mesh
+from .mesh import MeshView, current_mesh, view_of
+from .placement import Placement, Placements, Replicate, Shard
+from .random import draw_key, normal, uniform
+from .spec import DTensorSpec, contiguous_meta, normalize_placements
+from .tensor import DTensor
+
+__all__ = ["distribute_tensor", "empty", "full", "ones", "rand", "randn", "zeros"]
+
+
+def distribute_tensor(
+    tensor: Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """Cut a whole tensor over a mesh.
+
+    The data of the rank at index `src_data_rank` of every axis is sent to the others; with None each rank cuts its
+    own. A leaf gives a leaf, and `requires_grad` is kept. To cut a value inside a computation, so that gradients flow
+    through, use `DTensor.from_local` with replicated placements and `redistribute`.
+    """
+    tensor = check_plain_tensor(tensor, "distribute_tensor")
+    mesh = (
+        device_mesh
+        if device_mesh is not None
+        else tensor.device_mesh
+        if isinstance(tensor, DTensor)
+        else current_mesh()
+    )
+    if isinstance(tensor, DTensor):
+        return _already_distributed(tensor, mesh, placements)
+    if not tensor.is_leaf:
+        raise InputError(
+            "distribute_tensor got a tensor with a grad_fn",
+            "detach it, or keep gradients with DTensor.from_local(tensor, mesh, [Replicate(), ...]).redistribute(...)",
+        )
+    view = adopt(mesh)
+    normal, order = normalize_placements(view, placements, tensor.dim())
+    spec = DTensorSpec(view.mesh, normal, contiguous_meta(tensor.shape, tensor.dtype), order)
+    _check_source(view, src_data_rank)
+    with torch.no_grad():
+        local = on_mesh(tensor.detach(), view)
+        if src_data_rank is None or local.is_meta:
+            local = _cut_own(local, spec)
+        else:
+            local = _hand_out(local, spec, src_data_rank)
+    result = DTensor(local, spec, requires_grad=False)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(result, tensor.requires_grad)  # type: ignore[return-value]
+    return result.requires_grad_(tensor.requires_grad)
+
+
+def _already_distributed(tensor: DTensor, mesh: DeviceMesh, placements: Placements | None) -> DTensor:
+    spec = tensor._spec
+    if view_of(mesh) is not spec.view:
+        raise PlacementError(
+            f"distribute_tensor got {spec!r}, which is on {spec.view!r}, not on {view_of(mesh)!r}",
+            "use full_tensor() first to bring it to another mesh",
+        )
+    normal, order = normalize_placements(spec.view, placements, spec.ndim)
+    if DTensorSpec(spec.mesh, normal, spec.tensor_meta, order) is not spec:
+        raise PlacementError(
+            f"distribute_tensor got {spec!r}, which is distributed already, for {list(normal)}",
+            "use x.redistribute(placements=...) to change how it is cut",
+        )
+    return tensor
+
+
+def _check_source(view: MeshView, source: int | None) -> None:
+    if source is not None and not all(0 <= source < size for size in view.sizes):
+        raise PlacementError(
+            f"src_data_rank={source} on {view!r}", f"it is an index on every axis, in [0, {min(view.sizes) - 1}]"
+        )
+
+
+def _cut_own(local: Tensor, spec: DTensorSpec) -> Tensor:
+    whole = from_placements(spec.view.sizes, spec.shape, [Replicate()] * len(spec.view.sizes))
+    cut = on_ranks(spec.view, lambda at, mine: take(mine, whole, spec.layout.without_partial(), at))
+    return _to_partial(cut(local), spec)
+
+
+def _hand_out(local: Tensor, spec: DTensorSpec, source: int) -> Tensor:
+    """Axis by axis, major cuts first: the source's data is scattered along cut axes and broadcast along others."""
+    view = spec.view
+    done: list[Placement] = [Replicate()] * len(view.sizes)
+    layout = from_placements(view.sizes, spec.shape, done)
+    for axis in cutting_sequence(len(view.sizes), spec.shard_order):
+        placement = spec.placements[axis]
+        if isinstance(placement, Shard):
+            done[axis] = placement
+            order = tuple(
+                e._replace(mesh_dims=tuple(a for a in e.mesh_dims if done[a].is_shard())) for e in spec.shard_order
+            )
+            after = from_placements(view.sizes, spec.shape, done, order)
+            if view.sizes[axis] > 1:
+                local = scatter_move(layout, after, axis, source, view, spec.dtype)(local)
+            layout = after
+        elif view.sizes[axis] > 1:
+            local = broadcast_move(axis, source, view, spec.dtype)(local)
+    return _to_partial(local, spec)
+
+
+def _to_partial(local: Tensor, spec: DTensorSpec) -> Tensor:
+    """From the cut with its Partial axes still replicated to the spec itself."""
+    return redistribute_local(local, spec.cotangent(), spec)
+
+
+# ---- factories -------------------------------------------------------------------------------------------------------
+
+
+def zeros(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    """A distributed tensor of zeros."""
+    return _filled(torch.zeros, size, dtype, layout, requires_grad, device_mesh, placements)
+
+
+def ones(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    """A distributed tensor of ones."""
+    return _filled(torch.ones, size, dtype, layout, requires_grad, device_mesh, placements)
+
+
+def empty(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    """A distributed tensor that is not filled with anything yet."""
+    return _filled(torch.empty, size, dtype, layout, requires_grad, device_mesh, placements)
+
+
+def full(
+    size: Any,
+    fill_value: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    """A distributed tensor filled with one value."""
+    if dtype is None:
+        dtype = torch.full((), fill_value).dtype
+
+    def fill(shape: Sequence[int], **options: Any) -> Tensor:
+        return torch.full(shape, fill_value, **options)
+
+    return _filled(fill, (size,), dtype, layout, requires_grad, device_mesh, placements)
+
+
+def rand(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    """Uniform numbers in [0, 1). They depend on the generator's state and the shape, not on how the tensor is cut."""
+    return _drawn(uniform, size, dtype, layout, requires_grad, device_mesh, placements)
+
+
+def randn(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    """Standard normal numbers. They depend on the generator's state and the shape, not on how the tensor is cut."""
+    return _drawn(normal, size, dtype, layout, requires_grad, device_mesh, placements)
+
+
+def _filled(
+    fill: Callable[..., Tensor],
+    size: tuple[Any, ...],
+    dtype: torch.dtype | None,
+    layout: torch.layout,
+    requires_grad: bool,
+    device_mesh: DeviceMesh | None,
+    placements: Placements | None,
+) -> DTensor:
+    spec = _new_spec(size, dtype, layout, device_mesh, placements)
+    device = _device(spec.view)
+    return _made(spec, lambda at: fill(spec.local_shape(at), dtype=spec.dtype, device=device), requires_grad)
+
+
+def _drawn(
+    draw: Callable[..., Tensor],
+    size: tuple[Any, ...],
+    dtype: torch.dtype | None,
+    layout: torch.layout,
+    requires_grad: bool,
+    device_mesh: DeviceMesh | None,
+    placements: Placements | None,
+) -> DTensor:
+    spec = _new_spec(size, dtype, layout, device_mesh, placements)
+    device, key = _device(spec.view), draw_key()
+    return _made(spec, lambda at: draw(spec.cotangent().layout, at, key, spec.dtype, device), requires_grad)
+
+
+def _made(spec: DTensorSpec, make: Callable[[Coordinate], Tensor], requires_grad: bool) -> DTensor:
+    with torch.no_grad():
+        local = _to_partial(from_ranks(spec.view, make), spec)
+    return DTensor(local, spec, requires_grad=requires_grad)
+
+
+def _new_spec(
+    size: tuple[Any, ...],
+    dtype: torch.dtype | None,
+    layout: torch.layout,
+    device_mesh: DeviceMesh | None,
+    placements: Placements | None,
+) -> DTensorSpec:
+    if layout != torch.strided:
+        raise InputError(f"a distributed tensor of layout {layout}", "only torch.strided tensors can be cut")
+    shape = torch.Size(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
+    view = adopt(device_mesh if device_mesh is not None else current_mesh())
+    normal_form, order = normalize_placements(view, placements, len(shape))
+    meta = contiguous_meta(shape, dtype if dtype is not None else torch.get_default_dtype())
+    return DTensorSpec(view.mesh, normal_form, meta, order)
+
+
+def _device(view: MeshView) -> torch.device:
+    """The device that this process works on."""
+    if view.device_type in ("cpu", "meta"):
+        return torch.device(view.device_type)
+    return torch.device(view.device_type, torch.get_device_module(view.device_type).current_device())

@@ -1,0 +1,174 @@
+"""Where local tensors become one distributed tensor: checks, and the global shape that local shapes imply.
+
+A rank sees only its own part. Unless the caller says the global shape, the ranks tell each other their local shapes
+(one small collective), so that uneven parts are put together right or refused by all ranks alike, never guessed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .comm.moves import all_gather_ranks, broadcast_move
+from .errors import InputError, LayoutError, ShapeError
+from .layout import from_placements
+from .mesh import MeshView
+from .placement import Placement, Replicate, Shard, ShardOrder
+from .spec import TensorMeta, contiguous_stride
+from .world import RankTensor, replicate
+
+_MAX_DIMS = 64
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+
+def check_plain_tensor(tensor: object, caller: str) -> Tensor:
+    """Refuse what cannot be cut: other objects, and layouts other than strided."""
+    if not isinstance(tensor, Tensor):
+        raise InputError(f"{caller} got a {type(tensor).__name__}", "pass a torch.Tensor")
+    if tensor.layout != torch.strided:
+        raise InputError(f"{caller} got a tensor of layout {tensor.layout}", "make it dense first: tensor.to_dense()")
+    return tensor
+
+
+def on_mesh(tensor: Tensor, view: MeshView) -> Tensor:
+    """The tensor on the mesh's device type; in the simulated world, one copy for every rank."""
+    if tensor.device.type not in (view.device_type, "meta"):
+        tensor = tensor.to(view.device_type)
+    if view.simulated and not isinstance(tensor, RankTensor):
+        tensor = replicate(tensor, view.world_size)
+    return tensor
+
+
+def global_meta(
+    local: Tensor,
+    view: MeshView,
+    placements: Sequence[Placement],
+    order: ShardOrder,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    run_check: bool,
+) -> TensorMeta:
+    """Shape, stride and dtype of the tensor whose part each rank holds."""
+    if shape is not None:
+        shape = torch.Size(shape)
+        if len(shape) != local.dim():
+            raise ShapeError(
+                f"a local tensor of {local.dim()} dims for a tensor of shape {list(shape)}", "they must agree"
+            )
+    if stride is not None and shape is None:
+        raise InputError("from_local got a stride without a shape", "give both, or neither")
+    parts = _LocalParts(local, view, ask=run_check or (shape is None and _is_cut(view, placements)))
+    if parts.asked:
+        parts.check_alike()
+    if shape is None:
+        shape = parts.infer(placements)
+    parts.check(shape, placements, order)
+    return TensorMeta(shape, _stride(local, shape, stride), local.dtype)
+
+
+def copy_to_replicas(local: Tensor, view: MeshView, placements: Sequence[Placement]) -> Tensor:
+    """Along every replicated axis, what its first rank holds."""
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Replicate) and view.sizes[axis] > 1:
+            local = broadcast_move(axis, 0, view, local.dtype)(local)
+    return local
+
+
+def _is_cut(view: MeshView, placements: Sequence[Placement]) -> bool:
+    return any(isinstance(p, Shard) and view.sizes[axis] > 1 for axis, p in enumerate(placements))
+
+
+def _stride(local: Tensor, shape: torch.Size, stride: Sequence[int] | None) -> tuple[int, ...]:
+    """The global stride: as given, or with the dims in the order in which they lie in local memory."""
+    if stride is not None:
+        return tuple(stride)
+    if isinstance(local, RankTensor):
+        local = local.shards[0]
+    if local.is_contiguous():
+        return contiguous_stride(shape)
+    strides = local.stride()
+    by_memory = sorted(range(local.dim()), key=lambda dim: (-strides[dim], dim))
+    packed = contiguous_stride([shape[dim] for dim in by_memory])
+    return tuple(packed[by_memory.index(dim)] for dim in range(local.dim()))
+
+
+class _LocalParts:
+    """The local shapes of all ranks this process knows of: all when simulated or asked for, else its own."""
+
+    def __init__(self, local: Tensor, view: MeshView, ask: bool) -> None:
+        self.view = view
+        self.asked = ask
+        if isinstance(local, RankTensor):
+            shapes = [tuple(shard.shape) for shard in local.shards]
+            ranks = range(view.world_size)
+            self.shapes = {rank: shapes[rank] for rank in ranks}
+            self.dtypes = dict.fromkeys(ranks, local.dtype)
+        elif ask and dist.get_backend() != "fake":  # the fake backend has no peers to ask
+            self._ask(local)
+        else:
+            self.shapes = {dist.get_rank(): tuple(local.shape)}
+            self.dtypes = {dist.get_rank(): local.dtype}
+
+    def _ask(self, local: Tensor) -> None:
+        header = [_DTYPES.index(local.dtype), local.dim(), *local.shape]
+        message = torch.tensor(header + [0] * (_MAX_DIMS - local.dim()), device=local.device)
+        table = all_gather_ranks(message, self.view).tolist()
+        instance = _my_instance(self.view)
+        self.shapes = {rank: tuple(row[2 : 2 + row[1]]) for rank, row in zip(instance, table, strict=True)}
+        self.dtypes = {rank: _DTYPES[row[0]] for rank, row in zip(instance, table, strict=True)}
+
+    def check_alike(self) -> None:
+        """Refuse ranks whose dtype or number of dims differs from the others'."""
+        kinds = {rank: f"{self.dtypes[rank]} of {len(shape)} dims" for rank, shape in self.shapes.items()}
+        if len(set(kinds.values())) > 1:
+            raise ShapeError(
+                f"the local tensors are not of one kind: {_by_rank(kinds)}", "make them alike on all ranks"
+            )
+
+    def infer(self, placements: Sequence[Placement]) -> torch.Size:
+        """The global shape: along each cut dim, the sum of what the ranks along its axes hold."""
+        first = next(iter(self.shapes))
+        size = list(self.shapes[first])
+        for dim in range(len(size)):
+            axes = [axis for axis, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
+            if len(self.shapes) == 1:  # nobody could be asked: all parts are alike
+                size[dim] *= math.prod(self.view.sizes[axis] for axis in axes)
+            else:
+                size[dim] = sum(self.shapes[rank][dim] for rank in self._row(first, axes))
+        return torch.Size(size)
+
+    def _row(self, rank: int, axes: Sequence[int]) -> list[int]:
+        """The ranks that differ from this one only on these axes."""
+        groups = self.view.rank_groups(tuple(axes)) if axes else [[rank]]
+        return next(group for group in groups if rank in group)
+
+    def check(self, shape: torch.Size, placements: Sequence[Placement], order: ShardOrder) -> None:
+        """Refuse local shapes that this cut of this global shape does not give."""
+        try:
+            layout = from_placements(self.view.sizes, shape, placements, order)
+        except LayoutError as error:
+            raise ShapeError(f"{list(placements)} on shape {list(shape)} over {self.view!r}: {error}") from None
+        wrong = {}
+        for rank, held in self.shapes.items():
+            expected = layout.local_shape(self.view.coordinates[rank])
+            if tuple(held) != expected:
+                wrong[rank] = f"{list(held)} instead of {list(expected)}"
+        if wrong:
+            raise ShapeError(
+                f"the local tensors are no cut of shape {list(shape)} by {list(placements)} over {self.view!r}: "
+                f"{_by_rank(wrong)}",
+                "pass the right shape=, cut as torch.chunk does, or use other placements",
+            )
+
+
+def _my_instance(view: MeshView) -> list[int]:
+    rank = dist.get_rank()
+    return next(row for row in view.instances.flatten(1).tolist() if rank in row)
+
+
+def _by_rank(values: dict[int, str]) -> str:
+    return ", ".join(f"rank {rank} holds {value}" for rank, value in sorted(values.items()))

@@ -1,0 +1,195 @@
+"""The notation of tensors in rules: names for index spaces, one word for each dim.
+
+    m k          two dims; every dim that carries `m` ranges over the same index space, a factor
+    (a b)        one dim made of two factors, major to minor
+    [d]          a whole factor: it may not be cut
+    b..          any number of dims, factors b0, b1, ...; as many wherever `b..` stands
+    m?           may broadcast here: size 1, or missing on the left; `b?..` for any number of such dims
+    _   _..      a dim without a factor; any number of them
+    1            a dim of size 1
+    {x..}        the argument is a list of tensors, each of this pattern
+
+>>> scanner = Scanner("b.. (g [r]), {m? _}")
+>>> [str(pattern) for pattern in scanner.patterns()]
+['b.. (g [r])', '{m? _}']
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple, NoReturn
+
+from ..errors import ShardwiseError
+
+TOKEN = re.compile(
+    r"(?P<arrow>->)|(?P<dots>\.\.)|(?P<name>[A-Za-z]\w*)|(?P<number>\d+(?!\w))|(?P<mark>[()\[\]{},;=|+?]|_(?!\w))"
+)
+CLOSING = {"(": ")", "[": "]", "{": "}"}
+
+
+class RuleError(ShardwiseError, ValueError):
+    """A rule that cannot be meant; `position` is where in its text."""
+
+    def __init__(self, problem: str, fix: str = "", position: int | None = None) -> None:
+        super().__init__(problem, fix)
+        self.position = position
+
+
+class Atom(NamedTuple):
+    """One name in a pattern with its marks. The name `_` carries no factor."""
+
+    name: str
+    whole: bool = False
+    broadcast: bool = False
+    many: bool = False
+
+    def __str__(self) -> str:
+        text = self.name + "?" * self.broadcast + ".." * self.many
+        return f"[{text}]" if self.whole else text
+
+
+Dim = tuple[Atom, ...]
+"""The atoms of one dim, major to minor; several are a compound, none is a dim of size 1."""
+
+NO_FACTOR = Atom("_")
+
+
+class Pattern(NamedTuple):
+    """The dims of one tensor, or of every tensor of a list."""
+
+    dims: tuple[Dim, ...]
+    listed: bool = False
+
+    def __str__(self) -> str:
+        text = " ".join(map(dim_text, self.dims))
+        return f"{{{text}}}" if self.listed else text
+
+
+def dim_text(dim: Dim) -> str:
+    """A dim as it is written."""
+    if len(dim) == 1:
+        return str(dim[0])
+    return f"({' '.join(map(str, dim))})" if dim else "1"
+
+
+class Token(NamedTuple):
+    """A word of a rule and where it stands."""
+
+    kind: str
+    text: str
+    position: int
+
+
+class Occurrence(NamedTuple):
+    """An atom with the tensor it was met in (counted over inputs and outputs) and its position in the text."""
+
+    atom: Atom
+    tensor: int
+    position: int
+
+
+class Scanner:
+    """Reads a rule word by word. It remembers where each atom stood, for the checks that come after."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.occurrences: list[Occurrence] = []
+        self.tensors = 0
+        self._tokens: list[Token] = []
+        self._next = 0
+        position = 0
+        while position < len(text):
+            if text[position].isspace():
+                position += 1
+                continue
+            match = TOKEN.match(text, position)
+            if match is None:
+                self.fail(f"{text[position]!r} means nothing here", "names start with a letter", position)
+            self._tokens.append(Token(match.lastgroup or "", match.group(), position))
+            position = match.end()
+        self._tokens.append(Token("end", "", len(text)))
+
+    def fail(self, reason: str, fix: str, position: int | None = None) -> NoReturn:
+        """Refuse the rule: what is wrong, where, and what to write instead."""
+        where = self.peek.position if position is None else position
+        raise RuleError(f"{reason}, at {where} of the rule {self.text!r}", fix, where)
+
+    @property
+    def peek(self) -> Token:
+        """The next token."""
+        return self._tokens[self._next]
+
+    def take(self, *texts: str) -> Token | None:
+        """The next token if it is one of these texts or kinds."""
+        token = self._tokens[self._next]
+        if token.text not in texts and token.kind not in texts:
+            return None
+        self._next += token.kind != "end"
+        return token
+
+    def expect(self, wanted: str, reason: str) -> Token:
+        """The next token, which must be this text or of this kind."""
+        token = self.take(wanted)
+        if token is None:
+            found = repr(self.peek.text) if self.peek.text else "the end"
+            self.fail(f"{found} where {wanted!r} was expected", reason)
+        return token
+
+    # ---- tensors ------------------------------------------------------------------------------------------------
+
+    def patterns(self) -> tuple[Pattern, ...]:
+        """Tensor patterns parted by commas; nothing at all is one pattern without dims."""
+        found = [self.pattern()]
+        while self.take(","):
+            found.append(self.pattern())
+        return tuple(found)
+
+    def pattern(self) -> Pattern:
+        """The pattern of one tensor, or of a list of tensors in braces."""
+        opening = self.take("{")
+        dims = []
+        while self.peek.kind in ("name", "number") or self.peek.text in ("(", "[", "_"):
+            dims.append(self.dim())
+        if opening:
+            self.close(opening)
+        self.tensors += 1
+        return Pattern(tuple(dims), opening is not None)
+
+    def close(self, opening: Token) -> None:
+        """The bracket that closes this one."""
+        if not self.take(CLOSING[opening.text]):
+            self.fail(
+                f"{opening.text!r} is not closed", f"add {CLOSING[opening.text]!r} after its last name", opening.position
+            )
+
+    def dim(self) -> Dim:
+        """One dim: an atom, a compound, or 1."""
+        opening = self.take("(")
+        if opening:
+            atoms = []
+            while self.peek.kind == "name" or self.peek.text == "[":
+                position = self.peek.position
+                atoms.append(self.atom())
+                if atoms[-1].broadcast:
+                    self.fail(f"{atoms[-1]} broadcasts inside a compound", "only a dim of its own may broadcast", position)
+            self.close(opening)
+            return tuple(atoms)
+        number = self.take("number")
+        if number is None:
+            return (self.atom(),)
+        if number.text != "1":
+            self.fail(f"a dim of size {number.text}", "name its factor; only 1 is written as a number", number.position)
+        return ()
+
+    def atom(self) -> Atom:
+        """A name with its marks, in brackets if it is whole."""
+        opening = self.take("[")
+        name = self.take("_") or self.expect("name", "write one name in brackets, as in [d] or [n..]")
+        broadcast = self.take("?") is not None
+        atom = Atom(name.text, opening is not None, broadcast, self.take("..") is not None)
+        if opening:
+            self.close(opening)
+        if atom.name == "_" and (atom.whole or atom.broadcast):
+            self.fail(f"{atom} marks a dim without a factor", "write _ or _.. alone", name.position)
+        self.occurrences.append(Occurrence(atom, self.tensors, name.position))
+        return atom

@@ -1,0 +1,420 @@
+"""DTensor: one tensor whose data is cut over a mesh of devices.
+
+>>> with shardwise.simulate(4):
+...     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+...     x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+...     x.shards[3]
+tensor([6., 7.])
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.device_mesh import DeviceMesh
+
+from .comm.groups import adopt
+from .comm.redistribute import redistribute_local, start_redistribute
+from .dispatch import OpDispatcher
+from .errors import InputError, MeshError
+from .local import check_plain_tensor, copy_to_replicas, global_meta, on_mesh
+from .mesh import current_mesh, view_of
+from .placement import Placement, Placements, Replicate, ShardOrder
+from .saving import chunk_list, shard_at, write_items
+from .spec import DTensorSpec, TensorMeta, contiguous_meta, normalize_placements
+from .world import RankTensor
+
+__all__ = ["DTensor"]
+
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+_data: Any = torch.Tensor.data
+_requires_grad: Any = torch.Tensor.requires_grad
+
+
+class DTensor(torch.Tensor):
+    """A tensor cut over a mesh: it looks like the whole, and each rank holds its part, `_local_tensor`, by `_spec`."""
+
+    __slots__ = ("_local_tensor", "_pending", "_spec")
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    _local_tensor: Tensor
+    _spec: DTensorSpec
+    _pending: weakref.finalize[Any, DTensor]
+    _op_dispatcher: OpDispatcher
+
+    @staticmethod
+    def __new__(cls, local_tensor: Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
+        """The tensor that has this spec and, on this rank, this local part. Nothing is checked or copied."""
+        if local_tensor.requires_grad and not requires_grad:
+            raise InputError(
+                "the DTensor constructor got a local tensor that requires grad",
+                "use DTensor.from_local, which is differentiable, or detach it",
+            )
+        tensor = _wrap(local_tensor, spec)
+        return tensor.requires_grad_() if requires_grad else tensor
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return DTensor._op_dispatcher.dispatch(func, args, kwargs or {})
+
+    # ---- to and from local tensors ------------------------------------------------------------------------------
+
+    @staticmethod
+    def from_local(
+        local_tensor: Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Placements | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Placements | None = None,
+    ) -> DTensor:
+        """The distributed tensor of which `local_tensor` is this rank's part. Differentiable.
+
+        Without `shape`, and with a dim cut, the ranks tell each other their local shapes, so that uneven parts are
+        put together right. `run_check=True` also compares dtypes and copies the first rank's data along replicated
+        axes. `grad_placements` are those of the gradient that goes back to `local_tensor`.
+        """
+        local = check_plain_tensor(local_tensor, "from_local")
+        if isinstance(local, DTensor):
+            raise InputError("from_local got a DTensor", "pass its local part, x.to_local(), or use x.redistribute")
+        view = adopt(device_mesh if device_mesh is not None else current_mesh())
+        normal, order = normalize_placements(view, placements, local.dim())
+        on_device = on_mesh(local, view)
+        meta = global_meta(on_device, view, normal, order, shape, stride, run_check)
+        spec = DTensorSpec(view.mesh, normal, meta, order)
+        grad_spec = _spec_like(spec, grad_placements) if grad_placements is not None else spec.cotangent()
+        if run_check:
+            with torch.no_grad():
+                copied = copy_to_replicas(on_device, view, normal)
+            if copied is not on_device:
+                on_device = on_device + (copied - on_device).detach() if on_device.requires_grad else copied
+        if torch.is_grad_enabled() and on_device.requires_grad:
+            return _FromLocal.apply(on_device, spec, grad_spec)
+        return _wrap(on_device.detach(), spec)
+
+    def to_local(self, *, grad_placements: Placements | None = None) -> Tensor:
+        """This rank's part, as an ordinary tensor. Differentiable.
+
+        `grad_placements` say how the gradient of the local tensor is to be understood; by default it is cut as
+        this tensor, and replicated where this tensor is Partial.
+        """
+        if torch.is_grad_enabled() and self.requires_grad:
+            spec = self._spec
+            grad_spec = _spec_like(spec, grad_placements) if grad_placements is not None else spec.cotangent()
+            return _ToLocal.apply(self, grad_spec)
+        return self._local_tensor
+
+    def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
+        """The whole value, as an ordinary tensor on every rank. Differentiable."""
+        replicated = [Replicate()] * len(self._spec.view.sizes)
+        return self.redistribute(placements=replicated).to_local(grad_placements=grad_placements)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Placements | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """The same tensor with other placements on its mesh. Differentiable, twice.
+
+        With `async_op=True` the last collective is still under way on return, and is waited for on first use.
+        `forward_dtype` is the dtype of the communication and of the result, `backward_dtype` that of the communication
+        of the gradient, which then takes this tensor's dtype.
+        """
+        spec = self._spec
+        if device_mesh is not None and view_of(device_mesh) is not spec.view:
+            raise MeshError(
+                f"redistribute of {spec!r} on {spec.view!r} to {view_of(device_mesh)!r}: a tensor stays on its mesh",
+                "give placements only, or full_tensor() and distribute_tensor on the other mesh",
+            )
+        if placements is None:
+            raise InputError("redistribute got no placements", "give one placement for each mesh axis, or P(...)")
+        target = _spec_like(spec, placements)
+        return self._to_spec(target, async_op, forward_dtype, backward_dtype)
+
+    def _to_spec(
+        self,
+        target: DTensorSpec,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _Redistribute.apply(self, target, async_op, forward_dtype, backward_dtype)
+        return _moved(self._local_tensor, self._spec, target, async_op, forward_dtype)
+
+    # ---- what it is -----------------------------------------------------------------------------------------
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh this tensor is cut over."""
+        return self._spec.view.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement for each mesh axis."""
+        return self._spec.placements
+
+    @property
+    def shard_order(self) -> ShardOrder:
+        """For each cut dim the axes that cut it, major to minor."""
+        return self._spec.shard_order
+
+    @property
+    def shards(self) -> dict[int, Tensor]:
+        """The local tensors that this process holds, by rank: all of them when simulated, else its own."""
+        local = self._local_tensor
+        if isinstance(local, RankTensor):
+            return dict(enumerate(local.shards))
+        return {dist.get_rank(): local}
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        grad = f", grad_fn=<{type(self.grad_fn).__name__}>" if self.grad_fn is not None else ""
+        grad = grad or (", requires_grad=True" if self.requires_grad else "")
+        return f"DTensor({self._spec!r} on {self._spec.view!r}{grad}, local={self._local_tensor!r})"
+
+    # ---- wrapper and shard stay together ----------------------------------------------------------------------
+
+    @property
+    def data(self) -> Tensor:
+        """The same data, detached."""
+        return _data.__get__(self)
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        if not isinstance(other, DTensor):
+            raise InputError("the data of a DTensor was set to a plain tensor", "distribute it first")
+        _data.__set__(self, other)
+        self._local_tensor, self._spec = other._local_tensor, other._spec
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether gradients flow to this tensor."""
+        return _requires_grad.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:
+        """As for any tensor. A leaf's gradient takes the leaf's own placements."""
+        changes = requires_grad and not self.requires_grad
+        super().requires_grad_(requires_grad)
+        if changes and self.is_leaf:
+            _reduce_gradient_of(self)
+        return self
+
+    def tolist(self) -> Any:
+        """The whole value as nested lists."""
+        return self.full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole value as a numpy array."""
+        return self.full_tensor().numpy(force=force)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 and spec else repr(self)
+
+    def _has_no_memory(self, *args: object, **kwargs: object) -> Any:
+        raise InputError("a DTensor has no memory of its own to share or visit", "use x.to_local() or x.full_tensor()")
+
+    share_memory_ = apply_ = map_ = data_ptr = __dlpack__ = _has_no_memory
+
+    # ---- copies and files -----------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise InputError("deepcopy of a DTensor that is not a leaf", "detach it, or copy what it was made from")
+        copied = _rebuild(copy.deepcopy(self._local_tensor, memo), self._spec, self.requires_grad, _is_param(self))
+        memo[id(self)] = copied
+        if self.grad is not None:
+            copied.grad = copy.deepcopy(self.grad, memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        return _rebuild, (self._local_tensor, self._spec, self.requires_grad, _is_param(self))
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        """For the compiler: the inner tensor, and what else it takes to build this one (sizes come separately)."""
+        spec = self._spec
+        return ["_local_tensor"], (spec.mesh, spec.placements, spec.shard_order, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
+    ) -> DTensor:
+        """For the compiler: back from `__tensor_flatten__`."""
+        local = inner_tensors["_local_tensor"]
+        mesh, placements, order, requires_grad = context
+        meta = TensorMeta(torch.Size(outer_size), tuple(outer_stride), local.dtype)
+        tensor = _wrap(local, DTensorSpec(mesh, placements, meta, order))
+        return tensor.requires_grad_() if requires_grad else tensor
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        """For torch.distributed.checkpoint: what this process writes."""
+        return write_items(fqn, self._local_tensor, self._spec)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """For torch.distributed.checkpoint: what this process reads."""
+        return chunk_list(self._local_tensor, self._spec)
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """For torch.distributed.checkpoint: the part that an index names."""
+        return shard_at(index, self._local_tensor, self._spec)
+
+
+# ---- making them ---------------------------------------------------------------------------------------------------
+
+
+def _wrap(local: Tensor, spec: DTensorSpec) -> DTensor:
+    shape, stride, dtype = spec.tensor_meta
+    tensor = _make_wrapper(DTensor, shape, stride, dtype=dtype, device=local.device)
+    tensor._local_tensor = local
+    tensor._spec = spec
+    return tensor
+
+
+DTensor._op_dispatcher = OpDispatcher(DTensor, _wrap)
+
+
+def _is_param(tensor: Tensor) -> bool:
+    return getattr(tensor, "_is_param", False)
+
+
+def _rebuild(local: Tensor, spec: DTensorSpec, requires_grad: bool, is_param: bool) -> DTensor:
+    tensor = _wrap(local, spec)
+    if is_param:
+        return torch.nn.Parameter(tensor, requires_grad)  # type: ignore[return-value]
+    return tensor.requires_grad_(requires_grad)
+
+
+def _spec_like(spec: DTensorSpec, placements: Placements) -> DTensorSpec:
+    """The spec of the same tensor with other placements. Fresh data is row-major; unmoved data stays as it is."""
+    normal, order = normalize_placements(spec.view, placements, spec.ndim)
+    target = DTensorSpec(spec.mesh, normal, spec.tensor_meta, order)
+    if target.layout is spec.layout:
+        return target
+    return target.with_meta(contiguous_meta(spec.shape, spec.dtype))
+
+
+class _PendingDTensor(DTensor):
+    """A DTensor whose data is still under way. On first use it waits and becomes an ordinary DTensor."""
+
+    __slots__ = ()
+
+    @property
+    def _local_tensor(self) -> Tensor:  # type: ignore[override]
+        complete: Any = self._pending
+        object.__setattr__(self, "__class__", DTensor)
+        local: Tensor = complete()
+        object.__setattr__(self, "_local_tensor", local)
+        return local
+
+
+def _pending(complete: Callable[[], Tensor], device: torch.device, spec: DTensorSpec) -> DTensor:
+    shape, stride, dtype = spec.tensor_meta
+    tensor = _make_wrapper(_PendingDTensor, shape, stride, dtype=dtype, device=device)
+    tensor._spec = spec
+    # A finalizer, so that a result that nobody uses is waited for too; the backend warns of others at exit.
+    tensor._pending = weakref.finalize(tensor, complete)
+    return tensor
+
+
+# ---- autograd edges ------------------------------------------------------------------------------------------------
+
+
+def _moved(
+    local: Tensor, source: DTensorSpec, target: DTensorSpec, async_op: bool, dtype: torch.dtype | None
+) -> DTensor:
+    if dtype is not None and dtype != source.dtype:
+        local = local.to(dtype)
+        source, target = (spec.with_meta(spec.tensor_meta._replace(dtype=dtype)) for spec in (source, target))
+    if async_op:
+        return _pending(start_redistribute(local, source, target), local.device, target)
+    return _wrap(redistribute_local(local, source, target), target)
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: DTensor,
+        target: DTensorSpec,
+        async_op: bool,
+        forward_dtype: torch.dtype | None,
+        backward_dtype: torch.dtype | None,
+    ) -> DTensor:
+        ctx.source, ctx.backward_dtype, ctx.async_op = tensor._spec, backward_dtype, async_op
+        return _moved(tensor._local_tensor, tensor._spec, target, async_op, forward_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
+        wanted = ctx.source.cotangent()
+        dtype = ctx.backward_dtype or grad.dtype
+        target = wanted.with_meta(wanted.tensor_meta._replace(dtype=grad.dtype))
+        moved = grad._to_spec(target, ctx.async_op, dtype)
+        return moved.to(ctx.source.dtype), None, None, None, None
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, spec: DTensorSpec, grad_spec: DTensorSpec) -> DTensor:
+        ctx.grad_spec = grad_spec
+        return _wrap(local.detach(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
+        return grad._to_spec(_with_dtype(ctx.grad_spec, grad.dtype)).to_local(), None, None
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, grad_spec: DTensorSpec) -> Tensor:
+        ctx.grad_spec = grad_spec
+        return tensor._local_tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        spec = _with_dtype(ctx.grad_spec, grad.dtype)
+        grad = on_mesh(grad, spec.view)
+        if torch.is_grad_enabled() and grad.requires_grad:
+            return _FromLocal.apply(grad, spec, spec.cotangent()), None
+        return _wrap(grad, spec), None
+
+
+def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    return spec if spec.dtype == dtype else spec.with_meta(spec.tensor_meta._replace(dtype=dtype))
+
+
+def _reduce_gradient_of(leaf: DTensor) -> None:
+    """Give a leaf's gradient the leaf's own placements, once, when it arrives."""
+    reference = weakref.ref(leaf)  # the hook lives on the leaf and must not keep it alive
+
+    def hook(grad: Tensor) -> Tensor | None:
+        tensor = reference()
+        if tensor is None or not isinstance(grad, DTensor):
+            return None
+        wanted = tensor._spec.cotangent()
+        if grad._spec.layout is wanted.layout:
+            return None
+        return grad._to_spec(_with_dtype(wanted, grad.dtype))
+
+    leaf.register_hook(hook)
