@@ -1,14 +1,16 @@
-"""From an op call on distributed tensors to the right answer.
+"""From an op call on distributed tensors to the right answer: one pipeline.
 
-A few ops keep the cut as it is and run on each rank's part (`_LOCAL`): copies, casts, fills, sums of alike operands.
-All others are run whole: their inputs are gathered, every rank computes the same result, and what was written in
-place goes back to where it came from. That is always right, if not always cheap.
+    key the call -> its plan (made once) -> redistribute what the plan says -> run on local parts -> wrap
+
+An op without a rule is taken apart where PyTorch defines it by other ops, and otherwise run whole: its inputs are
+gathered, every rank computes the same, and what was written in place goes back to where it came from.
 
 This module works on local tensors and specs; `tensor` hands it its class and the way to wrap a result.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,55 +19,241 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from .callplan import LOCALIZE, Argument, CallPlan, Constant, NoRule, plan_call
+from .comm.redistribute import plan as plan_between
 from .comm.redistribute import redistribute_local
-from .errors import InputError, MeshError
+from .errors import CommunicationError, InputError, MeshError
 from .mesh import MeshView
+from .modes import modes
 from .placement import Replicate
+from .rules import rule_for
 from .spec import DTensorSpec, TensorMeta, contiguous_meta
 
-aten = torch.ops.aten
 Wrap = Callable[[Tensor, DTensorSpec], Any]
+WrapView = Callable[[Tensor, DTensorSpec, Any, "Replay | None"], Any]
+_MAX_PLANS = 65536
+
+
+class GatherWarning(UserWarning):
+    """An op has no rule, so its inputs were gathered and it ran whole on every rank."""
+
+
+class Replay:
+    """How a view that is no view of local memory is made again: from its root, by a call, as its index-th result."""
+
+    __slots__ = ("args", "func", "index", "kwargs", "root")
+
+    def __init__(self, root: Any, func: OpOverload, args: Any, kwargs: Any, index: int | None) -> None:
+        self.root, self.func, self.args, self.kwargs, self.index = root, func, args, kwargs, index
+
+    def of(self, root: Tensor) -> Any:
+        """The view of another root."""
+        result = self.func(root, *self.args[1:], **self.kwargs)
+        return result if self.index is None else result[self.index]
 
 
 class OpDispatcher:
     """Runs ops on distributed tensors of one class."""
 
-    def __init__(self, kind: type[Any], wrap: Wrap) -> None:
-        self.kind = kind
-        self.wrap = wrap
+    def __init__(self, kind: type[Any], wrap: Wrap, wrap_view: WrapView, written: Callable[[Any], None]) -> None:
+        self.kind, self.wrap, self.wrap_view, self.written = kind, wrap, wrap_view, written
+        self.plans: dict[Any, CallPlan | None] = {}
 
     def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the op, wrapped."""
-        local_rule = _LOCAL.get(func)
-        if local_rule is not None:
-            result = local_rule(self, func, args, kwargs)
-            if result is not NotImplemented:
-                return result
+        key = self._key(func, args, kwargs)
+        try:
+            plan = self.plans[key]
+        except KeyError:
+            plan = self._plan(func, args, kwargs)
+            if len(self.plans) >= _MAX_PLANS:
+                self.plans.clear()
+            self.plans[key] = plan
+        if plan is None:
+            return self._without_rule(func, args, kwargs)
+        if plan.communication and modes.explicit:
+            raise_explicit(plan)
+        return self._run(plan, args, kwargs)
+
+    # ---- the key ----------------------------------------------------------------------------------------------
+
+    def _key(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key: list[Any] = [func]
+        by_type = _keyed_by_type(func)
+        for position, value in enumerate(args):
+            key.append(self._key_of(value, position in by_type))
+        for name, value in kwargs.items():
+            key.append((name, self._key_of(value, name in by_type)))
+        return tuple(key)
+
+    def _key_of(self, value: Any, by_type: bool) -> Any:
+        kind = type(value)
+        if kind is self.kind:
+            return value._spec
+        if kind in (list, tuple, torch.Size):
+            return tuple([self._key_of(element, by_type) for element in value])
+        if isinstance(value, Tensor):
+            return value._spec if isinstance(value, self.kind) else (tuple(value.shape), value.dtype, modes.implicit_replication)
+        if by_type or kind is float or kind is torch.Generator:
+            return kind
+        return kind, value
+
+    # ---- a miss -----------------------------------------------------------------------------------------------
+
+    def _plan(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan | None:
+        """The plan of a call, or None where it is taken apart or run whole."""
+        view = one_view(func, [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, self.kind)])
+        registered = rule_for(func)
+        names = [argument.name for argument in func._schema.arguments]
+        seen = [self._argument(func, names[i], value) for i, value in enumerate(args)]
+        seen_named = {name: self._argument(func, name, value) for name, value in kwargs.items()}
+        if registered is None:
+            return None
+        try:
+            return plan_call(func, seen, seen_named, registered, view)
+        except NoRule:
+            return None
+
+    def _argument(self, func: OpOverload, name: str, value: Any) -> Any:
+        if isinstance(value, self.kind):
+            return Argument(value._spec.tensor_meta, value._spec)
+        if isinstance(value, Tensor):
+            if value.dim() > 0 and not modes.implicit_replication:
+                raise InputError(
+                    f"{func} mixes distributed tensors with a plain tensor of shape {list(value.shape)}, "
+                    f"its argument {name!r}",
+                    "make it one with distribute_tensor(tensor, mesh, placements) or DTensor.from_local(...), or take "
+                    "plain tensors as replicated inside `with shardwise.experimental.implicit_replication():`",
+                )
+            return Argument(TensorMeta(value.shape, value.stride(), value.dtype), None)
+        if isinstance(value, (list, tuple)):
+            return [self._argument(func, f"{name}[{i}]", element) for i, element in enumerate(value)]
+        return value
+
+    # ---- a hit ------------------------------------------------------------------------------------------------
+
+    def _run(self, plan: CallPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        local_args = [_treated(value, how) for value, how in zip(args, plan.args, strict=True)]
+        local_kwargs = {name: _treated(value, plan.kwargs[name]) for name, value in kwargs.items()}
+        if plan.writes:
+            return self._run_writing(plan, args, kwargs, local_args, local_kwargs)
+        result = plan.run_local(*local_args, **local_kwargs)
+        if plan.is_view:
+            return self._wrap_views(plan, result, args, kwargs)
+        return self._wrapped(result, plan.results)
+
+    def _wrapped(self, result: Any, specs: Any) -> Any:
+        if type(specs) is DTensorSpec:
+            return self.wrap(result, specs)
+        if isinstance(specs, (tuple, list)):
+            return type(specs)([self._wrapped(r, s) for r, s in zip(result, specs, strict=True)])
+        return result
+
+    def _wrap_views(self, plan: CallPlan, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        base = args[0]
+        local = plan.args[0] is LOCALIZE and type(base) is self.kind
+
+        def wrap(piece: Tensor, spec: DTensorSpec, index: int | None) -> Any:
+            return self.wrap_view(piece, spec, base, None if local else Replay(base, plan.func, args, kwargs, index))
+
+        if type(plan.results) is DTensorSpec:
+            return wrap(result, plan.results, None)
+        return type(plan.results)([wrap(r, s, i) for i, (r, s) in enumerate(zip(result, plan.results, strict=True))])
+
+    def _run_writing(
+        self, plan: CallPlan, args: Any, kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]
+    ) -> Any:
+        targets = [args[where] if isinstance(where, int) else kwargs[where] for where, _ in plan.writes]
+        if not plan.in_place:
+            # The op writes into copies, which then go to where the targets are.
+            for where, _ in plan.writes:
+                if isinstance(where, int):
+                    local_args[where] = local_args[where].clone()
+                else:
+                    local_kwargs[where] = local_kwargs[where].new_empty(0)
+        result = plan.run_local(*local_args, **local_kwargs)
+        if not plan.in_place:
+            specs = plan.results if isinstance(plan.results, (tuple, list)) else (plan.results,)
+            results = result if isinstance(result, (tuple, list)) else (result,)
+            for target, spec, local in zip(targets, specs, results, strict=False):
+                if spec.shape != target._spec.shape:
+                    raise InputError(f"{plan.func} would change the shape of {target._spec!r}", "write into a tensor of the result's shape")
+                source = spec.with_meta(target._spec.tensor_meta._replace(dtype=spec.dtype))
+                goal = target._spec.with_meta(source.tensor_meta)
+                target._local_tensor.copy_(redistribute_local(local, source, goal))
+        for target in targets:
+            self.written(target)
+        return targets[0] if not isinstance(plan.results, (tuple, list)) else type(plan.results)(targets)
+
+    # ---- without a rule -----------------------------------------------------------------------------------------
+
+    def _without_rule(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        taken_apart = func.decompose(*args, **kwargs)
+        if taken_apart is not NotImplemented:
+            return taken_apart
+        if rule_for(func) is None:
+            _tell_no_rule(func)
         return self._run_whole(func, args, kwargs)
 
     def _run_whole(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flat, tree = pytree.tree_flatten((args, kwargs))
         ours = {id(value): value for value in flat if isinstance(value, self.kind)}
-        view = _one_view(func, list(ours.values()))
-        _check_plain(func, flat, self.kind)
+        view = next(iter(ours.values()))._spec.view
         written = _written(func, args, kwargs)
         for tensor in written:
-            _check_writable(func, tensor, self.kind)
-        whole = {key: self._gathered(tensor, writable=tensor in written) for key, tensor in ours.items()}
+            if not isinstance(tensor, self.kind):
+                raise InputError(f"{func} would write a distributed result into a plain tensor", "write into a DTensor")
+        if modes.explicit:
+            _check_explicit(func, list(ours.values()))
+        whole = {key: _gathered(tensor, writable=tensor in written) for key, tensor in ours.items()}
         local_args, local_kwargs = pytree.tree_unflatten([whole.get(id(value), value) for value in flat], tree)
         result = func(*local_args, **local_kwargs)
         for tensor in written:
-            _write_back(func, tensor, whole[id(tensor)])
+            if whole[id(tensor)].shape != tensor._spec.shape:
+                raise InputError(f"{func} would change the shape of {tensor._spec!r}", "use the op that makes a new tensor")
+            new = redistribute_local(whole[id(tensor)], replicated(tensor._spec), tensor._spec)
+            tensor._local_tensor.copy_(new)
+            self.written(tensor)
         returned = {id(whole[id(tensor)]): tensor for tensor in written}
+        position = iter(range(1 << 30))
 
         def wrap(local: Tensor) -> Any:
-            return returned.get(id(local)) if id(local) in returned else self.wrap(*_as_whole(local, view))
+            if id(local) in returned:
+                return returned[id(local)]
+            local, spec = _as_whole(local, view)
+            if not _returns_view(func):
+                return self.wrap(local, spec)
+            index = None if isinstance(result, Tensor) else next(position)
+            return self.wrap_view(local, spec, args[0], Replay(args[0], func, args, kwargs, index))
 
         return pytree.tree_map_only(Tensor, wrap, result)
 
-    def _gathered(self, tensor: Any, writable: bool) -> Tensor:
-        local = redistribute_local(tensor._local_tensor, tensor._spec, replicated(tensor._spec))
-        return local.clone() if writable and local is tensor._local_tensor else local
+
+def _treated(value: Any, how: Any) -> Any:
+    if how is None:
+        return value
+    if how is LOCALIZE:
+        return value._local_tensor
+    if type(how) is DTensorSpec:
+        return redistribute_local(value._local_tensor, value._spec, how)
+    if type(how) is Constant:
+        return how.value
+    return [_treated(element, its) for element, its in zip(value, how, strict=True)]
+
+
+_BY_TYPE: dict[OpOverload, frozenset[int | str]] = {}
+
+
+def _keyed_by_type(func: OpOverload) -> frozenset[int | str]:
+    """The arguments whose value no rule reads, so that a changing learning rate does not make a new plan."""
+    found = _BY_TYPE.get(func)
+    if found is None:
+        scalars: set[int | str] = set()
+        for position, argument in enumerate(func._schema.arguments):
+            if "number" in str(argument.type) or "float" in str(argument.type):
+                scalars |= {position, argument.name}
+        found = _BY_TYPE[func] = frozenset(scalars)
+    return found
 
 
 class _Written(list[Any]):
@@ -80,27 +268,24 @@ def replicated(spec: DTensorSpec) -> DTensorSpec:
     return DTensorSpec(spec.mesh, (Replicate(),) * len(spec.view.sizes), spec.tensor_meta)
 
 
+def _gathered(tensor: Any, writable: bool) -> Tensor:
+    local = redistribute_local(tensor._local_tensor, tensor._spec, replicated(tensor._spec))
+    return local.clone() if writable and local is tensor._local_tensor else local
+
+
 def _as_whole(local: Tensor, view: MeshView) -> tuple[Tensor, DTensorSpec]:
     local = local.contiguous()
     meta = contiguous_meta(local.shape, local.dtype)
     return local, DTensorSpec(view.mesh, (Replicate(),) * len(view.sizes), meta)
 
 
-def _one_view(func: OpOverload, tensors: Sequence[Any]) -> MeshView:
+def one_view(func: OpOverload, tensors: Sequence[Any]) -> MeshView:
+    """The mesh of all these tensors."""
     views = {tensor._spec.view for tensor in tensors}
     if len(views) > 1:
         specs = ", ".join(f"{tensor._spec!r} on {tensor._spec.view!r}" for tensor in tensors)
         raise MeshError(f"{func} on tensors of different meshes: {specs}", "bring them to one mesh first")
     return views.pop()
-
-
-def _check_plain(func: OpOverload, flat: Sequence[Any], kind: type[Any]) -> None:
-    for value in flat:
-        if isinstance(value, Tensor) and not isinstance(value, kind) and value.dim() > 0:
-            raise InputError(
-                f"{func} mixes distributed tensors with a plain tensor of shape {list(value.shape)}",
-                "make it one with distribute_tensor(tensor, mesh, placements) or DTensor.from_local(...)",
-            )
 
 
 def _written(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> _Written:
@@ -112,100 +297,45 @@ def _written(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> _
     return written
 
 
-def _check_writable(func: OpOverload, tensor: Any, kind: type[Any]) -> None:
-    if not isinstance(tensor, kind):
-        raise InputError(f"{func} would write a distributed result into a plain tensor", "write into a DTensor")
-    if tensor._is_view():
-        raise InputError(
-            f"{func} would write through a view of a distributed tensor, {tensor._spec!r}, which is a copy",
-            "write to the tensor itself, e.g. x.copy_(torch.where(mask, value, x))",
+def _returns_view(func: OpOverload) -> bool:
+    returns = func._schema.returns
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
+
+
+_told: set[OpOverload] = set()
+
+
+def _tell_no_rule(func: OpOverload) -> None:
+    """Say once that an op is run whole, or refuse it where the user asked for that."""
+    advice = f'give it a rule: shardwise.register_sharding({func}, "...")'
+    if modes.strict_ops:
+        raise CommunicationError(f"{func} has no rule, and strict_ops is on", advice)
+    if func not in _told:
+        _told.add(func)
+        warnings.warn(f"{func} has no rule: its inputs are gathered and it runs whole; {advice}", GatherWarning, stacklevel=2)
+
+
+def raise_explicit(plan: CallPlan) -> None:
+    """Refuse communication that the user did not ask for."""
+    raise CommunicationError(
+        f"{plan.func} needs communication in explicit mode ({'; '.join(plan.communication)})",
+        "redistribute first: " + "; ".join(_fixes(plan)),
+    )
+
+
+def _fixes(plan: CallPlan) -> list[str]:
+    names = [argument.name for argument in plan.func._schema.arguments]
+    fixes = []
+    for name, how in [*zip(names, plan.args, strict=False), *plan.kwargs.items()]:
+        if type(how) is DTensorSpec:
+            fixes.append(f"{name} = {name}.redistribute(placements={list(how.placements)})")
+    return fixes or ["give the operands placements on which this op is local"]
+
+
+def _check_explicit(func: OpOverload, tensors: Sequence[Any]) -> None:
+    moving = [t for t in tensors if plan_between(t._spec, replicated(t._spec)).plan.collectives]
+    if moving:
+        raise CommunicationError(
+            f"{func} runs whole, which needs {', '.join(repr(t._spec) for t in moving)} gathered, in explicit mode",
+            "redistribute them to Replicate first",
         )
-
-
-def _write_back(func: OpOverload, tensor: Any, whole: Tensor) -> None:
-    if whole.shape != tensor._spec.shape:
-        raise InputError(f"{func} would change the shape of {tensor._spec!r}", "use the op that makes a new tensor")
-    tensor._local_tensor.copy_(redistribute_local(whole, replicated(tensor._spec), tensor._spec))
-
-
-# ---- ops that keep the cut ------------------------------------------------------------------------------------
-
-
-def _is_linear(spec: DTensorSpec) -> bool:
-    return all(op in ("sum", "avg") for _, op in spec.layout.partial)
-
-
-def _same(dispatcher: OpDispatcher, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copies and aliases: the same value, cut the same way."""
-    tensor = args[0]
-    local = func(tensor._local_tensor, *args[1:], **kwargs)
-    return dispatcher.wrap(local, tensor._spec)
-
-
-def _copy(dispatcher: OpDispatcher, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copies that may change dtype or memory format. Rounding to integers does not pass through a sum."""
-    tensor = args[0]
-    local = func(tensor._local_tensor, *args[1:], **kwargs)
-    spec = tensor._spec
-    exact = local.dtype == spec.dtype or (local.dtype.is_floating_point and spec.dtype.is_floating_point)
-    if spec.layout.partial and not exact:
-        return NotImplemented
-    if local.device.type not in (spec.view.device_type, "meta"):
-        return NotImplemented
-    meta = _result_meta(func, spec, args[1:], kwargs)
-    return dispatcher.wrap(local, spec.with_meta(meta))
-
-
-def _fill(dispatcher: OpDispatcher, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """New tensors like a given one: cut as it is cut, replicated where it is Partial."""
-    spec = args[0]._spec.cotangent()
-    local = func(args[0]._local_tensor, *args[1:], **kwargs)
-    return dispatcher.wrap(local, spec.with_meta(_result_meta(func, spec, args[1:], kwargs)))
-
-
-def _sum(dispatcher: OpDispatcher, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The sum of two operands that are cut alike, as gradients are when they meet."""
-    one, other = args[0], args[1]
-    if not (isinstance(one, dispatcher.kind) and isinstance(other, dispatcher.kind)):
-        return NotImplemented
-    if one._spec is not other._spec or not _is_linear(one._spec):
-        return NotImplemented
-    local = func(one._local_tensor, other._local_tensor, *args[2:], **kwargs)
-    if func is aten.add_.Tensor:
-        return one
-    return dispatcher.wrap(local, one._spec)
-
-
-def _overwrite(dispatcher: OpDispatcher, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`copy_`: the source comes to where the target is."""
-    target, source = args[:2]
-    if not isinstance(source, dispatcher.kind) or not isinstance(target, dispatcher.kind):
-        return NotImplemented
-    if source._spec.shape != target._spec.shape or source._spec.view is not target._spec.view or target._is_view():
-        return NotImplemented
-    spec = target._spec.with_meta(target._spec.tensor_meta._replace(dtype=source._spec.dtype))
-    func(target._local_tensor, redistribute_local(source._local_tensor, source._spec, spec), *args[2:], **kwargs)
-    return target
-
-
-def _result_meta(func: OpOverload, spec: DTensorSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> TensorMeta:
-    """Shape, stride and dtype of the result, found by running the op on a tensor without data."""
-    shape, stride, dtype = spec.tensor_meta
-    kwargs = {name: value for name, value in kwargs.items() if name != "device"}
-    result = func(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), *args, **kwargs)
-    return TensorMeta(result.shape, result.stride(), result.dtype)
-
-
-_LOCAL: dict[OpOverload, Callable[[OpDispatcher, OpOverload, tuple[Any, ...], dict[str, Any]], Any]] = {
-    aten.detach.default: _same,
-    aten.alias.default: _same,
-    aten.clone.default: _copy,
-    aten._to_copy.default: _copy,
-    aten.zeros_like.default: _fill,
-    aten.ones_like.default: _fill,
-    aten.empty_like.default: _fill,
-    aten.full_like.default: _fill,
-    aten.add.Tensor: _sum,
-    aten.add_.Tensor: _sum,
-    aten.copy_.default: _overwrite,
-}

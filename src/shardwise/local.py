@@ -67,7 +67,7 @@ def global_meta(
     if shape is None:
         shape = parts.infer(placements)
     parts.check(shape, placements, order)
-    return TensorMeta(shape, _stride(local, shape, stride), local.dtype)
+    return TensorMeta(shape, tuple(stride) if stride is not None else parts.stride(shape), local.dtype)
 
 
 def copy_to_replicas(local: Tensor, view: MeshView, placements: Sequence[Placement]) -> Tensor:
@@ -82,18 +82,10 @@ def _is_cut(view: MeshView, placements: Sequence[Placement]) -> bool:
     return any(isinstance(p, Shard) and view.sizes[axis] > 1 for axis, p in enumerate(placements))
 
 
-def _stride(local: Tensor, shape: torch.Size, stride: Sequence[int] | None) -> tuple[int, ...]:
-    """The global stride: as given, or with the dims in the order in which they lie in local memory."""
-    if stride is not None:
-        return tuple(stride)
-    if isinstance(local, RankTensor):
-        local = local.shards[0]
-    if local.is_contiguous():
-        return contiguous_stride(shape)
-    strides = local.stride()
-    by_memory = sorted(range(local.dim()), key=lambda dim: (-strides[dim], dim))
-    packed = contiguous_stride([shape[dim] for dim in by_memory])
-    return tuple(packed[by_memory.index(dim)] for dim in range(local.dim()))
+def _memory_order(local: Tensor) -> tuple[int, ...]:
+    """The dims in the order in which they lie in memory, major to minor."""
+    dims = range(local.dim())
+    return tuple(dims) if local.is_contiguous() else tuple(sorted(dims, key=lambda dim: (-local.stride(dim), dim)))
 
 
 class _LocalParts:
@@ -107,19 +99,24 @@ class _LocalParts:
             ranks = range(view.world_size)
             self.shapes = {rank: shapes[rank] for rank in ranks}
             self.dtypes = dict.fromkeys(ranks, local.dtype)
+            self.memory_order = _memory_order(local.shards[0])
         elif ask and dist.get_backend() != "fake":  # the fake backend has no peers to ask
             self._ask(local)
         else:
             self.shapes = {dist.get_rank(): tuple(local.shape)}
             self.dtypes = {dist.get_rank(): local.dtype}
+            self.memory_order = _memory_order(local)
 
     def _ask(self, local: Tensor) -> None:
-        header = [_DTYPES.index(local.dtype), local.dim(), *local.shape]
-        message = torch.tensor(header + [0] * (_MAX_DIMS - local.dim()), device=local.device)
+        padding = [0] * (_MAX_DIMS - local.dim())
+        row = [_DTYPES.index(local.dtype), local.dim(), *local.shape, *padding, *_memory_order(local), *padding]
+        message = torch.tensor(row, device=local.device)
         table = all_gather_ranks(message, self.view).tolist()
         instance = _my_instance(self.view)
         self.shapes = {rank: tuple(row[2 : 2 + row[1]]) for rank, row in zip(instance, table, strict=True)}
         self.dtypes = {rank: _DTYPES[row[0]] for rank, row in zip(instance, table, strict=True)}
+        # Of the first rank, which holds the most: from a rank with little or nothing it cannot be told.
+        self.memory_order = tuple(table[0][2 + _MAX_DIMS :][: table[0][1]])
 
     def check_alike(self) -> None:
         """Refuse ranks whose dtype or number of dims differs from the others'."""
@@ -145,6 +142,11 @@ class _LocalParts:
         """The ranks that differ from this one only on these axes."""
         groups = self.view.rank_groups(tuple(axes)) if axes else [[rank]]
         return next(group for group in groups if rank in group)
+
+    def stride(self, shape: torch.Size) -> tuple[int, ...]:
+        """The global stride: packed, with the dims in the order in which they lie in local memory."""
+        packed = contiguous_stride([shape[dim] for dim in self.memory_order])
+        return tuple(packed[self.memory_order.index(dim)] for dim in range(len(shape)))
 
     def check(self, shape: torch.Size, placements: Sequence[Placement], order: ShardOrder) -> None:
         """Refuse local shapes that this cut of this global shape does not give."""

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .comm.groups import adopt
 from .comm.redistribute import redistribute_local, start_redistribute
-from .dispatch import OpDispatcher
+from .dispatch import OpDispatcher, Replay
 from .errors import InputError, MeshError
 from .local import check_plain_tensor, copy_to_replicas, global_meta, on_mesh
 from .mesh import current_mesh, view_of
@@ -48,7 +48,7 @@ class DTensor(torch.Tensor):
 
     _local_tensor: Tensor
     _spec: DTensorSpec
-    _pending: weakref.finalize[Any, DTensor]
+    _pending: Any
     _op_dispatcher: OpDispatcher
 
     @staticmethod
@@ -292,7 +292,72 @@ def _wrap(local: Tensor, spec: DTensorSpec) -> DTensor:
     return tensor
 
 
-DTensor._op_dispatcher = OpDispatcher(DTensor, _wrap)
+class _ReplayedDTensor(DTensor):
+    """A view of a distributed tensor that is no view of local memory, such as a slice of a cut dim.
+
+    Reading it after its root has changed makes it again from the root; writing it writes the root (`_write_back`).
+    """
+
+    __slots__ = ()
+
+    @property
+    def _local_tensor(self) -> Tensor:  # type: ignore[override]
+        replay, seen = self._pending
+        if seen is None or seen != self._version:
+            fresh = replay.of(replay.root)
+            _slot.__get__(self).copy_(redistribute_local(fresh._local_tensor, fresh._spec, self._spec))
+            self._pending = replay, _version(self)
+        return _slot.__get__(self)
+
+
+_slot: Any = DTensor._local_tensor
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often a tensor was written; inference tensors do not count, so None: assume it was."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _wrap_view(local: Tensor, spec: DTensorSpec, base: DTensor, replay: Replay | None) -> DTensor:
+    if torch.is_inference_mode_enabled() and not base.is_inference():
+        with torch._C._InferenceMode(False):  # a view of a normal tensor is one, too
+            return _wrap_view(local, spec, base, replay)
+    if replay is None:
+        return _wrap(local, spec)
+    shape, stride, dtype = spec.tensor_meta
+    tensor = _make_wrapper(_ReplayedDTensor, shape, stride, dtype=dtype, device=local.device)
+    _slot.__set__(tensor, local)
+    tensor._spec = spec
+    tensor._pending = replay, _version(base)
+    return tensor
+
+
+def _write_back(tensor: DTensor) -> None:
+    """After a write to a replayed view: write its root, and the root's root."""
+    if type(tensor) is not _ReplayedDTensor:
+        return
+    replay, _ = tensor._pending
+    root, whole = replay.root, _replicated(tensor._spec)
+    value = redistribute_local(_slot.__get__(tensor), tensor._spec, whole)
+    root_whole = _replicated(root._spec)
+    root_value = redistribute_local(root._local_tensor, root._spec, root_whole)
+    if root_value is root._local_tensor:
+        root_value = root_value.clone()
+    replay.of(root_value).copy_(value)
+    root._local_tensor.copy_(redistribute_local(root_value, root_whole, root._spec))
+    for written in (tensor, root):
+        if type(written) is _ReplayedDTensor:
+            seen = _version(written)
+            # Autograd counts the write only after this call.
+            written._pending = written._pending[0], None if seen is None else seen + 1
+    _write_back(root)
+
+
+def _replicated(spec: DTensorSpec) -> DTensorSpec:
+    return DTensorSpec(spec.mesh, (Replicate(),) * len(spec.view.sizes), contiguous_meta(spec.shape, spec.dtype))
+
+
+DTensor._op_dispatcher = OpDispatcher(DTensor, _wrap, _wrap_view, _write_back)
 
 
 def _is_param(tensor: Tensor) -> bool:

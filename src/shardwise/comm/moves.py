@@ -33,11 +33,11 @@ from .transport import (
 )
 
 _c10d = torch.ops._c10d_functional
-_all_gather = _c10d.all_gather_into_tensor.default
-_all_reduce = _c10d.all_reduce.default
-_reduce_scatter = _c10d.reduce_scatter_tensor.default
-_all_to_all = _c10d.all_to_all_single.default
-_broadcast = _c10d.broadcast.default
+all_gather = _c10d.all_gather_into_tensor.default
+all_reduce = _c10d.all_reduce.default
+reduce_scatter = _c10d.reduce_scatter_tensor.default
+all_to_all = _c10d.all_to_all_single.default
+broadcast = _c10d.broadcast.default
 wait = _c10d.wait_tensor.default
 
 LocalOp = Callable[[Tensor], Tensor]
@@ -172,9 +172,9 @@ def _all_gather_move(step: Step, view: MeshView, dtype: torch.dtype) -> Move:
     arrange = _grouped_to_local(step, sides)
     if moves_natively(dtype):
         in_place = _gathers_in_place(step, sides)
-        return Move(lambda local: _all_gather(local.contiguous(), ranks, name), True, None if in_place else arrange)
+        return Move(lambda local: all_gather(local.contiguous(), ranks, name), True, None if in_place else arrange)
     return Move(
-        lambda local: _all_gather(_as_bytes(local), ranks, name),
+        lambda local: all_gather(_as_bytes(local), ranks, name),
         True,
         lambda received: arrange(received.view(dtype)),
     )
@@ -187,10 +187,10 @@ def _all_to_all_move(step: Step, view: MeshView, dtype: torch.dtype) -> Move:
     piece = math.prod(sides.held_before) // ranks
     if moves_natively(dtype):
         splits = [piece] * ranks
-        return Move(lambda local: _all_to_all(pack(local), splits, splits, name), True, arrange)
+        return Move(lambda local: all_to_all(pack(local), splits, splits, name), True, arrange)
     splits = [piece * dtype.itemsize] * ranks
     return Move(
-        lambda local: _all_to_all(_as_bytes(pack(local)), splits, splits, name),
+        lambda local: all_to_all(_as_bytes(pack(local)), splits, splits, name),
         True,
         lambda received: arrange(received.view(dtype)),
     )
@@ -201,7 +201,7 @@ def _reduce_scatter_move(step: Step, view: MeshView, dtype: torch.dtype) -> Move
     pack = _local_to_grouped(step, _slotted(step))
     op, shape = wire_op(dtype, step.op), step.after.local_shape((0,) * len(view.sizes))
     return Move(
-        lambda local: _reduce_scatter(to_wire(pack(local)), op, ranks, name),
+        lambda local: reduce_scatter(to_wire(pack(local)), op, ranks, name),
         True,
         lambda received: from_wire(received, dtype).view(shape),
     )
@@ -212,9 +212,9 @@ def _all_reduce_move(step: Step, view: MeshView, dtype: torch.dtype) -> Move:
     if reduces_natively(dtype, step.op):
         op = wire_op(dtype, step.op)
         if moves_natively(dtype) and dtype is not torch.bool:
-            return Move(lambda local: _all_reduce(local.contiguous(), op, name), True, None)
+            return Move(lambda local: all_reduce(local.contiguous(), op, name), True, None)
         return Move(
-            lambda local: _all_reduce(to_wire(local.contiguous()), op, name),
+            lambda local: all_reduce(to_wire(local.contiguous()), op, name),
             True,
             lambda received: from_wire(received, dtype),
         )
@@ -222,7 +222,7 @@ def _all_reduce_move(step: Step, view: MeshView, dtype: torch.dtype) -> Move:
     def reduce(at: Coordinate, received: Tensor) -> Tensor:
         return reduce_locally(received.view(dtype).view(ranks, *step.after.local_shape(at)), step.op)
 
-    return Move(lambda local: _all_gather(_as_bytes(local), ranks, name), True, on_ranks(view, reduce))
+    return Move(lambda local: all_gather(_as_bytes(local), ranks, name), True, on_ranks(view, reduce))
 
 
 # ---- any to any -----------------------------------------------------------------------------------------------------
@@ -252,11 +252,14 @@ def _exchange_move(step: Step, view: MeshView, dtype: torch.dtype) -> Move:
         received = received if native else received.view(dtype)
         shape = step.after.local_shape(at)
         if step.op:
-            return reduce_locally(received.view(ranks, *shape), step.op)
+            # Every peer sends its operand of the same boxes, one after the other.
+            sent = zip(received.view(ranks, -1), schedule_at(at).receive, strict=True)
+            operands = [_unpack(operand, [boxes], shape) for operand, boxes in sent]
+            return reduce_locally(torch.stack(operands), step.op)
         return _unpack(received, schedule_at(at).receive, shape)
 
     packed, unpacked = on_ranks(view, pack), on_ranks(view, unpack)
-    return Move(lambda local: _all_to_all(packed(local), incoming, outgoing, name), True, unpacked)
+    return Move(lambda local: all_to_all(packed(local), incoming, outgoing, name), True, unpacked)
 
 
 def _splits(view: MeshView, ranks: int, sizes_at: Callable[[Coordinate], list[int]]) -> list[int]:
@@ -327,7 +330,10 @@ def _spread(step: Step, at: Coordinate, local: Tensor) -> Tensor:
     result = local.new_full(step.after.local_shape(at), fill)
     for box in intersection(step.before.runs(at), step.after.runs(at)):
         part = _box(local, box, 0)
-        _box(result, box, 1).copy_(part * step.before.mesh_sizes[axis] if op == "avg" else part)
+        if op == "avg":
+            # float8 has no arithmetic
+            part = (part.float() if part.dtype.itemsize == 1 else part) * step.before.mesh_sizes[axis]
+        _box(result, box, 1).copy_(part)
     return result
 
 
@@ -341,7 +347,8 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 def scatter_move(before: Layout, after: Layout, axis: int, source: int, view: MeshView, dtype: torch.dtype) -> LocalOp:
     """One rank along an axis hands out what each needs of what it holds; `before` does not use the axis."""
     name, ranks = view.groups[(axis,)], view.sizes[axis]
-    unit = 1 if moves_natively(dtype) else dtype.itemsize
+    native = moves_natively(dtype)
+    unit = 1 if native else dtype.itemsize
 
     def boxes_for(at: Coordinate, index: int) -> tuple[Box, ...]:
         peer = (*at[:axis], index, *at[axis + 1 :])
@@ -359,22 +366,23 @@ def scatter_move(before: Layout, after: Layout, axis: int, source: int, view: Me
     def pack(at: Coordinate, local: Tensor) -> Tensor:
         boxes = [boxes_for(at, index) for index in range(ranks)] if at[axis] == source else []
         flat = _pack(local, boxes)
-        return flat if unit == 1 else _as_bytes(flat)
+        return flat if native else _as_bytes(flat)
 
     def unpack(at: Coordinate, received: Tensor) -> Tensor:
-        return received.view(dtype).view(after.local_shape(at))
+        received = received if native else received.view(dtype)
+        return _unpack(received, [boxes_for(at, at[axis])], after.local_shape(at))
 
     packed, unpacked = on_ranks(view, pack), on_ranks(view, unpack)
     into, out = _splits(view, ranks, incoming), _splits(view, ranks, outgoing)
-    return lambda local: unpacked(wait(_all_to_all(packed(local), into, out, name)))
+    return lambda local: unpacked(wait(all_to_all(packed(local), into, out, name)))
 
 
 def broadcast_move(axis: int, source: int, view: MeshView, dtype: torch.dtype) -> LocalOp:
     """One rank along an axis gives all the others a copy of what it holds."""
     name = view.groups[(axis,)]
     if moves_natively(dtype):
-        return lambda local: wait(_broadcast(local.contiguous(), source, name))
-    return lambda local: wait(_broadcast(_as_bytes(local), source, name)).view(dtype).view(local.shape)
+        return lambda local: wait(broadcast(local.contiguous(), source, name))
+    return lambda local: wait(broadcast(_as_bytes(local), source, name)).view(dtype).view(local.shape)
 
 
 def all_gather_ranks(message: Tensor, view: MeshView) -> Tensor:
@@ -382,5 +390,5 @@ def all_gather_ranks(message: Tensor, view: MeshView) -> Tensor:
     table = message.view(1, -1)
     for axis in reversed(range(len(view.sizes))):
         if view.sizes[axis] > 1:
-            table = wait(_all_gather(table, view.sizes[axis], view.groups[(axis,)]))
+            table = wait(all_gather(table, view.sizes[axis], view.groups[(axis,)]))
     return table

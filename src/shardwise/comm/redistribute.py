@@ -43,6 +43,11 @@ def _plan(source: DTensorSpec, target: DTensorSpec, generation: int, adopted: bo
     return SpecPlan(source, target, make_plan(source.layout, target.layout, source.dtype.itemsize, links, groups))
 
 
+def links_of(view: MeshView) -> Links:
+    """What communication costs on a mesh, by the cost model in use."""
+    return _links(view, generation())
+
+
 @lru_cache(maxsize=256)
 def _links(view: MeshView, generation: int) -> Links:
     return cost_model().links(view)

@@ -90,5 +90,7 @@ def identity(dtype: torch.dtype, op: str) -> float | int | bool:
     if dtype is torch.bool:
         return op == "min"
     if dtype.is_floating_point:
-        return -torch.inf if op == "max" else torch.inf
+        has_inf = dtype.itemsize > 1 or dtype is torch.float8_e5m2
+        limit = torch.inf if has_inf else torch.finfo(dtype).max
+        return -limit if op == "max" else limit
     return torch.iinfo(dtype).min if op == "max" else torch.iinfo(dtype).max

@@ -25,6 +25,7 @@ TOKEN = re.compile(
     r"(?P<arrow>->)|(?P<dots>\.\.)|(?P<name>[A-Za-z]\w*)|(?P<number>\d+(?!\w))|(?P<mark>[()\[\]{},;=|+?]|_(?!\w))"
 )
 CLOSING = {"(": ")", "[": "]", "{": "}"}
+WORDS = {"arrow": "'->'", "name": "a name", "number": "a number"}
 
 
 class RuleError(ShardwiseError, ValueError):
@@ -132,7 +133,7 @@ class Scanner:
         token = self.take(wanted)
         if token is None:
             found = repr(self.peek.text) if self.peek.text else "the end"
-            self.fail(f"{found} where {wanted!r} was expected", reason)
+            self.fail(f"{found} in the place of {WORDS.get(wanted, repr(wanted))}", reason)
         return token
 
     # ---- tensors ------------------------------------------------------------------------------------------------
@@ -158,9 +159,8 @@ class Scanner:
     def close(self, opening: Token) -> None:
         """The bracket that closes this one."""
         if not self.take(CLOSING[opening.text]):
-            self.fail(
-                f"{opening.text!r} is not closed", f"add {CLOSING[opening.text]!r} after its last name", opening.position
-            )
+            fix = f"add {CLOSING[opening.text]!r} after its last name"
+            self.fail(f"{opening.text!r} is not closed", fix, opening.position)
 
     def dim(self) -> Dim:
         """One dim: an atom, a compound, or 1."""
@@ -171,7 +171,8 @@ class Scanner:
                 position = self.peek.position
                 atoms.append(self.atom())
                 if atoms[-1].broadcast:
-                    self.fail(f"{atoms[-1]} broadcasts inside a compound", "only a dim of its own may broadcast", position)
+                    fix = "only a dim of its own may broadcast"
+                    self.fail(f"{atoms[-1]} broadcasts inside a compound", fix, position)
             self.close(opening)
             return tuple(atoms)
         number = self.take("number")

@@ -7,7 +7,8 @@ outputs that lack it become Partial. The clauses, all optional:
 
     linear 0 | 1+2       operands that may be Partial (sum or avg) on an axis, all of a set together, while the others
                          are replicated there; the outputs are then Partial too. `linear all`: all of them together
-    monotone 0           the same for Partial max and min; `antitone 0` swaps max and min on the way
+    monotone 0           the same for Partial max and min; `antitone 0` swaps max and min on the way. Of an op that
+                         reduces by max or min, outputs become Partial by that one only; only there sets are joint
     reduce max           what an output that lacks a cut factor becomes, for all outputs or one each: `reduce sum, max`.
                          `none`: what such an output lacks may not be cut, unless by a kernel that completes it
     ragged               a factor whose sizes differ between tensors is whole, instead of an error
@@ -15,7 +16,7 @@ outputs that lack it become Partial. The clauses, all optional:
     size=(a (b c) 1 _)   the argument `size` holds the sizes of these dims (`_`: some other number)
     kernel v, t          these factors are cut with the help of a local kernel only
 
-An empty left side means no tensor operands, an empty right side one 0-dim result.
+An empty pattern is a 0-dim tensor. An empty left side also serves ops without any tensor operand.
 
 >>> rule = parse("m? n?, m k, k n -> m n; linear 0+2|0+1")
 >>> rule
@@ -27,19 +28,20 @@ True
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from ..placement import REDUCE_OPS
-from .notation import Atom, Dim, Occurrence, Pattern, RuleError, Scanner, Token, dim_text
+from .notation import Atom, Dim, Occurrence, Pattern, Scanner, Token, dim_text
 
 Positions = tuple[int, ...]
 Entry = Dim | int | None
 """What an entry of a size argument holds: the size of a dim, a fixed number, or something else (None)."""
 
+NO_DIMS = Pattern(())
 PASSING = ("linear", "monotone", "antitone")
 
 
@@ -73,6 +75,10 @@ class Rule:
     kernel: tuple[str, ...]
     text: str
 
+    def fits(self, operands: int) -> bool:
+        """Whether this can be the rule of an op with so many tensor operands."""
+        return operands == len(self.inputs) or (operands == 0 and self.inputs == (NO_DIMS,))
+
     def __str__(self) -> str:
         return self.text
 
@@ -96,9 +102,8 @@ _interned: WeakValueDictionary[str, Rule] = WeakValueDictionary()
 def parse(text: str) -> Rule:
     """The rule that a line of text means; `RuleError` where it can mean nothing."""
     scanner = Scanner(text)
-    inputs = () if scanner.peek.kind == "arrow" else scanner.patterns()
+    inputs = scanner.patterns()
     scanner.expect("arrow", "a rule is written inputs -> outputs ; clauses")
-    scanner.tensors = len(inputs)
     outputs = scanner.patterns()
     in_tensors = len(scanner.occurrences)
     clauses = _Clauses(scanner, len(inputs), len(outputs))
@@ -110,13 +115,8 @@ def parse(text: str) -> Rule:
     _check_factors(scanner, seen, len(inputs))
     _check_clause_names(scanner, clauses, seen, named)
     _check_results(scanner, clauses, seen, named, len(inputs))
+    _check_joint(scanner, clauses)
     return clauses.rule(inputs, outputs)
-
-
-def make(inputs: tuple[Pattern, ...], outputs: tuple[Pattern, ...], clauses: Sequence[str]) -> Rule:
-    """The rule of these patterns and clause texts."""
-    sides = f"{', '.join(map(str, inputs))} -> {', '.join(map(str, outputs))}"
-    return parse(" ; ".join((sides.strip(), *clauses)))
 
 
 @lru_cache(maxsize=4096)
@@ -134,7 +134,7 @@ def without_operands(rule: Rule, dropped: frozenset[int]) -> Rule:
     for keyword in PASSING:
         sets = [tuple(kept.index(i) for i in s) for s in getattr(rule, keyword) if dropped.isdisjoint(s)]
         clauses[keyword] = _sets_text(keyword, sets)
-    return make(tuple(rule.inputs[i] for i in kept), rule.outputs, [text for text in clauses.values() if text])
+    return parse(_text(tuple(rule.inputs[i] for i in kept), rule.outputs, clauses))
 
 
 # ---- clauses ----------------------------------------------------------------------------------------------------
@@ -242,17 +242,26 @@ class _Clauses:
 
     def rule(self, inputs: tuple[Pattern, ...], outputs: tuple[Pattern, ...]) -> Rule:
         """The one rule with these patterns and clauses, printed in canonical order."""
-        values = (
-            *(inputs, outputs),
-            *(self.sets.get(keyword, ()) for keyword in PASSING),
-            *(self.reduce, self.ragged, tuple(sorted(self.sizes.items()))),
-            tuple(SizeArgument(*item) for item in sorted(self.size_arguments.items())),
-            tuple(sorted(set(self.kernel))),
+        rule = Rule(
+            inputs=inputs,
+            outputs=outputs,
+            linear=self.sets.get("linear", ()),
+            monotone=self.sets.get("monotone", ()),
+            antitone=self.sets.get("antitone", ()),
+            reduce=self.reduce,
+            ragged=self.ragged,
+            sizes=tuple(sorted(self.sizes.items())),
+            size_arguments=tuple(SizeArgument(*item) for item in sorted(self.size_arguments.items())),
+            kernel=tuple(sorted(set(self.kernel))),
+            text="",
         )
-        sides = f"{', '.join(map(str, inputs))} -> {', '.join(map(str, outputs))}".strip()
-        clauses = _clause_texts(Rule(*values, text=""))
-        text = " ; ".join((sides, *(clause for clause in clauses.values() if clause)))
-        return _interned.setdefault(text, Rule(*values, text=text))
+        text = _text(inputs, outputs, _clause_texts(rule))
+        return _interned.setdefault(text, replace(rule, text=text))
+
+
+def _text(inputs: Sequence[Pattern], outputs: Sequence[Pattern], clauses: Mapping[str, str]) -> str:
+    sides = f"{', '.join(map(str, inputs))} -> {', '.join(map(str, outputs))}".strip()
+    return " ; ".join((sides, *filter(None, clauses.values())))
 
 
 def _sets_text(keyword: str, sets: Sequence[Positions]) -> str:
@@ -289,7 +298,8 @@ def _check_factors(scanner: Scanner, seen: Sequence[Occurrence], inputs: int) ->
             in_tensor.add((tensor, str(atom)))
             continue
         if atom.whole != known.whole:
-            scanner.fail(f"{atom.name} is whole in one place and not in another", f"write [{atom.name}] in all", position)
+            fix = f"write [{atom.name}] everywhere"
+            scanner.fail(f"{atom.name} is whole in one place and not in another", fix, position)
         if atom.many != known.many:
             scanner.fail(f"{atom.name} is one dim in one place and any number in another", "use two names", position)
         if (tensor, atom.name) in in_tensor and not atom.whole:
@@ -335,3 +345,12 @@ def _check_results(
         if atom.name != "_" and atom.name not in known and not atom.whole:
             fix = f"write [{atom.name}], name it in a size argument, or give it a kernel"
             scanner.fail(f"only an output has the factor {atom.name}", fix, position)
+
+
+def _check_joint(scanner: Scanner, clauses: _Clauses) -> None:
+    """max(a) + max(b) is not max(a + b): of two operands at once only the maximum itself commutes with max."""
+    for keyword in ("monotone", "antitone"):
+        joint = any(len(members) > 1 for members in clauses.sets.get(keyword, ()))
+        if joint and not {"max", "min"}.issuperset(clauses.reduce):
+            fix = "write alternatives, 0 | 1, or `reduce max` if the op is a maximum"
+            scanner.fail(f"jointly {keyword} without being a maximum", fix, clauses.positions[keyword])

@@ -133,7 +133,7 @@ class RankTensor(torch.Tensor):
     def backward(self, *args: Any, **kwargs: Any) -> None:
         # Some formulas make new tensors by size alone.
         with rank_factories():
-            torch.Tensor.backward(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+            super().backward(*args, **kwargs)
 
     # Memory that a RankTensor does not have: its ranks have it.
     def _no_memory(self, *_args: object, **_kwargs: object) -> Any:
@@ -407,9 +407,6 @@ class rank_factories(TorchDispatchMode):
 
     Needed nowhere else, and slower for all ops inside: `x.new_zeros` does the same without it.
     """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

@@ -1,0 +1,446 @@
+"""From one op call to its plan: what is redistributed, what runs on each rank, what comes out.
+
+`plan_call` is what happens on a cache miss. It binds the op's rule to the shapes of the call, lets the propagator
+choose, and writes down how to treat every argument. The plan holds no tensors and does not depend on values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .comm.redistribute import links_of, plan
+from .comm.transport import identity
+from .kernels import LOCAL
+from .kernels.drive import Pieces, drive
+from .kernels.requests import Kernel, LocalCall
+from .layout import Coordinate, Factor, Layout
+from .mesh import MeshView
+from .propagate import Decision, KernelCost, Operand, Propagator, Result
+from .rules import Bound, BoundTensor, Call, Registered, bind, local_size
+from .spec import DTensorSpec, TensorMeta
+from .world import RankTensor, map_ranks, rank_int, values_of
+
+
+class Constant(NamedTuple):
+    """An argument that the plan itself gives: a size as this rank must pass it."""
+
+    value: Any
+
+
+class Localize:
+    """The mark of an argument whose local part is passed as it is."""
+
+
+LOCALIZE = Localize()
+Treatment = Any
+"""How an argument is treated: None (as it is), LOCALIZE, a DTensorSpec to bring it to, a Constant, a list of these."""
+
+
+class CallPlan(NamedTuple):
+    """How to carry out a call. `run_local` takes the local arguments and gives the local results."""
+
+    func: OpOverload
+    args: tuple[Treatment, ...]
+    kwargs: dict[str, Treatment]
+    run_local: Callable[..., Any]
+    results: Any
+    """A spec for each tensor result, in the structure of the results; None where a result is no tensor."""
+    writes: tuple[tuple[int | str, int], ...]
+    """(argument, result) for each argument that is written: its final spec may differ from the result's."""
+    in_place: bool
+    """Whether the local op may write straight into the local parts of what it writes."""
+    is_view: bool
+    communication: tuple[str, ...]
+    """What is communicated without being asked for, in words."""
+
+
+class NoRule(Exception):
+    """The op has no rule that fits this call; it is run whole."""
+
+
+# ---- metadata -----------------------------------------------------------------------------------------------------
+
+_UNPLANNABLE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+def result_metas(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The results of the call on tensors without data: shapes, strides and dtypes, or the op's own error."""
+    if _UNPLANNABLE & set(func.tags):
+        raise NoRule(f"the result of {func} depends on data")
+    with _disable_current_modes(), torch.no_grad():
+        try:
+            return func(*map(_on_meta, args), **{n: _on_meta(v, n) for n, v in kwargs.items()})
+        except NotImplementedError as error:
+            raise NoRule(f"{func} has no meta kernel") from error
+
+
+def _on_meta(value: Any, name: str = "") -> Any:
+    if isinstance(value, TensorMeta):
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+    if isinstance(value, (list, tuple)):
+        return [_on_meta(element) for element in value]
+    if isinstance(value, torch.device) or (name == "device" and value is not None):
+        return torch.device("meta")
+    return value
+
+
+# ---- planning -----------------------------------------------------------------------------------------------------
+
+
+class Argument(NamedTuple):
+    """A tensor argument as planning sees it: its meta, and its spec where it is distributed."""
+
+    meta: TensorMeta
+    spec: DTensorSpec | None
+
+
+NUMBER = Argument(TensorMeta(torch.Size(), (), torch.float64), None)
+"""A number where the op takes a tensor."""
+
+
+def plan_call(
+    func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], registered: Registered, view: MeshView
+) -> CallPlan:
+    """The plan of a call whose tensors are given as `Argument`s."""
+    return _Planner(func, args, kwargs, registered, view).run()
+
+
+class _Planner:
+    def __init__(
+        self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], registered: Registered, view: MeshView
+    ) -> None:
+        self.func, self.args, self.kwargs, self.registered, self.view = func, args, kwargs, registered, view
+        schema = func._schema.arguments
+        self.where: dict[int, int | str] = {
+            position: position if position < len(args) else argument.name for position, argument in enumerate(schema)
+        }
+
+    def run(self) -> CallPlan:
+        metas = [_meta_of(value) for value in self.args], {n: _meta_of(v) for n, v in self.kwargs.items()}
+        self.outputs = result_metas(self.func, *metas)
+        call = Call.make(self.func, *metas, self.registered)
+        self.call = call
+        rule = self.registered.rule(call)
+        self.bound = self._bind(rule, call)
+        self.operands, self.operand_places = self._operands(call)
+        self.results = self._results()
+        self.decision = self._choose()
+        return self._write_down()
+
+    def _bind(self, rule: Any, call: Call) -> Bound:
+        shapes = [_shapes(tensor) for tensor in self.registered.tensors(call)]
+        flat = self.outputs if isinstance(self.outputs, (tuple, list)) else (self.outputs,)
+        if len(rule.outputs) == 1 and rule.outputs[0].listed:
+            flat = (flat,)
+        outputs = [_shapes(value) for value in flat]
+        sizes = {a.name: call.arg(a.name) for a in rule.size_arguments if call.arg(a.name, None) is not None}
+        return bind(rule, shapes, outputs[: len(rule.outputs)], sizes or None)
+
+    def _operands(self, call: Call) -> tuple[list[Operand], list[tuple[int | str, int | None]]]:
+        operands, places = [], []
+        positions = [p for p in self.registered.operands if p is not None]
+        for position, (schema_position, bound) in enumerate(zip(positions, self.bound.inputs, strict=True)):
+            where = self.where[schema_position]
+            value = self.args[where] if isinstance(where, int) else self.kwargs.get(where)
+            pairs = [(value, bound, None)] if not isinstance(bound, tuple) or isinstance(bound, BoundTensor) else [
+                (element, tensor, index) for index, (element, tensor) in enumerate(zip(value, bound, strict=True))
+            ]
+            for element, tensor, index in pairs:
+                if tensor is not None:
+                    argument = element if isinstance(element, Argument) else NUMBER
+                    itemsize, plain = argument.meta.dtype.itemsize, argument.spec is None
+                    operands.append(Operand(position, tensor, self._layout(argument), itemsize, plain))
+                    places.append((where, index))
+        return operands, places
+
+    def _layout(self, argument: Argument) -> Layout:
+        if argument.spec is not None:
+            return argument.spec.layout
+        return Layout.make(self.view.sizes, tuple((Factor(size, ()),) for size in argument.meta.shape))
+
+    def _results(self) -> list[Result]:
+        written = [self._at(self.where[position]) for position in self.registered.writes]
+        results = []
+        flat = self.outputs if isinstance(self.outputs, (tuple, list)) else (self.outputs,)
+        metas = [value for value in flat if isinstance(value, Tensor)]
+        for index, bound in enumerate(self.bound.outputs):
+            for tensor in bound if isinstance(bound, tuple) and not isinstance(bound, BoundTensor) else (bound,):
+                if tensor is None:
+                    continue
+                number = len(results)
+                fixed = written[number].spec.layout if number < len(written) and written[number].spec else None
+                results.append(Result(index, tensor, metas[number].dtype.itemsize, fixed))
+        return results
+
+    def _at(self, where: int | str) -> Any:
+        return self.args[where] if isinstance(where, int) else self.kwargs[where]
+
+    def _choose(self) -> Decision:
+        kernels: dict[int, KernelCost] = {}
+        for index, factor in enumerate(self.bound.factors):
+            if factor.kernel:
+                kernel = self._kernel(index)
+                kernels[index] = KernelCost(kernel.rounds, kernel.traffic)
+        groups = frozenset(self.view.groups)
+        links = links_of(self.view)
+        arguments = (self.bound, self.operands, self.results, self.view.sizes, links, kernels, groups)
+        return Propagator(*arguments).choose()
+
+    def _kernel(self, factor: int) -> Kernel:
+        return cast(Kernel, self.registered.kernel(self.bound.factors[factor].name))
+
+    # ---- writing it down ------------------------------------------------------------------------------------
+
+    def _write_down(self) -> CallPlan:
+        decision = self.decision
+        treatments = {place: layout for place, layout in zip(self.operand_places, decision.operands, strict=True)}
+        communication: list[str] = []
+        args = tuple(self._treat(i, value, treatments, communication) for i, value in enumerate(self.args))
+        kwargs = {n: self._treat(n, value, treatments, communication) for n, value in self.kwargs.items()}
+        specs = self._result_specs()
+        writes, in_place = self._writes(specs, args, kwargs, communication)
+        run = self._local_run(communication)
+        is_view = _is_view(self.func)
+        return CallPlan(
+            self.func, args, kwargs, run, self._structured(specs), writes, in_place, is_view, tuple(communication)
+        )
+
+    def _treat(self, where: int | str, value: Any, layouts: dict[Any, Layout], communication: list[str]) -> Treatment:
+        name = self.func._schema.arguments[where].name if isinstance(where, int) else where
+        if isinstance(value, Argument):
+            return self._treat_tensor(name, value, layouts.get((where, None)), communication)
+        if isinstance(value, (list, tuple)) and any(isinstance(element, Argument) for element in value):
+            return [
+                self._treat_tensor(f"{name}[{i}]", element, layouts.get((where, i)), communication)
+                if isinstance(element, Argument)
+                else None
+                for i, element in enumerate(value)
+            ]
+        if name in dict(self.bound.size_args) and value is not None:
+            return self._local_sizes(name, value)
+        return None
+
+    def _treat_tensor(
+        self, name: str, argument: Argument, layout: Layout | None, communication: list[str]
+    ) -> Treatment:
+        if argument.spec is None:
+            return None
+        if layout is None or layout is argument.spec.layout:
+            return LOCALIZE
+        target = DTensorSpec.from_layout(self.view, layout, argument.meta)
+        steps = plan(argument.spec, target).plan
+        if steps.collectives:
+            communication.append(f"{name}: {argument.spec!r} -> {target!r}")
+        return target if steps.steps else LOCALIZE
+
+    def _local_sizes(self, name: str, value: Any) -> Treatment:
+        def sizes_at(at: Coordinate) -> list[int]:
+            local = local_size(self.bound, name, value, self.view.sizes, self.decision.cuts, at)
+            return local if isinstance(local, list) else [local]
+
+        if self.view.simulated:
+            columns = zip(*(sizes_at(at) for at in self.view.coordinates), strict=True)
+            sizes: list[Any] = [rank_int(column) for column in columns]
+        else:
+            sizes = sizes_at(self.view.coordinate)
+        local = sizes if isinstance(value, (list, tuple)) else sizes[0]
+        return None if local == (list(value) if isinstance(value, (list, tuple)) else value) else Constant(local)
+
+    def _result_specs(self) -> list[DTensorSpec]:
+        flat = self.outputs if isinstance(self.outputs, (tuple, list)) else (self.outputs,)
+        metas = [TensorMeta(t.shape, t.stride(), t.dtype) for t in flat if isinstance(t, Tensor)]
+        return [
+            DTensorSpec.from_layout(self.view, layout, meta)
+            for layout, meta in zip(self.decision.results, metas, strict=True)
+        ]
+
+    def _structured(self, specs: list[DTensorSpec]) -> Any:
+        remaining = iter(specs)
+        if isinstance(self.outputs, (tuple, list)):
+            return type(self.outputs)(next(remaining) if isinstance(t, Tensor) else None for t in self.outputs)
+        return next(remaining) if isinstance(self.outputs, Tensor) else None
+
+    def _writes(
+        self, specs: list[DTensorSpec], args: Sequence[Any], kwargs: dict[str, Any], communication: list[str]
+    ) -> tuple[tuple[tuple[int | str, int], ...], bool]:
+        writes = tuple((self.where[position], index) for index, position in enumerate(self.registered.writes))
+        in_place = True
+        for where, index in writes:
+            written = self._at(where)
+            treatment = args[where] if isinstance(where, int) else kwargs[where]
+            in_place = in_place and treatment is LOCALIZE and specs[index].layout is written.spec.layout
+            if specs[index].layout is not written.spec.layout:
+                steps = plan(specs[index].with_layout(specs[index].layout), written.spec).plan
+                if steps.collectives:
+                    communication.append(f"result: {specs[index]!r} -> {written.spec!r}")
+        return writes, in_place
+
+    def _local_run(self, communication: list[str]) -> Callable[..., Any]:
+        """What runs on local arguments: the op, its kernel, or its local implementation; never on empty parts."""
+        local = LOCAL.get(self.registered.key)
+        layouts = self.decision.results
+        if local is not None:
+            return _on_each(self.view, self._bind_local_call(None), lambda call, at: local(call))
+        for factor in dict.fromkeys(factor for _, factor in self.decision.cuts):
+            if self.bound.factors[factor].kernel:
+                return self._kernel_run(factor, communication)
+        if self._may_be_empty():
+            dtypes = [t.dtype for t in _tensors(self.outputs)]
+            identities = [_fill(layout, dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
+            structure = self._structured(list(range(len(layouts))))  # type: ignore[arg-type]
+            return _skipping_empty(self.func, self.view, layouts, identities, dtypes, structure)
+        return self.func
+
+    def _may_be_empty(self) -> bool:
+        if any(math.prod(operand.tensor.shape) == 0 for operand in self.operands):
+            return False
+        return any(
+            factor.axes and _smallest(self.view, factor) == 0
+            for layout in self.decision.operands
+            for dim in layout.dims
+            for factor in dim
+        )
+
+    def _kernel_run(self, factor: int, communication: list[str]) -> Callable[..., Any]:
+        kernel = self._kernel(factor)
+        axes = tuple(axis for axis, cut in self.decision.cuts if cut == factor)
+        pieces = Pieces(self.view, Factor(self.bound.factors[factor].size, axes))
+        if kernel.rounds:
+            communication.append(f"{kernel.rounds} collective(s) inside {self.func} over its cut dim")
+        make = self._bind_local_call(factor)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            def start(at: Coordinate, rank: int) -> Any:
+                return kernel.run(make(at, _of_rank(args, rank), _of_rank(kwargs, rank)), pieces.cut(at))
+
+            return drive(pieces, start)
+
+        return run
+
+    def _bind_local_call(self, factor: int | None) -> Callable[..., LocalCall]:
+        func, layouts = self.func, self.decision.results
+        names = [argument.name for argument in func._schema.arguments]
+        defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+        dims = tuple(_dim_of(operand.tensor, factor) for operand in self.operands)
+        out_dims = tuple(_dim_of(result.tensor, factor) for result in self.results)
+        shapes = tuple(result.tensor.shape for result in self.results)
+        dtypes = tuple(tensor.dtype for tensor in _tensors(self.outputs))
+
+        def make(at: Coordinate, args: Sequence[Any], kwargs: dict[str, Any]) -> LocalCall:
+            arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+            return LocalCall(func, arguments, dims, out_dims, shapes, dtypes, layouts, at)
+
+        return make
+
+
+# ---- small parts ----------------------------------------------------------------------------------------------------
+
+
+def _meta_of(value: Any) -> Any:
+    if isinstance(value, Argument):
+        return value.meta
+    if isinstance(value, (list, tuple)):
+        return [_meta_of(element) for element in value]
+    return value
+
+
+def _shapes(value: Any) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, (int, float, complex)):
+        return ()
+    if isinstance(value, (list, tuple)) and not isinstance(value, TensorMeta):
+        return [_shapes(element) for element in value]
+    return tuple(value.shape)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return [element for element in values if isinstance(element, Tensor)]
+
+
+def _is_view(func: OpOverload) -> bool:
+    returns = func._schema.returns
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
+
+
+def _dim_of(tensor: BoundTensor, factor: int | None) -> int | None:
+    for dim, factors in enumerate(tensor.dims):
+        if factor is not None and factor in factors:
+            return dim
+    return None
+
+
+def _smallest(view: MeshView, factor: Factor) -> int:
+    """What the rank with the least of a factor holds: the last one along every axis."""
+    size = factor.size
+    for axis in factor.axes:
+        step = -(-size // view.sizes[axis])
+        size = max(0, size - step * (view.sizes[axis] - 1))
+    return size
+
+
+def _fill(layout: Layout, dtype: torch.dtype) -> Any:
+    """What a rank without data contributes: the identity of the reduction, or nothing at all."""
+    ops = [op for _, op in layout.partial]
+    return identity(dtype, ops[0]) if ops else 0
+
+
+def _skipping_empty(
+    func: OpOverload,
+    view: MeshView,
+    layouts: Sequence[Layout],
+    fills: Sequence[Any],
+    dtypes: Sequence[torch.dtype],
+    structure: Any,
+) -> Callable[..., Any]:
+    """The op, but on a rank that holds nothing of some operand: many kernels raise there, some crash."""
+
+    def at_rank(at: Coordinate, args: Any, kwargs: Any) -> Any:
+        tensors = [t for value in (*args, *kwargs.values()) for t in _tensors(value)]
+        if not any(tensor.numel() == 0 for tensor in tensors):
+            return func(*args, **kwargs)
+        made = [
+            tensors[0].new_full(layout.local_shape(at), fill, dtype=dtype)
+            for layout, fill, dtype in zip(layouts, fills, dtypes, strict=True)
+        ]
+        if isinstance(structure, (tuple, list)):
+            return type(structure)(None if index is None else made[index] for index in structure)
+        return made[structure]
+
+    return _on_each(view, lambda at, args, kwargs: (args, kwargs), lambda call, at: at_rank(at, *call))
+
+
+def _on_each(view: MeshView, make: Callable[..., Any], fn: Callable[[Any, Coordinate], Any]) -> Callable[..., Any]:
+    """Runs on local arguments rank by rank, with the coordinate of each rank."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not view.simulated:
+            return fn(make(view.coordinate, args, kwargs), view.coordinate)
+        coordinates = view.coordinates
+        return map_ranks(
+            lambda rank: fn(make(coordinates[rank], _of_rank(args, rank), _of_rank(kwargs, rank)), coordinates[rank])
+        )
+
+    return run
+
+
+def _of_rank(value: Any, rank: int) -> Any:
+    """Arguments as one rank sees them."""
+    if isinstance(value, RankTensor):
+        return value.shards[rank]
+    if isinstance(value, torch.SymInt):
+        values = values_of(value)
+        return value if values is None else values[rank]
+    if isinstance(value, dict):
+        return {name: _of_rank(element, rank) for name, element in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_of_rank(element, rank) for element in value)
+    return value

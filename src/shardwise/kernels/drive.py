@@ -1,0 +1,164 @@
+"""Carrying out what kernels ask for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.boxes import members
+from ..comm.moves import all_gather, all_reduce, all_to_all, wait
+from ..comm.transport import from_wire, to_wire, wire_op
+from ..errors import WorldError
+from ..layout import Coordinate, Factor, Run, factor_range
+from ..mesh import MeshView
+from ..world import RankTensor, rank_int
+from .requests import Cut, Fetch, Gather, KernelRun, Reduce, Request, Return
+
+
+class Pieces:
+    """The ranks that share a cut factor: their group, and the order of their parts."""
+
+    def __init__(self, view: MeshView, factor: Factor) -> None:
+        self.view, self.factor = view, factor
+        self.axes = tuple(sorted(factor.axes))
+        self.group = view.groups[self.axes]
+        self.count = math.prod(view.sizes[axis] for axis in self.axes)
+        origin = (0,) * len(view.sizes)
+        bounds = [factor_range(view.sizes, factor, peer) for peer in members(view.sizes, origin, self.axes)]
+        # Group order is mesh order; where the minor axis comes first in the mesh, parts lie in another order.
+        self.order = sorted(range(self.count), key=lambda index: (bounds[index], self._digits(index)))
+        self.bounds: tuple[Run, ...] = tuple(bounds[index] for index in self.order)
+        self.in_order = self.order == list(range(self.count))
+
+    def _digits(self, index: int) -> tuple[int, ...]:
+        """The coordinate of a group member on the factor's axes, major to minor: the order of empty parts."""
+        peer = members(self.view.sizes, (0,) * len(self.view.sizes), self.axes)[index]
+        return tuple(peer[axis] for axis in self.factor.axes)
+
+    def cut(self, at: Coordinate) -> Cut:
+        """How the factor is cut, seen from a coordinate."""
+        index = 0
+        for axis in self.axes:
+            index = index * self.view.sizes[axis] + at[axis]
+        return Cut(self.factor.size, self.bounds, self.order.index(index))
+
+
+def drive(pieces: Pieces, start: Callable[[Coordinate, int], KernelRun]) -> Any:
+    """Run a kernel, made for each rank by `start(coordinate, rank)`, and give its results as local tensors."""
+    view = pieces.view
+    if not view.simulated:
+        return _drive_one(pieces, start(view.coordinate, 0))
+    runs = [start(at, rank) for rank, at in enumerate(view.coordinates)]
+    return _drive_all(pieces, runs)
+
+
+def _drive_one(pieces: Pieces, run: KernelRun) -> Any:
+    answer: Any = None
+    while True:
+        try:
+            request = run.send(answer)
+        except StopIteration as end:
+            return end.value
+        answer = _perform(pieces, request, pieces.cut(pieces.view.coordinate).piece)
+
+
+def _drive_all(pieces: Pieces, runs: Sequence[KernelRun]) -> Any:
+    answers: list[Any] = [None] * len(runs)
+    while True:
+        requests, results = [], []
+        for run, answer in zip(runs, answers, strict=True):
+            try:
+                requests.append(run.send(answer))
+            except StopIteration as end:
+                results.append(end.value)
+        if not requests:
+            return _stack(results)
+        if results or len({type(request) for request in requests}) > 1:
+            raise WorldError("a kernel asks for different communication on different ranks")
+        joint = requests[0]._replace(tensor=RankTensor([request.tensor for request in requests]))
+        own = [pieces.cut(at).piece for at in pieces.view.coordinates]
+        answers = list(_perform(pieces, joint, own).shards)
+
+
+def _stack(results: Sequence[Any]) -> Any:
+    """Results of all ranks, as results whose tensors hold all ranks."""
+    first = results[0]
+    if isinstance(first, Tensor):
+        return RankTensor(results)
+    if isinstance(first, (tuple, list)):
+        return type(first)(_stack(column) for column in zip(*results, strict=True))
+    return first
+
+
+def _perform(pieces: Pieces, request: Request, own: int | list[int]) -> Any:
+    tensor = request.tensor.contiguous()
+    if isinstance(request, Gather):
+        gathered = from_wire(wait(all_gather(to_wire(tensor).unsqueeze(0), pieces.count, pieces.group)), tensor.dtype)
+        return gathered if pieces.in_order else gathered[pieces.order]
+    if isinstance(request, Reduce):
+        reduced = wait(all_reduce(to_wire(tensor), wire_op(tensor.dtype, request.op), pieces.group))
+        return from_wire(reduced, tensor.dtype)
+    return _move_rows(pieces, request, own)
+
+
+def _move_rows(pieces: Pieces, request: Fetch | Return, own: int | list[int]) -> Any:
+    fetching = isinstance(request, Fetch)
+    have = request.held if fetching else request.computed
+    need = request.wanted if fetching else request.held
+    each = own if isinstance(own, list) else [own]
+    plans = [_RowPlan(pieces, have, need, piece) for piece in each]
+    shards = request.tensor.shards if isinstance(request.tensor, RankTensor) else (request.tensor,)
+    packed = [plan.pack(shard, request.dim) for plan, shard in zip(plans, shards, strict=True)]
+    row = [math.prod(shard.shape) // max(1, shard.shape[request.dim]) for shard in shards]
+    out = [[rows * size for rows in plan.send_rows] for plan, size in zip(plans, row, strict=True)]
+    into = [[rows * size for rows in plan.receive_rows] for plan, size in zip(plans, row, strict=True)]
+    if isinstance(own, list):
+        columns = [[rank_int(column) for column in zip(*splits, strict=True)] for splits in (into, out)]
+        received = wait(all_to_all(RankTensor(packed), *columns, pieces.group)).shards
+    else:
+        received = (wait(all_to_all(packed[0], into[0], out[0], pieces.group)),)
+    results = [
+        plan.unpack(buffer, shard, request.dim, add=not fetching)
+        for plan, buffer, shard in zip(plans, received, shards, strict=True)
+    ]
+    return RankTensor(results) if isinstance(own, list) else results[0]
+
+
+class _RowPlan:
+    """Which rows one piece sends to and receives from each other, in group order."""
+
+    def __init__(self, pieces: Pieces, have: Sequence[Run], need: Sequence[Run], mine: int) -> None:
+        self.have, self.need = have[mine], need[mine]
+        # position in group order -> piece
+        by_group = [pieces.order.index(index) for index in range(pieces.count)]
+        self.send = [_overlap(self.have, need[piece]) for piece in by_group]
+        self.receive = [_overlap(have[piece], self.need) for piece in by_group]
+        self.send_rows = [stop - start for start, stop in self.send]
+        self.receive_rows = [stop - start for start, stop in self.receive]
+
+    def pack(self, tensor: Tensor, dim: int) -> Tensor:
+        rows = [tensor.narrow(dim, start - self.have[0], stop - start).reshape(-1) for start, stop in self.send if stop > start]
+        return torch.cat(rows) if rows else tensor.new_empty(0)
+
+    def unpack(self, buffer: Tensor, like: Tensor, dim: int, add: bool) -> Tensor:
+        shape = list(like.shape)
+        shape[dim] = self.need[1] - self.need[0]
+        result = like.new_zeros(shape)
+        begin = 0
+        for start, stop in self.receive:
+            if stop > start:
+                shape[dim] = stop - start
+                part = buffer[begin : begin + math.prod(shape)].view(shape)
+                target = result.narrow(dim, start - self.need[0], stop - start)
+                target.add_(part) if add else target.copy_(part)
+                begin += math.prod(shape)
+        return result
+
+
+def _overlap(one: Run, other: Run) -> Run:
+    start, stop = max(one[0], other[0]), min(one[1], other[1])
+    return (start, stop) if stop > start else (0, 0)

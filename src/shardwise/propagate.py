@@ -1,0 +1,281 @@
+"""Propagation: which factor of an op's rule each mesh axis cuts, so that the least has to be communicated.
+
+Pure: layouts in, layouts out, nothing of it depends on the rank. Each axis has a few options: cut one factor, pass
+operands on as Partial where the rule allows it, or do nothing. The price of a choice is what it takes to bring the
+operands to it, what its kernels communicate, and a later reduction of outputs it leaves Partial. With one or two axes
+to decide all combinations are tried; with more, axis by axis and then two improving sweeps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .comm.cost import Links
+from .comm.estimate import estimate
+from .layout import Factor, Layout, PartialAxes, Sizes, divides_evenly
+from .rules import Bound, BoundTensor, Cuts, Passing, cut_layout, output_partial, passes
+
+_TRY_ALL = 48  # combinations up to which all are tried
+_PATIENCE = 0.5  # a reduction that can wait is cheaper: it may meet another, or end in the wanted cut
+
+
+class Operand(NamedTuple):
+    """A tensor argument: its position in the rule, its shape and factors, how it is cut now, and its item size.
+
+    A `plain` one (a number, an ordinary 0-dim tensor) is the same on all ranks and stays so.
+    """
+
+    position: int
+    tensor: BoundTensor
+    layout: Layout
+    itemsize: int
+    plain: bool = False
+
+
+class Result(NamedTuple):
+    """A tensor result: which output of the rule it is of, its shape and factors, its item size.
+
+    `fixed` is the layout it must have in the end, for results written into an argument.
+    """
+
+    index: int
+    tensor: BoundTensor
+    itemsize: int
+    fixed: Layout | None = None
+
+
+class Decision(NamedTuple):
+    """What was chosen: the layouts of operands and results for the local call, and what each axis cuts."""
+
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    cuts: Cuts
+    seconds: float
+
+
+class KernelCost(NamedTuple):
+    """What cutting a factor with a kernel costs: collectives, and bytes as a multiple of its local outputs."""
+
+    rounds: int
+    traffic: float
+
+
+Option = int | Passing | None
+"""What one axis does: cut a factor, pass Partial operands on, or nothing."""
+
+
+class Propagator:
+    """Chooses for one bound rule on one mesh."""
+
+    def __init__(
+        self,
+        bound: Bound,
+        operands: Sequence[Operand],
+        results: Sequence[Result],
+        mesh_sizes: Sizes,
+        links: Links,
+        kernels: Mapping[int, KernelCost],
+        groups: frozenset[tuple[int, ...]] | None = None,
+    ) -> None:
+        self.bound, self.operands, self.results = bound, operands, results
+        self.mesh_sizes, self.links, self.kernels, self.groups = mesh_sizes, links, kernels, groups
+        self.preferred = [self._preferred_order(factor) for factor in range(len(bound.factors))]
+        self._summands_of: dict[int, frozenset[int]] = {}
+        self._priced: dict[tuple[int, Cuts, PartialAxes], tuple[Layout, float]] = {}
+
+    def choose(self) -> Decision:
+        """The cheapest choice; of equally cheap ones the one that holds least in memory."""
+        options = [self._options(axis) for axis in range(len(self.mesh_sizes))]
+        if math.prod(len(choices) for choices in options) <= _TRY_ALL:
+            best = min(itertools.product(*options), key=self._price)
+        else:
+            best = self._sweep(options)
+        return self._decide(best)
+
+    def _sweep(self, options: Sequence[Sequence[Option]]) -> tuple[Option, ...]:
+        """Decide axis by axis, then go over the axes twice more, given all the others."""
+        chosen: list[Option] = [choices[0] for choices in options]
+        for _ in range(3):
+            before = list(chosen)
+            for axis, choices in enumerate(options):
+                if len(choices) > 1:
+                    tried = [(*chosen[:axis], option, *chosen[axis + 1 :]) for option in choices]
+                    chosen = list(min(tried, key=self._price))
+            if chosen == before:
+                break
+        return tuple(chosen)
+
+    # ---- options --------------------------------------------------------------------------------------------
+
+    def _options(self, axis: int) -> list[Option]:
+        """What this axis may do. An axis that every operand replicates stays out of it: slicing gains nothing."""
+        used = [_use(operand.layout, axis) for operand in self.operands]
+        fixed = [_use(result.fixed, axis) for result in self.results if result.fixed is not None]
+        if self.mesh_sizes[axis] == 1:
+            return self._single_options(axis)
+        if not any(used) and not any(fixed):
+            return [None]
+        options: list[Option] = [factor for factor in range(len(self.bound.factors)) if self._may_cut(factor, axis)]
+        for op in dict.fromkeys(use for use in used + fixed if isinstance(use, str)):
+            options += passes(self.bound, op)
+        return [None, *options]
+
+    def _single_options(self, axis: int) -> list[Option]:
+        """An axis of one rank costs nothing; it follows the first operand that names it, so that results show it."""
+        for operand in self.operands:
+            for dim, factors in zip(operand.layout.dims, operand.tensor.dims, strict=True):
+                if len(factors) == 1 and any(axis in f.axes for f in dim) and self._may_cut(factors[0], axis):
+                    return [factors[0]]
+        return [None]
+
+    def _may_cut(self, index: int, axis: int) -> bool:
+        factor = self.bound.factors[index]
+        return not factor.whole and factor.size > 0 and (not factor.kernel or index in self.kernels)
+
+    def _preferred_order(self, factor: int) -> tuple[int, ...]:
+        """The order in which the largest operand is cut along a factor: axes that share it keep that order."""
+        best: tuple[int, tuple[int, ...]] = (-1, ())
+        for operand in self.operands:
+            size = math.prod(operand.tensor.shape)
+            for dim, factors in zip(operand.layout.dims, operand.tensor.dims, strict=True):
+                axes = tuple(axis for part in dim for axis in part.axes)
+                if factor in factors and axes and size > best[0]:
+                    best = size, axes
+        return best[1]
+
+    # ---- prices ---------------------------------------------------------------------------------------------
+
+    def _cuts(self, options: Sequence[Option]) -> Cuts:
+        """The cuts of a choice, the axes of each factor in its preferred order."""
+        cuts = [(axis, option) for axis, option in enumerate(options) if isinstance(option, int)]
+
+        def place(cut: tuple[int, int]) -> tuple[int, int, int]:
+            axis, factor = cut
+            order = self.preferred[factor]
+            return factor, order.index(axis) if axis in order else len(order), axis
+
+        return tuple(sorted(cuts, key=place))
+
+    def _allowed(self, cuts: Cuts) -> bool:
+        """Whether these cuts go together: even where they must be, at most one kernel, over axes that can talk."""
+        by_factor: dict[int, tuple[int, ...]] = {}
+        for axis, factor in cuts:
+            by_factor[factor] = (*by_factor.get(factor, ()), axis)
+        kernels = 0
+        for index, axes in by_factor.items():
+            factor = self.bound.factors[index]
+            if factor.even and not divides_evenly(self.mesh_sizes, Factor(factor.size, axes)):
+                return False
+            if factor.kernel:
+                kernels += 1
+                talking = tuple(sorted(axes))
+                if self.groups is not None and len(axes) > 1 and talking not in self.groups:
+                    return False
+        return kernels <= 1
+
+    def _price(self, options: tuple[Option, ...]) -> tuple[float, float]:
+        cuts = self._cuts(options)
+        if not self._allowed(cuts):
+            return math.inf, math.inf
+        seconds = memory = 0.0
+        for i, operand in enumerate(self.operands):
+            layout, price = self._operand(i, cuts, self._operand_partial(operand.position, options))
+            if operand.plain and layout is not operand.layout:
+                return math.inf, math.inf
+            seconds += price
+            memory += layout.max_local_numel() * operand.itemsize if layout is not operand.layout else 0
+        output_bytes = 0.0
+        for result, layout in zip(self.results, self._result_layouts(options, cuts), strict=True):
+            nbytes = layout.max_local_numel() * result.itemsize
+            output_bytes += nbytes
+            if result.fixed is not None:
+                seconds += estimate(layout, result.fixed, result.itemsize, self.links)
+            else:
+                seconds += self._later(layout, nbytes)
+        for factor in {factor for _, factor in cuts if factor in self.kernels and self.bound.factors[factor].kernel}:
+            axes = tuple(axis for axis, cut in cuts if cut == factor)
+            rounds, traffic = self.kernels[factor]
+            seconds += rounds * self.links.seconds(axes, len(axes), 0.0) if rounds else 0.0
+            seconds += traffic * output_bytes / min(self.links.bandwidth[axis] for axis in axes)
+        return seconds, memory + output_bytes
+
+    def _operand(self, index: int, cuts: Cuts, partial: PartialAxes) -> tuple[Layout, float]:
+        operand = self.operands[index]
+        mine = tuple(cut for cut in cuts if operand.tensor.has(cut[1]))
+        key = index, mine, partial
+        found = self._priced.get(key)
+        if found is None:
+            layout = cut_layout(operand.tensor, self.bound, self.mesh_sizes, mine, partial)
+            found = layout, estimate(operand.layout, layout, operand.itemsize, self.links)
+            self._priced[key] = found
+        return found
+
+    def _operand_partial(self, position: int, options: Sequence[Option]) -> PartialAxes:
+        """The axes on which an operand is Partial: those that pass it on, and those on which it is a summand."""
+        partial = []
+        for axis, option in enumerate(options):
+            if isinstance(option, Passing) and position in option.operands:
+                partial.append((axis, _operand_op(self.bound, option)))
+            elif isinstance(option, int) and position in self._summands(option):
+                partial.append((axis, "sum"))
+        return tuple(partial)
+
+    def _summands(self, factor: int) -> frozenset[int]:
+        """The operands that are added to what a cut factor is summed over, such as the bias of a product.
+
+        They lack the factor and are linear only together with operands that have it. Added on every rank they
+        would count several times, so they are spread as Partial.
+        """
+        found = self._summands_of.get(factor)
+        if found is None:
+            lacking = any(not result.tensor.has(factor) for result in self.results)
+            having = {operand.position for operand in self.operands if operand.tensor.has(factor)}
+            joint = [set(members) for members in self.bound.linear if len(members) > 1 and having & set(members)]
+            found = frozenset(set().union(*joint) - having) if lacking else frozenset()
+            self._summands_of[factor] = found
+        return found
+
+    def _result_layouts(self, options: Sequence[Option], cuts: Cuts) -> list[Layout]:
+        passed = tuple((axis, option.op) for axis, option in enumerate(options) if isinstance(option, Passing))
+        layouts = []
+        for result in self.results:
+            partial = tuple(sorted((*output_partial(self.bound, result.index, cuts), *passed)))
+            mine = tuple(cut for cut in cuts if result.tensor.has(cut[1]))
+            layouts.append(cut_layout(result.tensor, self.bound, self.mesh_sizes, mine, partial))
+        return layouts
+
+    def _later(self, layout: Layout, nbytes: float) -> float:
+        """The price of reducing a Partial result in the end: a reduce-scatter."""
+        if not layout.partial:
+            return 0.0
+        axes = tuple(axis for axis, _ in layout.partial)
+        peers = math.prod(self.mesh_sizes[axis] for axis in axes)
+        return _PATIENCE * self.links.seconds(axes, peers - 1, nbytes * (peers - 1) / peers)
+
+    def _decide(self, options: tuple[Option, ...]) -> Decision:
+        cuts = self._cuts(options)
+        operands = tuple(
+            self._operand(i, cuts, self._operand_partial(operand.position, options))[0]
+            for i, operand in enumerate(self.operands)
+        )
+        return Decision(operands, tuple(self._result_layouts(options, cuts)), cuts, self._price(options)[0])
+
+
+def _operand_op(bound: Bound, passing: Passing) -> str:
+    """The op of the operands, given that of the outputs: the same, but for antitone ops."""
+    if passing.op in ("max", "min") and passing.operands in bound.antitone and passing.operands not in bound.monotone:
+        return "min" if passing.op == "max" else "max"
+    return passing.op
+
+
+def _use(layout: Layout | None, axis: int) -> str | bool:
+    """What an axis does to a tensor: a reduction's op, True where it cuts, False where it replicates."""
+    if layout is None:
+        return False
+    for partial_axis, op in layout.partial:
+        if partial_axis == axis:
+            return op
+    return any(axis in factor.axes for dim in layout.dims for factor in dim)

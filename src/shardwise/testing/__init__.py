@@ -1,0 +1,32 @@
+"""Testing: distributed tensors with known values, and hypothesis strategies for them.
+
+`make_dtensor` builds a tensor with any placements straight from index arithmetic, and `assemble` puts the whole value
+together again from the shards. Neither communicates, so a test that goes through them shares no code with
+what it tests:
+
+>>> with shardwise.simulate(4):
+...     mesh = init_device_mesh("cpu", (2, 2))
+...     value = torch.arange(15.0).view(5, 3)
+...     x = make_dtensor(value, mesh, [Partial("max"), Shard(0)], seed=0)
+...     torch.equal(assemble(x.redistribute(placements=[Shard(1), Replicate()])), value)
+True
+
+`shardwise.testing.strategies` draws meshes, shapes, dtypes, placements and specs. It needs hypothesis, which is
+imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from .checker import Checked, Mismatch, check
+from .values import assemble, make_dtensor, operands
+
+__all__ = ["assemble", "make_dtensor", "operands", "check", "Checked", "Mismatch"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "strategies":
+        return importlib.import_module(f"{__name__}.strategies")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

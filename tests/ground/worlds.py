@@ -1,0 +1,38 @@
+"""What most tests here want: a simulated world with one mesh over all its ranks, and a look at what it communicates."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise import DeviceMesh, init_device_mesh, simulate
+
+NAMES = ("a", "b", "c", "d")
+
+
+@contextmanager
+def mesh_of(*sizes: int, names: Sequence[str] = NAMES) -> Iterator[DeviceMesh]:
+    with simulate(math.prod(sizes)):
+        yield init_device_mesh("cpu", sizes, mesh_dim_names=tuple(names[: len(sizes)]))
+
+
+class Recorder(TorchDispatchMode):
+    """Records what is communicated: the collective's name and the dtype of what it carries."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "_c10d_functional":
+            self.calls.append((func._schema.name.removeprefix("_c10d_functional::"), args[0].dtype))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def names(self):
+        return [name for name, _ in self.calls]
+
+    @property
+    def dtypes(self):
+        return {dtype for _, dtype in self.calls}

@@ -1,0 +1,23 @@
+"""The examples in the docstrings are true."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+
+import pytest
+import torch
+
+from shardwise import rules
+from shardwise.rules.frame import make_frame
+
+MODULES = ["notation", "rule", "frame", "solve", "bind", "build", "schema", "registry"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name: str) -> None:
+    module = importlib.import_module(f"shardwise.rules.{name}")
+    known = {name: getattr(rules, name) for name in rules.__all__} | {"torch": torch, "make_frame": make_frame}
+    result = doctest.testmod(module, extraglobs=known)
+    assert result.attempted
+    assert not result.failed
