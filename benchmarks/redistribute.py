@@ -5,8 +5,8 @@
     warm       CPU time of a repeated Shard -> Replicate
     links      what planning by cost is worth when one axis is slower
 
-All runs on PyTorch's fake process group: calls are real, nothing is sent. `--print` leaves README.md alone, and a
-name, `redistribute.py --print warm`, runs one part.
+All runs on PyTorch's fake process group: calls are real, nothing is sent. `--print` leaves README.md alone; so
+does naming a part, `redistribute.py warm`, which runs that part only.
 """
 
 from __future__ import annotations
@@ -272,10 +272,11 @@ def main() -> None:
     logging.getLogger("torch").setLevel(logging.ERROR)
     report = Report("redistribute")
     parts = {"traffic": report_traffic, "cold": report_cold, "warm": report_warm, "links": report_links}
-    for name, part in parts.items():
-        if not set(sys.argv) & set(parts) or name in sys.argv:
-            part(report)
-    report.save()
+    chosen = [name for name in parts if name in sys.argv]
+    for name in chosen or parts:
+        parts[name](report)
+    if not chosen:
+        report.save()
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .comm.redistribute import links_of, plan
 from .comm.transport import identity
+from .errors import InputError
 from .kernels import LOCAL
-from .kernels.drive import Pieces, drive
+from .kernels.drive import JointPieces, Pieces, drive
 from .kernels.requests import Kernel, LocalCall
 from .layout import Coordinate, Factor, Layout
 from .mesh import MeshView
@@ -57,6 +58,8 @@ class CallPlan(NamedTuple):
     in_place: bool
     """Whether the local op may write straight into the local parts of what it writes."""
     is_view: bool
+    local_view: bool
+    """Whether views share memory with the local part of what they view: then writes need no care."""
     communication: tuple[str, ...]
     """What is communicated without being asked for, in words."""
 
@@ -67,13 +70,11 @@ class NoRule(Exception):
 
 # ---- metadata -----------------------------------------------------------------------------------------------------
 
-_UNPLANNABLE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+NEEDS_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 def result_metas(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The results of the call on tensors without data: shapes, strides and dtypes, or the op's own error."""
-    if _UNPLANNABLE & set(func.tags):
-        raise NoRule(f"the result of {func} depends on data")
     with _disable_current_modes(), torch.no_grad():
         try:
             return func(*map(_on_meta, args), **{n: _on_meta(v, n) for n, v in kwargs.items()})
@@ -109,10 +110,12 @@ def plan_call(
     func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], registered: Registered, view: MeshView
 ) -> CallPlan:
     """The plan of a call whose tensors are given as `Argument`s."""
-    return _Planner(func, args, kwargs, registered, view).run()
+    return Planner(func, args, kwargs, registered, view).run()
 
 
-class _Planner:
+class Planner:
+    """Makes the plan of one call."""
+
     def __init__(
         self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], registered: Registered, view: MeshView
     ) -> None:
@@ -124,15 +127,28 @@ class _Planner:
 
     def run(self) -> CallPlan:
         metas = [_meta_of(value) for value in self.args], {n: _meta_of(v) for n, v in self.kwargs.items()}
-        self.outputs = result_metas(self.func, *metas)
+        if NEEDS_DATA & set(self.func.tags) and not callable(self.registered.source):
+            raise NoRule(f"the result of {self.func} depends on data")  # only a rule that sees the call may know better
         call = Call.make(self.func, *metas, self.registered)
         self.call = call
         rule = self.registered.rule(call)
+        if rule is None:
+            raise NoRule(f"{self.func} has no rule for this call")
+        self.outputs = self._outputs(*metas)
         self.bound = self._bind(rule, call)
         self.operands, self.operand_places = self._operands(call)
         self.results = self._results()
         self.decision = self._choose()
         return self._write_down()
+
+    def _outputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return result_metas(self.func, args, kwargs)
+
+    @property
+    def written(self) -> list[int | str]:
+        """Where the arguments are that are written; those that were left out are not."""
+        places = [self.where[position] for position in self.registered.writes]
+        return [where for where in places if isinstance(self._at(where), Argument)]
 
     def _bind(self, rule: Any, call: Call) -> Bound:
         shapes = [_shapes(tensor) for tensor in self.registered.tensors(call)]
@@ -166,7 +182,7 @@ class _Planner:
         return Layout.make(self.view.sizes, tuple((Factor(size, ()),) for size in argument.meta.shape))
 
     def _results(self) -> list[Result]:
-        written = [self._at(self.where[position]) for position in self.registered.writes]
+        written = [self._at(where) for where in self.written]
         results = []
         flat = self.outputs if isinstance(self.outputs, (tuple, list)) else (self.outputs,)
         metas = [value for value in flat if isinstance(value, Tensor)]
@@ -180,14 +196,14 @@ class _Planner:
         return results
 
     def _at(self, where: int | str) -> Any:
-        return self.args[where] if isinstance(where, int) else self.kwargs[where]
+        return self.args[where] if isinstance(where, int) else self.kwargs.get(where)
 
     def _choose(self) -> Decision:
         kernels: dict[int, KernelCost] = {}
         for index, factor in enumerate(self.bound.factors):
             if factor.kernel:
                 kernel = self._kernel(index)
-                kernels[index] = KernelCost(kernel.rounds, kernel.traffic)
+                kernels[index] = KernelCost(kernel.rounds, kernel.traffic, kernel.joint)
         groups = frozenset(self.view.groups)
         links = links_of(self.view)
         arguments = (self.bound, self.operands, self.results, self.view.sizes, links, kernels, groups)
@@ -207,9 +223,19 @@ class _Planner:
         specs = self._result_specs()
         writes, in_place = self._writes(specs, args, kwargs, communication)
         run = self._local_run(communication)
+        in_place = in_place and not self._makes_new()
         is_view = _is_view(self.func)
         return CallPlan(
-            self.func, args, kwargs, run, self._structured(specs), writes, in_place, is_view, tuple(communication)
+            self.func,
+            args,
+            kwargs,
+            run,
+            self._structured(specs),
+            writes,
+            in_place,
+            is_view,
+            is_view and args[0] is LOCALIZE and not self._makes_new(),
+            tuple(communication),
         )
 
     def _treat(self, where: int | str, value: Any, layouts: dict[Any, Layout], communication: list[str]) -> Treatment:
@@ -270,10 +296,16 @@ class _Planner:
     def _writes(
         self, specs: list[DTensorSpec], args: Sequence[Any], kwargs: dict[str, Any], communication: list[str]
     ) -> tuple[tuple[tuple[int | str, int], ...], bool]:
-        writes = tuple((self.where[position], index) for index, position in enumerate(self.registered.writes))
+        writes = tuple((where, index) for index, where in enumerate(self.written))
         in_place = True
         for where, index in writes:
             written = self._at(where)
+            if written.spec is None:
+                raise InputError(
+                    f"{self.func} would write a distributed result into a plain tensor of shape "
+                    f"{list(written.meta.shape)}",
+                    "write into a DTensor, or take the result's full_tensor()",
+                )
             treatment = args[where] if isinstance(where, int) else kwargs[where]
             in_place = in_place and treatment is LOCALIZE and specs[index].layout is written.spec.layout
             if specs[index].layout is not written.spec.layout:
@@ -298,8 +330,13 @@ class _Planner:
             return _skipping_empty(self.func, self.view, layouts, identities, dtypes, structure)
         return self.func
 
+    def _makes_new(self) -> bool:
+        """Whether what runs gives new tensors, even for an op that writes: kernels know of no `out=`."""
+        cut = any(self.bound.factors[factor].kernel for _, factor in self.decision.cuts)
+        return cut or (self.registered.variant == "out" and self.registered.key in LOCAL)
+
     def _may_be_empty(self) -> bool:
-        if any(math.prod(operand.tensor.shape) == 0 for operand in self.operands):
+        if self.decision.has_summands or any(math.prod(operand.tensor.shape) == 0 for operand in self.operands):
             return False
         return any(
             factor.axes and _smallest(self.view, factor) == 0
@@ -310,8 +347,7 @@ class _Planner:
 
     def _kernel_run(self, factor: int, communication: list[str]) -> Callable[..., Any]:
         kernel = self._kernel(factor)
-        axes = tuple(axis for axis, cut in self.decision.cuts if cut == factor)
-        pieces = Pieces(self.view, Factor(self.bound.factors[factor].size, axes))
+        pieces = self._pieces()
         if kernel.rounds:
             communication.append(f"{kernel.rounds} collective(s) inside {self.func} over its cut dim")
         make = self._bind_local_call(factor)
@@ -324,6 +360,15 @@ class _Planner:
 
         return run
 
+    def _pieces(self) -> Pieces:
+        """The ranks that a kernel brings together: those that share its factor, or all factors of a joint kernel."""
+        cut: dict[int, tuple[int, ...]] = {}
+        for axis, factor in self.decision.cuts:
+            if self.bound.factors[factor].kernel:
+                cut[factor] = (*cut.get(factor, ()), axis)
+        factors = [Factor(self.bound.factors[factor].size, axes) for factor, axes in cut.items()]
+        return Pieces(self.view, factors[0]) if len(factors) == 1 else JointPieces(self.view, factors)
+
     def _bind_local_call(self, factor: int | None) -> Callable[..., LocalCall]:
         func, layouts = self.func, self.decision.results
         names = [argument.name for argument in func._schema.arguments]
@@ -332,10 +377,11 @@ class _Planner:
         out_dims = tuple(_dim_of(result.tensor, factor) for result in self.results)
         shapes = tuple(result.tensor.shape for result in self.results)
         dtypes = tuple(tensor.dtype for tensor in _tensors(self.outputs))
+        given = self.decision.operands
 
         def make(at: Coordinate, args: Sequence[Any], kwargs: dict[str, Any]) -> LocalCall:
             arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-            return LocalCall(func, arguments, dims, out_dims, shapes, dtypes, layouts, at)
+            return LocalCall(func, arguments, dims, out_dims, shapes, dtypes, layouts, at, given)
 
         return make
 

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from .comm.groups import adopt
 from .comm.moves import broadcast_move, from_ranks, on_ranks, scatter_move, take
 from .comm.redistribute import redistribute_local
-from .errors import InputError, PlacementError
+from .errors import InputError, PlacementError, ShapeError
 from .layout import Coordinate, cutting_sequence, from_placements
-from .local import check_plain_tensor, on_mesh
+from .local import check_plain_tensor, check_reductions, on_mesh
 from .mesh import MeshView, current_mesh, view_of
 from .placement import Placement, Placements, Replicate, Shard
 from .random import draw_key, normal, uniform
@@ -60,6 +60,7 @@ def distribute_tensor(
     normal, order = normalize_placements(view, placements, tensor.dim())
     spec = DTensorSpec(view.mesh, normal, contiguous_meta(tensor.shape, tensor.dtype), order)
     _check_source(view, src_data_rank)
+    check_reductions(normal, tensor.dtype)
     with torch.no_grad():
         local = on_mesh(tensor.detach(), view)
         if src_data_rank is None or local.is_meta:
@@ -89,6 +90,8 @@ def _already_distributed(tensor: DTensor, mesh: DeviceMesh, placements: Placemen
 
 
 def _check_source(view: MeshView, source: int | None) -> None:
+    if source is not None and not isinstance(source, int):
+        raise InputError(f"src_data_rank={source!r}", "it is an index on every mesh axis, or None")
     if source is not None and not all(0 <= source < size for size in view.sizes):
         raise PlacementError(
             f"src_data_rank={source} on {view!r}", f"it is an index on every axis, in [0, {min(view.sizes) - 1}]"
@@ -254,9 +257,12 @@ def _new_spec(
     if layout != torch.strided:
         raise InputError(f"a distributed tensor of layout {layout}", "only torch.strided tensors can be cut")
     shape = torch.Size(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
+    if any(length < 0 for length in shape):
+        raise ShapeError(f"a distributed tensor of shape {list(shape)}", "sizes are 0 or more")
     view = adopt(device_mesh if device_mesh is not None else current_mesh())
     normal_form, order = normalize_placements(view, placements, len(shape))
     meta = contiguous_meta(shape, dtype if dtype is not None else torch.get_default_dtype())
+    check_reductions(normal_form, meta.dtype)
     return DTensorSpec(view.mesh, normal_form, meta, order)
 
 

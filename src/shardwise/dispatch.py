@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from .callplan import LOCALIZE, Argument, CallPlan, Constant, NoRule, plan_call
+from .callplan import Argument, CallPlan, Constant, LOCALIZE, NEEDS_DATA, NoRule, plan_call
 from .comm.redistribute import plan as plan_between
 from .comm.redistribute import redistribute_local
 from .errors import CommunicationError, InputError, MeshError
@@ -191,7 +191,7 @@ class OpDispatcher:
         taken_apart = func.decompose(*args, **kwargs)
         if taken_apart is not NotImplemented:
             return taken_apart
-        if rule_for(func) is None:
+        if rule_for(func) is None and not NEEDS_DATA & set(func.tags):
             _tell_no_rule(func)
         return self._run_whole(func, args, kwargs)
 

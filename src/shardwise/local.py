@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .comm.moves import all_gather_ranks, broadcast_move
+from .comm.transport import check_reducible
 from .errors import InputError, LayoutError, ShapeError
 from .layout import from_placements
 from .mesh import MeshView
-from .placement import Placement, Replicate, Shard, ShardOrder
-from .spec import TensorMeta, contiguous_stride
+from .placement import P, Partial, Placement, Placements, Replicate, Shard, ShardOrder
+from .spec import DTensorSpec, TensorMeta, contiguous_stride, normalize_placements
 from .world import RankTensor, replicate
 
 _MAX_DIMS = 64
@@ -34,6 +36,13 @@ def check_plain_tensor(tensor: object, caller: str) -> Tensor:
     return tensor
 
 
+def check_reductions(placements: Sequence[Placement], dtype: torch.dtype) -> None:
+    """Refuse Partial placements that have no meaning for a dtype."""
+    for placement in placements:
+        if isinstance(placement, Partial):
+            check_reducible(dtype, placement.reduce_op)
+
+
 def on_mesh(tensor: Tensor, view: MeshView) -> Tensor:
     """The tensor on the mesh's device type; in the simulated world, one copy for every rank."""
     if tensor.device.type not in (view.device_type, "meta"):
@@ -41,6 +50,57 @@ def on_mesh(tensor: Tensor, view: MeshView) -> Tensor:
     if view.simulated and not isinstance(tensor, RankTensor):
         tensor = replicate(tensor, view.world_size)
     return tensor
+
+
+def spec_of_local(
+    local: Tensor,
+    view: MeshView,
+    placements: Placements | None,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    run_check: bool,
+) -> DTensorSpec:
+    """The spec of the tensor whose part each rank holds."""
+    if run_check or view.simulated or (shape is None and not _alone(view, placements)):
+        return _make_spec(local, view, placements, shape, stride, run_check)
+    given = placements if placements is None or isinstance(placements, P) else tuple(placements)
+    sizes = None if shape is None else tuple(shape), None if stride is None else tuple(stride)
+    return _known_spec(view, given, local.shape, local.stride(), local.dtype, *sizes)
+
+
+def _alone(view: MeshView, placements: Placements | None) -> bool:
+    """Whether a rank's own shape tells the whole shape: nothing is cut, or there is nobody to ask."""
+    if view.backend == "fake" or placements is None:
+        return True
+    return isinstance(placements, (list, tuple)) and all(isinstance(p, (Replicate, Partial)) for p in placements)
+
+
+@lru_cache(maxsize=16384)
+def _known_spec(
+    view: MeshView,
+    placements: Placements | None,
+    local_shape: torch.Size,
+    local_stride: tuple[int, ...],
+    dtype: torch.dtype,
+    shape: tuple[int, ...] | None,
+    stride: tuple[int, ...] | None,
+) -> DTensorSpec:
+    """As `_make_spec`, from the metadata of the local tensor alone."""
+    local = torch.empty_strided(local_shape, local_stride, dtype=dtype, device="meta")
+    return _make_spec(local, view, placements, shape, stride, run_check=False)
+
+
+def _make_spec(
+    local: Tensor,
+    view: MeshView,
+    placements: Placements | None,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    run_check: bool,
+) -> DTensorSpec:
+    normal, order = normalize_placements(view, placements, local.dim())
+    meta = global_meta(local, view, normal, order, shape, stride, run_check)
+    return DTensorSpec(view.mesh, normal, meta, order)
 
 
 def global_meta(
@@ -53,14 +113,20 @@ def global_meta(
     run_check: bool,
 ) -> TensorMeta:
     """Shape, stride and dtype of the tensor whose part each rank holds."""
+    check_reductions(placements, local.dtype)
     if shape is not None:
+        if not isinstance(shape, Sequence):
+            raise InputError(f"from_local got shape={shape!r}", "give one size for each dim, e.g. shape=(8, 16)")
         shape = torch.Size(shape)
         if len(shape) != local.dim():
             raise ShapeError(
-                f"a local tensor of {local.dim()} dims for a tensor of shape {list(shape)}", "they must agree"
+                f"a local tensor of {local.dim()} dims for a tensor of shape {list(shape)}",
+                "give one size for each dim",
             )
     if stride is not None and shape is None:
         raise InputError("from_local got a stride without a shape", "give both, or neither")
+    if stride is not None and len(stride) != local.dim():
+        raise ShapeError(f"a stride {list(stride)} for a tensor of {local.dim()} dims", "give one stride for each dim")
     parts = _LocalParts(local, view, ask=run_check or (shape is None and _is_cut(view, placements)))
     if parts.asked:
         parts.check_alike()
@@ -100,7 +166,7 @@ class _LocalParts:
             self.shapes = {rank: shapes[rank] for rank in ranks}
             self.dtypes = dict.fromkeys(ranks, local.dtype)
             self.memory_order = _memory_order(local.shards[0])
-        elif ask and dist.get_backend() != "fake":  # the fake backend has no peers to ask
+        elif ask and view.backend != "fake":  # the fake backend has no peers to ask
             self._ask(local)
         else:
             self.shapes = {dist.get_rank(): tuple(local.shape)}
@@ -153,7 +219,8 @@ class _LocalParts:
         try:
             layout = from_placements(self.view.sizes, shape, placements, order)
         except LayoutError as error:
-            raise ShapeError(f"{list(placements)} on shape {list(shape)} over {self.view!r}: {error}") from None
+            where = f"{list(placements)} on shape {list(shape)} over {self.view!r}"
+            raise ShapeError(f"{where}: {error.problem}", error.fix) from None
         wrong = {}
         for rank, held in self.shapes.items():
             expected = layout.local_shape(self.view.coordinates[rank])

@@ -43,6 +43,7 @@ class MeshView:
         self.groups: dict[Axes, str] = {}
         self.adopted = False
         self.simulated = False
+        self.backend = dist.get_backend()
 
     @cached_property
     def instances(self) -> torch.Tensor:
@@ -106,7 +107,25 @@ def view_of(mesh: DeviceMesh) -> MeshView:
 
 def forget_world(default_group: object) -> None:
     """Drop the views of a world that has ended."""
-    _views.pop(default_group, None)
+    ended = set(map(id, (_views.pop(default_group, None) or {}).values()))
+    for key, (_, view) in list(_adopted.items()):
+        if id(view) in ended:
+            del _adopted[key]
+
+
+# Meshes that are ready to communicate, by their id: hashing a mesh costs more than an op should.
+_adopted: dict[int, tuple[DeviceMesh, MeshView]] = {}
+
+
+def adopted_view(mesh: DeviceMesh) -> MeshView | None:
+    """The view of a mesh that was adopted before."""
+    found = _adopted.get(id(mesh))
+    return found[1] if found is not None else None
+
+
+def remember_adopted(mesh: DeviceMesh, view: MeshView) -> None:
+    """Let `adopted_view` find this mesh, which stays alive for as long as its world."""
+    _adopted[id(mesh)] = mesh, view
 
 
 def current_mesh() -> DeviceMesh:

@@ -12,17 +12,21 @@ P('dp', ('tp', 'cp'), None)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from .errors import InputError, PlacementError
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 
-@dataclass(frozen=True)
 class Placement:
-    """What one mesh axis does to a tensor: cut it, copy it, or hold summands of it."""
+    """What one mesh axis does to a tensor: cut it, copy it, or hold summands of it.
+
+    Frozen and interned: equal placements are one object, so they hash and compare at no cost.
+    """
+
+    __slots__ = ()
+    _interned: ClassVar[dict[Any, Any]] = {}
 
     def is_shard(self, dim: int | None = None) -> bool:
         """Whether this axis cuts a tensor dim (that dim, when one is given)."""
@@ -36,25 +40,49 @@ class Placement:
         """Whether the value is a reduction over this axis (by that op, when one is given)."""
         return False
 
+    @classmethod
+    def _intern(cls, **fields: Any) -> Self:
+        key = (cls, *fields.values())
+        found: Self | None = Placement._interned.get(key)
+        if found is None:
+            found = object.__new__(cls)
+            for name, value in fields.items():
+                object.__setattr__(found, name, value)
+            Placement._interned[key] = found
+        return found
 
-@dataclass(frozen=True)
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a placement is frozen; make a new one to change {name}")
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
 class Shard(Placement):
     """The axis cuts tensor dim `dim` the way `torch.chunk` does: the last ranks may hold less, or nothing."""
 
+    __slots__ = ("dim",)
+    __match_args__ = ("dim",)
     dim: int
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.dim, int) or isinstance(self.dim, bool):
-            raise InputError(f"Shard(dim={self.dim!r})", "the dim is an int, e.g. Shard(0)")
+    def __new__(cls, dim: int) -> Self:
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise InputError(f"Shard(dim={dim!r})", "the dim is an int, e.g. Shard(0)")
+        return cls._intern(dim=dim)
 
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or self.dim == dim
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.dim,)
 
     def __repr__(self) -> str:
         return f"Shard(dim={self.dim})"
 
 
-@dataclass(frozen=True)
 class InterleavedShard(Shard):
     """The axis cuts `dim` inside each of `blocks` equal blocks: every rank holds a piece of every block.
 
@@ -62,42 +90,61 @@ class InterleavedShard(Shard):
     cut by heads (3 blocks), and what a flattened `(batch, sequence)` dim looks like when the sequence is cut.
     """
 
-    blocks: int = 1
+    __slots__ = ("blocks",)
+    __match_args__ = ("dim", "blocks")
+    blocks: int
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.blocks, int) or self.blocks < 1:
-            raise InputError(f"InterleavedShard(blocks={self.blocks!r})", "the number of blocks is an int >= 1")
+    def __new__(cls, dim: int, blocks: int = 1) -> Self:
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise InputError(f"InterleavedShard(dim={dim!r})", "the dim is an int, e.g. InterleavedShard(0, blocks=3)")
+        if not isinstance(blocks, int) or isinstance(blocks, bool) or blocks < 1:
+            raise InputError(f"InterleavedShard(blocks={blocks!r})", "the number of blocks is an int >= 1")
+        return cls._intern(dim=dim, blocks=blocks)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.dim, self.blocks)
 
     def __repr__(self) -> str:
         return f"InterleavedShard(dim={self.dim}, blocks={self.blocks})"
 
 
-@dataclass(frozen=True)
 class Replicate(Placement):
     """Every rank along the axis holds the same values."""
 
+    __slots__ = ()
+
+    def __new__(cls) -> Self:
+        return cls._intern()
+
     def is_replicate(self) -> bool:
         return True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
 
     def __repr__(self) -> str:
         return "Replicate()"
 
 
-@dataclass(frozen=True)
 class Partial(Placement):
     """Every rank along the axis holds an operand; the value is their reduction by `reduce_op`."""
 
-    reduce_op: str = "sum"
+    __slots__ = ("reduce_op",)
+    __match_args__ = ("reduce_op",)
+    reduce_op: str
 
-    def __post_init__(self) -> None:
-        if self.reduce_op not in REDUCE_OPS:
+    def __new__(cls, reduce_op: str = "sum") -> Self:
+        if reduce_op not in REDUCE_OPS:
             raise PlacementError(
-                f"Partial({self.reduce_op!r}) is no known reduction", f"use one of {', '.join(REDUCE_OPS)}"
+                f"Partial({reduce_op!r}) is no known reduction", f"use one of {', '.join(REDUCE_OPS)}"
             )
+        return cls._intern(reduce_op=reduce_op)
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
         return reduce_op is None or self.reduce_op == reduce_op
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.reduce_op,)
 
     def __repr__(self) -> str:
         return f"Partial({self.reduce_op})"
@@ -133,6 +180,10 @@ class P:
             names = entry if isinstance(entry, tuple) else (entry,)
             if not all(name is None or isinstance(name, str) for name in names) or names.count(None) != (entry is None):
                 raise InputError(f"P(...) got {entry!r}", "each entry is an axis name, a tuple of axis names, or None")
+        if partial is not None and not isinstance(partial, Mapping):
+            raise InputError(
+                f"P(partial={partial!r})", 'name the axes and their reductions, e.g. partial={"tp": "sum"}'
+            )
         self.dims = dims
         self.partial = dict(partial or {})
 

@@ -54,6 +54,8 @@ class Decision(NamedTuple):
     results: tuple[Layout, ...]
     cuts: Cuts
     seconds: float
+    has_summands: bool
+    """Whether some operand is added to a sum over a cut factor, so that a rank without data still contributes."""
 
 
 class KernelCost(NamedTuple):
@@ -61,6 +63,8 @@ class KernelCost(NamedTuple):
 
     rounds: int
     traffic: float
+    joint: bool = False
+    """Whether it serves cuts of several factors at once."""
 
 
 Option = int | Passing | None
@@ -133,7 +137,7 @@ class Propagator:
 
     def _may_cut(self, index: int, axis: int) -> bool:
         factor = self.bound.factors[index]
-        return not factor.whole and factor.size > 0 and (not factor.kernel or index in self.kernels)
+        return not factor.whole and (not factor.kernel or index in self.kernels)
 
     def _preferred_order(self, factor: int) -> tuple[int, ...]:
         """The order in which the largest operand is cut along a factor: axes that share it keep that order."""
@@ -160,21 +164,22 @@ class Propagator:
         return tuple(sorted(cuts, key=place))
 
     def _allowed(self, cuts: Cuts) -> bool:
-        """Whether these cuts go together: even where they must be, at most one kernel, over axes that can talk."""
+        """Whether these cuts go together: even where they must be, one kernel, over axes that can talk."""
         by_factor: dict[int, tuple[int, ...]] = {}
         for axis, factor in cuts:
             by_factor[factor] = (*by_factor.get(factor, ()), axis)
-        kernels = 0
+        talking: list[int] = []
+        kernels: list[KernelCost] = []
         for index, axes in by_factor.items():
             factor = self.bound.factors[index]
             if factor.even and not divides_evenly(self.mesh_sizes, Factor(factor.size, axes)):
                 return False
             if factor.kernel:
-                kernels += 1
-                talking = tuple(sorted(axes))
-                if self.groups is not None and len(axes) > 1 and talking not in self.groups:
-                    return False
-        return kernels <= 1
+                kernels.append(self.kernels[index])
+                talking += axes
+        if self.groups is not None and len(talking) > 1 and tuple(sorted(talking)) not in self.groups:
+            return False
+        return len(kernels) <= 1 or all(kernel.joint for kernel in kernels)
 
     def _price(self, options: tuple[Option, ...]) -> tuple[float, float]:
         cuts = self._cuts(options)
@@ -195,9 +200,9 @@ class Propagator:
                 seconds += estimate(layout, result.fixed, result.itemsize, self.links)
             else:
                 seconds += self._later(layout, nbytes)
-        for factor in {factor for _, factor in cuts if factor in self.kernels and self.bound.factors[factor].kernel}:
-            axes = tuple(axis for axis, cut in cuts if cut == factor)
-            rounds, traffic = self.kernels[factor]
+        axes = tuple(axis for axis, cut in cuts if cut in self.kernels and self.bound.factors[cut].kernel)
+        if axes:
+            rounds, traffic, _ = self.kernels[dict(cuts)[axes[0]]]
             seconds += rounds * self.links.seconds(axes, len(axes), 0.0) if rounds else 0.0
             seconds += traffic * output_bytes / min(self.links.bandwidth[axis] for axis in axes)
         return seconds, memory + output_bytes
@@ -261,7 +266,8 @@ class Propagator:
             self._operand(i, cuts, self._operand_partial(operand.position, options))[0]
             for i, operand in enumerate(self.operands)
         )
-        return Decision(operands, tuple(self._result_layouts(options, cuts)), cuts, self._price(options)[0])
+        summed = any(self._summands(factor) for _, factor in cuts)
+        return Decision(operands, tuple(self._result_layouts(options, cuts)), cuts, self._price(options)[0], summed)
 
 
 def _operand_op(bound: Bound, passing: Passing) -> str:

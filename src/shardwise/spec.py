@@ -88,7 +88,8 @@ class DTensorSpec:
         try:
             layout = from_placements(view.sizes, tensor_meta.shape, normal, order)
         except LayoutError as error:
-            raise LayoutError(f"{list(normal)} on shape {list(tensor_meta.shape)} over {view}: {error}") from None
+            where = f"{list(normal)} on shape {list(tensor_meta.shape)} over {view}"
+            raise LayoutError(f"{where}: {error.problem}", error.fix) from None
         return cls._intern(view, layout, normal, order, tensor_meta)
 
     @classmethod
@@ -281,13 +282,14 @@ def normalize_placements(
         return (Replicate(),) * len(view.sizes), ()
     if isinstance(placements, P):
         return placements.resolve(view.names, ndim)
-    if isinstance(placements, Placement) or not isinstance(placements, Sequence):
+    if isinstance(placements, (Placement, str)) or not isinstance(placements, Sequence):
         raise InputError(
             f"placements is {placements!r}", "pass a list with one placement for each mesh axis, or P(...)"
         )
     if len(placements) != len(view.sizes):
         raise PlacementError(
-            f"{len(placements)} placements {list(placements)} for {view!r}, which has {len(view.sizes)} axes",
+            f"{_count(len(placements), 'placement')} {list(placements)} for {view!r}, "
+            f"which has {_count(len(view.sizes), 'axis', 'axes')}",
             "give one placement for each axis",
         )
     normal = tuple(_normalize(placement, view.names[axis], ndim) for axis, placement in enumerate(placements))
@@ -301,6 +303,10 @@ def normalize_placements(
             f"list the same axes, in any order: {default}",
         )
     return normal, tuple(type(entry)(entry.tensor_dim, given[entry.tensor_dim]) for entry in default)
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _normalize(placement: Placement, axis_name: str, ndim: int) -> Placement:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,11 +27,21 @@ from .comm.groups import adopt
 from .comm.redistribute import redistribute_local, start_redistribute
 from .dispatch import OpDispatcher, Replay
 from .errors import InputError, MeshError
-from .local import check_plain_tensor, copy_to_replicas, global_meta, on_mesh
+from .local import check_plain_tensor, copy_to_replicas, on_mesh, spec_of_local
 from .mesh import current_mesh, view_of
-from .placement import Placement, Placements, Replicate, ShardOrder
+from .placement import (
+    InterleavedShard,
+    P,
+    Partial,
+    Placement,
+    Placements,
+    Replicate,
+    Shard,
+    ShardOrder,
+    ShardOrderEntry,
+)
 from .saving import chunk_list, shard_at, write_items
-from .spec import DTensorSpec, TensorMeta, contiguous_meta, normalize_placements
+from .spec import DTensorSpec, TensorMeta, contiguous_meta, normalize_placements, rebuild_spec
 from .world import RankTensor
 
 __all__ = ["DTensor"]
@@ -91,17 +102,12 @@ class DTensor(torch.Tensor):
         if isinstance(local, DTensor):
             raise InputError("from_local got a DTensor", "pass its local part, x.to_local(), or use x.redistribute")
         view = adopt(device_mesh if device_mesh is not None else current_mesh())
-        normal, order = normalize_placements(view, placements, local.dim())
         on_device = on_mesh(local, view)
-        meta = global_meta(on_device, view, normal, order, shape, stride, run_check)
-        spec = DTensorSpec(view.mesh, normal, meta, order)
-        grad_spec = _spec_like(spec, grad_placements) if grad_placements is not None else spec.cotangent()
+        spec = spec_of_local(on_device, view, placements, shape, stride, run_check)
         if run_check:
-            with torch.no_grad():
-                copied = copy_to_replicas(on_device, view, normal)
-            if copied is not on_device:
-                on_device = on_device + (copied - on_device).detach() if on_device.requires_grad else copied
+            on_device = _copied_to_replicas(on_device, spec)
         if torch.is_grad_enabled() and on_device.requires_grad:
+            grad_spec = _spec_like(spec, grad_placements) if grad_placements is not None else spec.cotangent()
             return _FromLocal.apply(on_device, spec, grad_spec)
         return _wrap(on_device.detach(), spec)
 
@@ -138,7 +144,7 @@ class DTensor(torch.Tensor):
         of the gradient, which then takes this tensor's dtype.
         """
         spec = self._spec
-        if device_mesh is not None and view_of(device_mesh) is not spec.view:
+        if device_mesh is not None and device_mesh is not spec.mesh and view_of(device_mesh) is not spec.view:
             raise MeshError(
                 f"redistribute of {spec!r} on {spec.view!r} to {view_of(device_mesh)!r}: a tensor stays on its mesh",
                 "give placements only, or full_tensor() and distribute_tensor on the other mesh",
@@ -372,12 +378,23 @@ def _rebuild(local: Tensor, spec: DTensorSpec, requires_grad: bool, is_param: bo
 
 
 def _spec_like(spec: DTensorSpec, placements: Placements) -> DTensorSpec:
-    """The spec of the same tensor with other placements. Fresh data is row-major; unmoved data stays as it is."""
+    """The spec of the same tensor with other placements."""
+    try:
+        return _cached_spec_like(spec, placements if isinstance(placements, P) else tuple(placements))
+    except TypeError:  # not a list of placements: let it be refused by name
+        return _make_spec_like(spec, placements)
+
+
+def _make_spec_like(spec: DTensorSpec, placements: Placements) -> DTensorSpec:
+    """Fresh data is row-major; unmoved data stays as it is."""
     normal, order = normalize_placements(spec.view, placements, spec.ndim)
     target = DTensorSpec(spec.mesh, normal, spec.tensor_meta, order)
     if target.layout is spec.layout:
         return target
     return target.with_meta(contiguous_meta(spec.shape, spec.dtype))
+
+
+_cached_spec_like = lru_cache(maxsize=16384)(_make_spec_like)
 
 
 class _PendingDTensor(DTensor):
@@ -465,6 +482,13 @@ class _ToLocal(torch.autograd.Function):
         return _wrap(grad, spec), None
 
 
+def _copied_to_replicas(local: Tensor, spec: DTensorSpec) -> Tensor:
+    """What the first rank of every replicated axis holds; the gradient stays each rank's own."""
+    with torch.no_grad():
+        copied = copy_to_replicas(local, spec.view, spec.placements)
+    return local + (copied - local).detach() if local.requires_grad else copied
+
+
 def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     return spec if spec.dtype == dtype else spec.with_meta(spec.tensor_meta._replace(dtype=dtype))
 
@@ -483,3 +507,9 @@ def _reduce_gradient_of(leaf: DTensor) -> None:
         return grad._to_spec(_with_dtype(wanted, grad.dtype))
 
     leaf.register_hook(hook)
+
+
+# What a file of distributed tensors names, so that torch.load(..., weights_only=True) reads it.
+torch.serialization.add_safe_globals(
+    [_rebuild, rebuild_spec, Shard, InterleavedShard, Replicate, Partial, ShardOrderEntry]
+)

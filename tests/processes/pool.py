@@ -54,14 +54,6 @@ def on_processes(body: Callable[..., None]) -> Callable[..., None]:
     return test
 
 
-def run_on_processes(body: Callable[..., None], **arguments: Any) -> None:
-    """Run a function of a test module on every rank, in the middle of a test that runs here."""
-    __tracebackhide__ = True
-    failures = _pool().run(body.__module__, body.__qualname__, arguments)
-    if failures:
-        pytest.fail(failures, pytrace=False)
-
-
 # ---- this side -------------------------------------------------------------------------------------------------------
 
 
@@ -144,7 +136,8 @@ def _pool() -> Pool:
 
 
 @atexit.register
-def _close() -> None:
+def restart() -> None:
+    """End the processes; the next test starts fresh ones."""
     for pool in _running:
         pool.close()
 

@@ -30,7 +30,8 @@ def mesh_of(*sizes: int) -> DeviceMesh:
 def assert_same(got: Tensor, want: Tensor, what: str = "") -> None:
     """Same dtype, shape and values, to the bit (zeros of either sign are one)."""
     told = f"{what}: got {got!r}, want {want!r}"
-    assert isinstance(got, Tensor) and not isinstance(got, DTensor), told
+    assert isinstance(got, Tensor), told
+    assert not isinstance(got, DTensor), told
     assert (got.dtype, got.shape) == (want.dtype, want.shape), told
     if got.dtype.is_floating_point:
         got, want = got.double(), want.double()
@@ -51,7 +52,8 @@ def cut(whole: Tensor, mesh: DeviceMesh, placements: Any, at: Sequence[int]) -> 
     for axis, placement in in_order(mesh, placements, whole.dim()):
         if isinstance(placement, InterleavedShard) and placement.blocks > 1:
             blocks = whole.unflatten(placement.dim, (placement.blocks, -1))
-            whole = chunk(blocks, placement.dim + 1, mesh.size(axis), at[axis]).flatten(placement.dim, placement.dim + 1)
+            piece = chunk(blocks, placement.dim + 1, mesh.size(axis), at[axis])
+            whole = piece.flatten(placement.dim, placement.dim + 1)
         elif isinstance(placement, Shard):
             whole = chunk(whole, placement.dim, mesh.size(axis), at[axis])
     return whole

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout
-from shardwise.rules import Bound, Rule, bind, cut_layout, local_size, output_layout, parse, passes
+from shardwise.rules import Bound, Rule, bind, cut_layout, local_size, output_layout, parse, passes, summands
 
 REDUCE = {
     "sum": lambda t: t.sum(0),
@@ -89,6 +89,9 @@ def check_cuts(rule: Rule, fn: Any, tensors: Any, arguments: Any, bound: Bound, 
     for coordinate in itertools.product(*map(range, mesh)):
         cut = lambda b, t: part(cut_layout(b, bound, mesh, cuts), coordinate, t)  # noqa: B023, E731
         local = [nested(cut, b, t) for b, t in zip(bound.inputs, tensors, strict=True)]
+        for axis, factor in cuts:
+            for i in summands(bound, factor) if coordinate[axis] else ():
+                local[i] = nested(lambda _, t: torch.zeros_like(t), local[i], local[i])
         sizes = {n: local_size(bound, n, v, mesh, cuts, coordinate) for n, v in arguments.items()}
         # An op is never called on an empty shard, unless it is all the same.
         empty = any(t is not None and t.numel() == 0 for t in leaves(local))

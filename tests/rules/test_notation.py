@@ -118,7 +118,6 @@ def test_rules_are_values() -> None:
         ("a -> a ; linear 0 ; linear 0", 20, "a second clause 'linear'"),
         ("a -> a ; linear 1", 16, "there is no operand 1"),
         ("a -> a ; linear", 15, "the end in the place of a number"),
-        ("-> [a] ; linear all", 16, "'all' in the place of a number"),
         ("a -> a ; reduce mean", 16, "unknown reduction 'mean'"),
         ("a -> a ; reduce sum, max", 9, "2 reductions"),
         ("a -> a ; kernel b", 16, "no tensor has the factor b"),
@@ -132,7 +131,6 @@ def test_rules_are_values() -> None:
         ("a -> a ; a=(a)", 9, "a is an argument and a factor"),
         ("a -> a ; size=2", 9, "size is no factor"),
         ("a -> a ; size=a", 14, "'a' in the place of '('"),
-        ("a, a -> a ; monotone 0+1", 12, "jointly monotone without being a maximum"),
         ("a -> a ; 3", 9, "'3' in the place of a name"),
         ("a -> a ; linear 0 1", 18, "'1' is not expected"),
     ],
@@ -210,7 +208,6 @@ def test_generated_rules_print_back(text: str) -> None:
 def test_no_text_does_anything_but_parse_or_be_refused(text: str) -> None:
     try:
         rule = parse(text)
-    except RuleError as error:
-        assert 0 <= (error.position or 0) <= len(text)
-    else:
-        assert parse(str(rule)) is rule
+    except RuleError:
+        return
+    assert parse(str(rule)) is rule

@@ -27,15 +27,20 @@ def layer_norm_backward() -> Any:
     )
 
 
+ADDMM = "m? n?, m k, k n -> m n ; linear 0+1 | 0+2"
 LAYER_NORM = "b.. [n..], [n..], [n..] -> b.. [n..], b.. _.., b.. _.."
 LAYER_NORM_BACKWARD = "b.. [n..], b.. [n..], b.. _.., b.. _.., [n..], [n..] -> b.. [n..], [n..], [n..] ; linear 0"
 ATTENTION = "b h s [d], b h [t] [d], b h [t] [e] -> b h s [e], b h s ; reduce sum, none"
 GROUPED = "b (g r) s [d], b g [t] [d], b g [t] [e] -> b (g r) s [e] ; linear 2"
+NLL_NONE = "n [c], n, [c] -> n"
 NLL = "n [c], n, [c] -> , ; reduce sum"
 SOFTMAX = f"{whole_dims('x', 3, 1)} -> {whole_dims('x', 3, 1)}"
 SCATTER = "x0 [x1], x0 [x1], x0 [x1] -> x0 [x1] ; ragged"
 LINEAR_0 = "linear 0"
 
+GATHER = "x0 [x1], x0 [x1] -> x0 [x1] ; ragged"
+
+nll = aten.nll_loss_forward
 flash = aten._scaled_dot_product_flash_attention_for_cpu
 grouped = torch.nn.functional.scaled_dot_product_attention
 log_probs = randn(8, 6).log_softmax(-1)
@@ -47,7 +52,7 @@ CASES = {
     "mv": ("m k, k -> m ; linear 0 | 1", aten.mv, randn(4, 6), randn(6)),
     "dot": ("k, k -> ; linear 0 | 1", aten.dot, randn(7), randn(7)),
     "matmul": ("b?.. m k, b?.. k n -> b.. m n ; linear 0 | 1", torch.matmul, randn(3, 1, 4, 6), randn(2, 6, 5)),
-    "addmm bias": ("[m?] n?, [m] [k], [k] n -> [m] n ; linear 0+1 | 0+2", aten.addmm, randn(5), randn(4, 6), randn(6, 5)),
+    "addmm": (ADDMM, aten.addmm, randn(5), randn(4, 6), randn(6, 5)),
     "add": (pointwise(2, "linear 0+1", "monotone 0 | 1"), aten.add, randn(4, 6), randn(6)),
     "add ones": (pointwise(2, "linear 0+1"), aten.add, randn(4, 1, 6), randn(1, 1, 6)),
     "add two ranks": ("a? b?, a? b? -> a b ; linear 0+1", aten.add, randn(4, 6), randn(6)),
@@ -78,13 +83,13 @@ CASES = {
         lambda q, k, v: grouped(q, k, v, enable_gqa=True),
         *(randn(2, 8, 6, 8), randn(2, 2, 10, 8), randn(2, 2, 10, 8)),
     ),
-    "nll none": ("n [c], n, [c] -> n", lambda x, y, w: aten.nll_loss_forward(x, y, w, 0, -100)[0], log_probs, targets, torch.rand(6)),
-    "nll sum": (NLL, lambda x, y, w: aten.nll_loss_forward(x, y, w, 2, -100), log_probs, targets, torch.rand(6)),
-    "nll without weight": (NLL, lambda x, y, w: aten.nll_loss_forward(x, y, w, 2, -100), log_probs, targets, None),
+    "nll none": (NLL_NONE, lambda x, y, w: nll(x, y, w, 0, -100)[0], log_probs, targets, torch.rand(6)),
+    "nll sum": (NLL, lambda x, y, w: nll(x, y, w, 2, -100), log_probs, targets, torch.rand(6)),
+    "nll without weight": (NLL, lambda x, y, w: nll(x, y, w, 2, -100), log_probs, targets, None),
     "sort": ("x0 [x1] x2 -> x0 [x1] x2, x0 [x1] x2", lambda x: aten.sort(x, 1), randn(4, 6, 5)),
     "cumsum": ("x0 [x1] -> x0 [x1] ; linear 0", lambda x: aten.cumsum(x, 1), randn(4, 6)),
-    "gather": ("x0 [x1], x0 [x1] -> x0 [x1] ; ragged", lambda x, i: aten.gather(x, 1, i), randn(8, 5), index(5, 8, 3)),
-    "gather ragged": ("x0 [x1], x0 [x1] -> x0 [x1] ; ragged", lambda x, i: aten.gather(x, 1, i), randn(8, 5), index(5, 4, 3)),
+    "gather": (GATHER, lambda x, i: aten.gather(x, 1, i), randn(8, 5), index(5, 8, 3)),
+    "gather ragged": (GATHER, lambda x, i: aten.gather(x, 1, i), randn(8, 5), index(5, 4, 3)),
     "scatter": (SCATTER, lambda x, i, s: aten.scatter(x, 1, i, s), randn(8, 5), index(1, 8, 1), randn(8, 3)),
     "scatter ragged": (SCATTER, lambda x, i, s: aten.scatter(x, 1, i, s), randn(8, 5), index(1, 8, 1), randn(9, 3)),
     "cat": ("{x0 _} -> x0 _ ; linear 0", lambda xs: aten.cat(xs, 1), [randn(4, 2), randn(4, 3)]),
@@ -94,7 +99,7 @@ CASES = {
     "transpose": ("a b c -> c b a ; linear 0", lambda x: aten.transpose(x, 0, 2), randn(3, 4, 5)),
     "diagonal": ("[a] [a] b -> b [a] ; linear 0", lambda x: aten.diagonal(x), randn(4, 4, 5)),
     "convolution": (
-        "n [c] [h] [w], o [c] [i] [j], o -> n o [y] [x] ; linear 0+2 | 1+2",
+        "n c [h] [w], o c [i] [j], o -> n o [y] [x] ; linear 0+2 | 1+2",
         lambda x, w, b: torch.conv2d(x, w, b),
         *(randn(3, 2, 6, 6), randn(5, 2, 3, 3), randn(5)),
     ),
@@ -152,14 +157,16 @@ def test_layer_norm_without_weights_learns_ranks_from_its_argument() -> None:
 @pytest.mark.parametrize(
     ("text", "fn", "tensors"),
     [
-        ("n [c], n, [c] -> ", lambda x, y, w: aten.nll_loss_forward(x, y, w, 1, -100)[0], (log_probs, targets, torch.rand(6))),
+        ("n [c], n, [c] -> ", lambda x, y, w: nll(x, y, w, 1, -100)[0], (log_probs, targets, torch.rand(6))),
         ("m k -> m k ; linear 0", aten.exp, (randn(4, 6),)),
         ("m k -> m k", lambda x: aten._softmax(x, 1, False), (randn(4, 6),)),
         ("m k -> m", lambda x: aten.amax(x, [1]), (randn(4, 6),)),
         ("m k -> m k ; monotone 0", aten.neg, (randn(4, 6),)),
         (pointwise(2, "linear 0 | 1"), aten.add, (randn(4, 6), randn(6))),
+        ("m? n?, m k, k n -> m n", aten.addmm, (randn(5), randn(4, 6), randn(6, 5))),
+        (pointwise(2, "monotone 0+1"), aten.maximum, (randn(4, 6), randn(6))),
     ],
-    ids=["mean of means", "exp", "softmax", "amax", "neg", "add"],
+    ids=["mean of means", "exp", "softmax", "amax", "neg", "add", "bias added by every rank", "minimum of maxima"],
 )  # fmt: skip
 def test_a_wrong_rule_is_caught(text: str, fn: Any, tensors: Any) -> None:
     with pytest.raises(AssertionError):

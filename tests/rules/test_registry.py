@@ -32,6 +32,7 @@ def table() -> Registry:
             "aten::max.dim": "x [n] -> x, x",
             "aten::view.default": "x.. -> x..",
             "aten::pow": "b?.., b?.. -> b..",
+            "aten::zeros": "-> a.. ; size=(a..)",
             "aten::abs": "b?.. -> b..",
             "aten::copy_": "x.., b?.. -> x..",
             "aten::addcdiv": "b?.., b?.., b?.. -> b..",
@@ -78,6 +79,8 @@ def overload(name: str) -> Any:
         ("pow_.Tensor", "aten::pow", "inplace", (0, 1), (0,)),
         ("_foreach_pow.ScalarAndTensor", "aten::pow", "foreach", (None, 1), ()),
         ("_foreach_abs_.default", "aten::abs", "foreach", (0,), (0,)),
+        ("zeros.default", "aten::zeros", "functional", (), ()),
+        ("zeros.out", "aten::zeros", "out", (), (1,)),
         ("copy_.default", "aten::copy_", "inplace", (0, 1), (0,)),
         ("_foreach_copy_.default", "aten::copy_", "foreach", (0, 1), (0,)),
         ("_foreach_addcdiv_.Scalar", "aten::addcdiv", "foreach", (0, 1, 2), (0,)),
@@ -119,6 +122,8 @@ def test_rules_of_calls(table: Registry) -> None:
     assert rule_text(table, aten.add_.Tensor, x, x) == ADD
     assert rule_text(table, aten.add.Scalar, x, 3) == "b?.. -> b.."
     assert rule_text(table, aten.mul.Scalar, x, 3) == "b?.. -> b.. ; linear 0"
+    assert rule_text(table, aten.zeros.default, [4]) == "-> a.. ; size=(a..)"
+    assert rule_text(table, aten.sum.default, torch.empty(())) == "-> ; linear 0"
     assert rule_text(table, aten.sum.default, x) == "x0 x1 x2 -> ; linear 0"
     assert rule_text(table, aten.sum.dim_IntList, x, [-2], True) == "x0 x1 x2 -> x0 1 x2 ; linear 0"
     assert rule_text(table, aten.sum.IntList_out, x, [0], out=x) == "x0 x1 x2 -> x1 x2 ; linear 0"

@@ -13,16 +13,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import MeshError
-from ..mesh import Axes, MeshView, flattened_meshes, group_name, has_groups, root_mesh, view_of, world_group_name
+from ..mesh import Axes, MeshView, adopted_view, remember_adopted, flattened_meshes, group_name, has_groups, root_mesh, view_of, world_group_name
 from ..world import current_world, register_group
 
 
 def adopt(mesh: DeviceMesh) -> MeshView:
     """The view of a mesh with its groups made, ready to communicate."""
+    ready = adopted_view(mesh)
+    if ready is not None:
+        return ready
     view = view_of(mesh)
     if not view.adopted:
-        if not has_groups(view.mesh) and has_groups(mesh):
-            view.mesh = mesh  # the view was made for a mesh loaded from a file; this is the living one
+        if has_groups(mesh):
+            view.mesh = mesh  # the view may have been made for one loaded from a file, or of a world that has ended
         _check_membership(view)
         view.simulated = current_world() is not None
         if view.simulated:
@@ -30,10 +33,17 @@ def adopt(mesh: DeviceMesh) -> MeshView:
         else:
             _process_groups(view)
         view.adopted = True
+    remember_adopted(mesh, view)
     return view
 
 
 def _check_membership(view: MeshView) -> None:
+    ranks_of_mesh = view.instances.flatten().tolist()
+    if max(ranks_of_mesh) >= view.world_size:
+        raise MeshError(
+            f"{view!r} has the ranks {ranks_of_mesh}, but this world has {view.world_size}",
+            "use a mesh of ranks that exist; torch.distributed.checkpoint brings a saved tensor to another mesh",
+        )
     if current_world() is None:
         outside = [] if view.coordinate else [dist.get_rank()]
     else:
@@ -46,7 +56,7 @@ def _check_membership(view: MeshView) -> None:
     if outside:
         ranks = f"rank {outside[0]} is" if len(outside) == 1 else f"ranks {outside} are"
         raise MeshError(
-            f"{ranks} not in {view!r}, whose ranks are {view.instances.flatten().tolist()}",
+            f"{ranks} not in {view!r}, whose ranks are {ranks_of_mesh}",
             "use a mesh that holds every rank that runs this line",
         )
 
@@ -56,10 +66,19 @@ def axis_sets(ndim: int) -> list[Axes]:
     return [axes for count in range(2, ndim + 1) for axes in itertools.combinations(range(ndim), count)]
 
 
+def _axis_groups(view: MeshView) -> dict[Axes, str]:
+    """The groups that the mesh came with, one for each axis."""
+    try:
+        return {(axis,): group_name(view.mesh, axis) for axis in range(len(view.sizes))}
+    except (RuntimeError, LookupError, ValueError):
+        raise MeshError(
+            f"{view!r} belongs to a world that has ended", "make it again in this one with init_device_mesh"
+        ) from None
+
+
 def _simulated_groups(view: MeshView) -> None:
     ndim = len(view.sizes)
-    for axis in range(ndim):
-        view.groups[(axis,)] = group_name(view.mesh, axis)
+    view.groups.update(_axis_groups(view))
     for axes in axis_sets(ndim):
         view.groups[axes] = f"shardwise:{id(view)}:{axes}"
     for axes, name in view.groups.items():
@@ -67,8 +86,7 @@ def _simulated_groups(view: MeshView) -> None:
 
 
 def _process_groups(view: MeshView) -> None:
-    for axis in range(len(view.sizes)):
-        view.groups[(axis,)] = group_name(view.mesh, axis)
+    view.groups.update(_axis_groups(view))
     existing = _existing_groups(view)
     may_create = root_mesh(view.mesh) is view.mesh and view.covers_world()
     for axes in axis_sets(len(view.sizes)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..errors import WorldError
 from ..layout import Coordinate, Factor, Run, factor_range
 from ..mesh import MeshView
 from ..world import RankTensor, rank_int
-from .requests import Cut, Fetch, Gather, KernelRun, Reduce, Request, Return
+from .requests import Cut, Fetch, Gather, KernelRun, Reduce, Request, Return, Rows
 
 
 class Pieces:
@@ -44,7 +44,26 @@ class Pieces:
         index = 0
         for axis in self.axes:
             index = index * self.view.sizes[axis] + at[axis]
-        return Cut(self.factor.size, self.bounds, self.order.index(index))
+        counts = tuple(self.view.sizes[axis] for axis in self.factor.axes)
+        return Cut(self.factor.size, self.bounds, self.order.index(index), counts)
+
+
+class JointPieces(Pieces):
+    """The ranks that share several cut factors, in group order; `bounds` tell only how much each of them holds."""
+
+    def __init__(self, view: MeshView, factors: Sequence[Factor]) -> None:
+        self.view = view
+        self.axes = tuple(sorted(axis for factor in factors for axis in factor.axes))
+        self.factor = Factor(math.prod(factor.size for factor in factors), self.axes)
+        self.group = view.groups[self.axes]
+        bounds, start = [], 0
+        for peer in members(view.sizes, (0,) * len(view.sizes), self.axes):
+            ranges = [factor_range(view.sizes, factor, peer) for factor in factors]
+            held = math.prod(stop - first for first, stop in ranges)
+            bounds.append((start, start + held))
+            start += held
+        self.count, self.bounds = len(bounds), tuple(bounds)
+        self.order, self.in_order = list(range(self.count)), True
 
 
 def drive(pieces: Pieces, start: Callable[[Coordinate, int], KernelRun]) -> Any:
@@ -131,34 +150,58 @@ def _move_rows(pieces: Pieces, request: Fetch | Return, own: int | list[int]) ->
 class _RowPlan:
     """Which rows one piece sends to and receives from each other, in group order."""
 
-    def __init__(self, pieces: Pieces, have: Sequence[Run], need: Sequence[Run], mine: int) -> None:
-        self.have, self.need = have[mine], need[mine]
+    def __init__(self, pieces: Pieces, have: Sequence[Rows], need: Sequence[Rows], mine: int) -> None:
+        held, wanted = [_runs(rows) for rows in have], [_runs(rows) for rows in need]
         # position in group order -> piece
         by_group = [pieces.order.index(index) for index in range(pieces.count)]
-        self.send = [_overlap(self.have, need[piece]) for piece in by_group]
-        self.receive = [_overlap(have[piece], self.need) for piece in by_group]
-        self.send_rows = [stop - start for start, stop in self.send]
-        self.receive_rows = [stop - start for start, stop in self.receive]
+        self.send = [_overlaps(held[mine], wanted[piece]) for piece in by_group]
+        self.receive = [_overlaps(held[piece], wanted[mine]) for piece in by_group]
+        self.send_rows = [sum(overlap.rows for overlap in overlaps) for overlaps in self.send]
+        self.receive_rows = [sum(overlap.rows for overlap in overlaps) for overlaps in self.receive]
+        self.needed = sum(stop - start for start, stop in wanted[mine])
 
     def pack(self, tensor: Tensor, dim: int) -> Tensor:
-        rows = [tensor.narrow(dim, start - self.have[0], stop - start).reshape(-1) for start, stop in self.send if stop > start]
+        rows = [
+            tensor.narrow(dim, overlap.source, overlap.rows).reshape(-1) for peer in self.send for overlap in peer
+        ]
         return torch.cat(rows) if rows else tensor.new_empty(0)
 
     def unpack(self, buffer: Tensor, like: Tensor, dim: int, add: bool) -> Tensor:
         shape = list(like.shape)
-        shape[dim] = self.need[1] - self.need[0]
+        shape[dim] = self.needed
         result = like.new_zeros(shape)
         begin = 0
-        for start, stop in self.receive:
-            if stop > start:
-                shape[dim] = stop - start
-                part = buffer[begin : begin + math.prod(shape)].view(shape)
-                target = result.narrow(dim, start - self.need[0], stop - start)
-                target.add_(part) if add else target.copy_(part)
-                begin += math.prod(shape)
+        for overlap in (overlap for peer in self.receive for overlap in peer):
+            shape[dim] = overlap.rows
+            part = buffer[begin : begin + math.prod(shape)].view(shape)
+            target = result.narrow(dim, overlap.target, overlap.rows)
+            target.add_(part) if add else target.copy_(part)
+            begin += math.prod(shape)
         return result
 
 
-def _overlap(one: Run, other: Run) -> Run:
-    start, stop = max(one[0], other[0]), min(one[1], other[1])
-    return (start, stop) if stop > start else (0, 0)
+class _Overlap(NamedTuple):
+    """Rows that one piece has and another needs: where they start in the two local tensors, and how many."""
+
+    source: int
+    target: int
+    rows: int
+
+
+def _runs(rows: Rows) -> tuple[Run, ...]:
+    """The runs that are not empty; a single one may be given as it is."""
+    runs = (rows,) if rows and isinstance(rows[0], int) else rows
+    return tuple((start, stop) for start, stop in runs if stop > start)  # type: ignore[misc]
+
+
+def _overlaps(have: Sequence[Run], need: Sequence[Run]) -> list[_Overlap]:
+    found, target = [], 0
+    for need_start, need_stop in need:
+        source = 0
+        for have_start, have_stop in have:
+            start, stop = max(have_start, need_start), min(have_stop, need_stop)
+            if stop > start:
+                found.append(_Overlap(source + start - have_start, target + start - need_start, stop - start))
+            source += have_stop - have_start
+        target += need_stop - need_start
+    return found

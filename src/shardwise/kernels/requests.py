@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,15 +14,26 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ..layout import Coordinate, Layout, Run
+from ..layout import Coordinate, Factor, Layout, Run, factor_range
 
 
 class Cut(NamedTuple):
-    """How a factor is cut: its global size, the bounds of every piece, and which piece is this rank's."""
+    """How a factor is cut: its global size, the bounds of every piece, and which piece is this rank's.
+
+    `counts` are the sizes of the mesh axes that cut it, major to minor.
+    """
 
     size: int
     bounds: tuple[Run, ...]
     piece: int
+    counts: tuple[int, ...] = ()
+
+    def of(self, size: int) -> Cut:
+        """How the same axes cut a dim of another size: that of another operand, or of a result."""
+        axes = tuple(range(len(self.counts)))
+        places = itertools.product(*map(range, self.counts))
+        bounds = tuple(factor_range(self.counts, Factor(size, axes), place) for place in places)
+        return Cut(size, bounds, self.piece, self.counts)
 
     @property
     def start(self) -> int:
@@ -43,7 +55,8 @@ class LocalCall(NamedTuple):
     """One rank's part of a call, as kernels and local implementations see it.
 
     `dims` says for each tensor operand, `out_dims` for each result, which dim carries the cut factor (None: none does).
-    `shapes` and `dtypes` are those of the whole results, `layouts` how they are cut, `at` is this rank's coordinate.
+    `shapes` and `dtypes` are those of the whole results, `layouts` how they are cut, `given` how the operands are (with
+    their whole shapes), `at` is this rank's coordinate.
     """
 
     func: OpOverload
@@ -54,6 +67,7 @@ class LocalCall(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     layouts: tuple[Layout, ...]
     at: Coordinate
+    given: tuple[Layout, ...] = ()
 
     def __getitem__(self, name: str | int) -> Any:  # type: ignore[override]
         """A local argument by its name in the schema."""
@@ -84,16 +98,20 @@ class Reduce(NamedTuple):
     op: str = "sum"
 
 
+Rows = Run | Sequence[Run]
+"""Rows of a dim: those from a start to a stop, or several such runs, one after the other."""
+
+
 class Fetch(NamedTuple):
     """Rows of the whole, whoever holds them: piece i gets the rows `wanted[i]` along `dim`.
 
-    `held[i]` are the rows that piece i has; all pieces give the same two lists.
+    `held[i]` are the rows that piece i has; all pieces give the same two lists. Rows that nobody holds are zero.
     """
 
     tensor: Tensor
     dim: int
-    held: Sequence[Run]
-    wanted: Sequence[Run]
+    held: Sequence[Rows]
+    wanted: Sequence[Rows]
 
 
 class Return(NamedTuple):
@@ -101,8 +119,8 @@ class Return(NamedTuple):
 
     tensor: Tensor
     dim: int
-    held: Sequence[Run]
-    computed: Sequence[Run]
+    held: Sequence[Rows]
+    computed: Sequence[Rows]
 
 
 Request = Gather | Reduce | Fetch | Return
@@ -116,8 +134,12 @@ class Kernel:
     `run(call, cut)` is the generator: `call` holds the local arguments, `cut` says how the factor is cut. It returns
     what the op returns, for this rank's part. `rounds` is the number of its collectives, `traffic` the bytes it receives
     as a multiple of the bytes of its local outputs.
+
+    A `joint` kernel merges what any ranks found, so that several of its factors may be cut at once: `cut` then counts
+    the elements of all of them together, and its pieces are in no order.
     """
 
     run: Callable[..., KernelRun]
     rounds: int = 1
     traffic: float = 1.0
+    joint: bool = False

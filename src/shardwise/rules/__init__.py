@@ -25,6 +25,7 @@ from .bind import (
     output_layout,
     output_partial,
     passes,
+    summands,
 )
 from .build import dims_text, pointwise, reduction, view_rule, whole_dims
 from .frame import BindError
@@ -52,6 +53,7 @@ __all__ = [
     "output_partial",
     "local_size",
     "passes",
+    "summands",
     "Passing",
     # which op has which
     "register",

@@ -92,7 +92,8 @@ def bind(
     size argument (a negative entry says nothing). `ragged` is the clause of that name.
     """
     shapes: list[tuple[int, ...]] = []
-    in_ranks = _ranks(rule, "operands", rule.inputs if inputs else (), inputs, shapes)
+    patterns = rule.inputs if inputs or not rule.fits(0) else ()
+    in_ranks = _ranks(rule, "operands", patterns, inputs, shapes)
     out_ranks = None if outputs is None else _ranks(rule, "outputs", rule.outputs, outputs, shapes)
     frame = make_frame(rule, in_ranks, out_ranks, given_ranks(rule, sizes) if sizes else ())
     solver = Solver(rule, frame, shapes, ragged or rule.ragged)
@@ -129,7 +130,7 @@ def _ranks(
     rule: Rule, kind: str, patterns: Sequence[Pattern], given: Shapes, shapes: list[tuple[int, ...]]
 ) -> tuple[Rank, ...]:
     """The ranks of these arguments; their shapes are added to the flat list."""
-    if not (rule.fits(len(given)) if kind == "operands" else len(given) == len(patterns)):
+    if len(given) != len(patterns):
         fix = f"it has {len(patterns)}; pass None for a missing one"
         raise BindError(f"{len(given)} {kind} for the rule {rule!s}", fix)
     ranks: list[Rank] = []
@@ -176,10 +177,31 @@ def cut_layout(tensor: BoundTensor, bound: Bound, mesh_sizes: Sizes, cuts: Cuts,
 def output_partial(bound: Bound, index: int, cuts: Cuts) -> PartialAxes:
     """The axes on which an output holds operands of a reduction, and by which op: those that cut what it lacks."""
     output, op = bound.outputs[index], bound.reduce[index]
-    first = output if isinstance(output, BoundTensor) else next(filter(None, output or ()), None)
-    if first is None or op == "none":
+    if not output or op == "none":
         return ()
-    return tuple(sorted((axis, op) for axis, factor in cuts if not first.has(factor)))
+    return tuple(sorted((axis, op) for axis, factor in cuts if not _has(output, factor)))
+
+
+def summands(bound: Bound, factor: int) -> frozenset[int]:
+    """The operands that must be Partial, not replicated, on an axis that cuts this factor.
+
+    They lack the factor and are linear only together with an operand that has it, such as the bias of a product:
+    where the product is summed over ranks, a replicated bias would be added once by each of them.
+
+    >>> bound = bind(parse("m? n?, m k, k n -> m n ; linear 0+1 | 0+2"), [(8,), (4, 6), (6, 8)])
+    >>> summands(bound, bound.factor("k")), summands(bound, bound.factor("m"))
+    (frozenset({0}), frozenset())
+    """
+    if all(output is None or _has(output, factor) for output in bound.outputs):
+        return frozenset()
+    having = {i for i, operand in enumerate(bound.inputs) if _has(operand, factor)}
+    joint = [set(members) for members in bound.linear if having.intersection(members)]
+    return frozenset(min((members - having for members in joint), key=len, default=()))
+
+
+def _has(argument: BoundArgument, factor: int) -> bool:
+    members = argument if isinstance(argument, tuple) and not isinstance(argument, BoundTensor) else (argument,)
+    return any(member.has(factor) for member in members if member is not None)
 
 
 def output_layout(tensor: BoundTensor, bound: Bound, index: int, mesh_sizes: Sizes, cuts: Cuts) -> Layout:

@@ -79,7 +79,7 @@ def make_frame(
 ) -> Frame:
     """The frame of a rule for tensors of these ranks; `given` holds ranks of ellipses that no shape tells."""
     tensors: list[Tensor] = []
-    in_groups = _groups("operand", rule.inputs, inputs, tensors)
+    in_groups = _groups("operand", rule.inputs[: len(inputs)], inputs, tensors)
     inferred = tuple(None if pattern.listed else UNKNOWN for pattern in rule.outputs)
     if outputs is None and None in inferred:
         raise BindError(f"the rule {rule!s} yields a list of unknown length", "pass the shapes of the outputs")

@@ -87,7 +87,9 @@ class Call:
         """The call that a foreach op makes for one element of its lists."""
 
         def pick(value: Any) -> Any:
-            return value[index] if _is_list(value) else value
+            if not _is_list(value):
+                return value
+            return value[index] if len(value) else None  # a list that is not in use: maxima of no AMSGrad
 
         arguments = {name: pick(value) for name, value in self.arguments.items()}
         return replace(self, arguments=arguments, tensors=tuple(map(pick, self.tensors)))

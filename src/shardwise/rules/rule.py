@@ -2,13 +2,14 @@
 
     inputs -> outputs ; clause ; clause
 
-One mesh axis may cut one factor: operands that have it are sharded on it, operands that lack it are replicated,
+One mesh axis may cut one factor: operands that have it are sharded on it, operands that lack it are replicated
+(or Partial, where they are linear only together with one that has it: a bias is added once, not once a rank),
 outputs that lack it become Partial. The clauses, all optional:
 
     linear 0 | 1+2       operands that may be Partial (sum or avg) on an axis, all of a set together, while the others
                          are replicated there; the outputs are then Partial too. `linear all`: all of them together
-    monotone 0           the same for Partial max and min; `antitone 0` swaps max and min on the way. Of an op that
-                         reduces by max or min, outputs become Partial by that one only; only there sets are joint
+    monotone 0           the same for Partial max and min; `antitone 0` swaps max and min on the way. With `reduce max`
+                         or `min`, outputs become Partial by that op only: a maximum passes maxima, not minima
     reduce max           what an output that lacks a cut factor becomes, for all outputs or one each: `reduce sum, max`.
                          `none`: what such an output lacks may not be cut, unless by a kernel that completes it
     ragged               a factor whose sizes differ between tensors is whole, instead of an error
@@ -115,7 +116,6 @@ def parse(text: str) -> Rule:
     _check_factors(scanner, seen, len(inputs))
     _check_clause_names(scanner, clauses, seen, named)
     _check_results(scanner, clauses, seen, named, len(inputs))
-    _check_joint(scanner, clauses)
     return clauses.rule(inputs, outputs)
 
 
@@ -345,12 +345,3 @@ def _check_results(
         if atom.name != "_" and atom.name not in known and not atom.whole:
             fix = f"write [{atom.name}], name it in a size argument, or give it a kernel"
             scanner.fail(f"only an output has the factor {atom.name}", fix, position)
-
-
-def _check_joint(scanner: Scanner, clauses: _Clauses) -> None:
-    """max(a) + max(b) is not max(a + b): of two operands at once only the maximum itself commutes with max."""
-    for keyword in ("monotone", "antitone"):
-        joint = any(len(members) > 1 for members in clauses.sets.get(keyword, ()))
-        if joint and not {"max", "min"}.issuperset(clauses.reduce):
-            fix = "write alternatives, 0 | 1, or `reduce max` if the op is a maximum"
-            scanner.fail(f"jointly {keyword} without being a maximum", fix, clauses.positions[keyword])

@@ -26,6 +26,8 @@ KINDS = {
 NUMBER = re.compile(r"((Optional|List)\[)*(number|int|float|bool|complex|SymInt|SymFloat|SymBool)\]*")
 DTYPES = ("dtype", "out_dtype")  # a schema prints their type as int
 FOREACH = "_foreach_"
+ON_LISTS = (FOREACH, "_fused_", "_amp_foreach_")
+"""How the names of ops begin that do to lists of tensors what another op does to one."""
 
 
 class TensorArgument(NamedTuple):
@@ -68,7 +70,8 @@ def overload_key(func: OpOverload) -> str:
 
 def variant_of(func: OpOverload) -> str:
     """`functional`, `inplace`, `out` or `foreach`."""
-    if _split(packet_name(func))[1].startswith(FOREACH):
+    arguments = tensor_arguments(func)
+    if _split(packet_name(func))[1].startswith(ON_LISTS) and arguments and arguments[0].kind == "Tensor[]":
         return "foreach"
     written = [argument for argument in tensor_arguments(func) if argument.write]
     if not written:

@@ -141,7 +141,9 @@ class Solver:
             )
 
     def _disagree(self, factor: int, size: int, where: str) -> None:
-        """A factor with two sizes: whole if that is allowed, else an error."""
+        """A factor with two sizes: for its kernel to know, whole if that is allowed, else an error."""
+        if self.frame.marks[factor].kernel:
+            return  # each dim is cut by its own size; the first operand that has the factor tells the factor's
         if self.allow_ragged:
             self.ragged.add(factor)
             return

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from shardwise.errors import WorldError
+from shardwise.mesh import forget_world
 from shardwise.world.registry import World, active, register_group
 
 __all__ = ["SimulatedWorld", "simulate"]
@@ -85,6 +86,7 @@ class SimulatedWorld(World, ContextDecorator):
                 "stop worlds in the opposite order of their start, each once",
             )
         active.pop()
+        forget_world(c10d._world.default_pg)
         outside, self._outside = self._outside, None
         outside.restore()
 
