@@ -7,12 +7,11 @@ planning    plan, CostModel
 """
 
 from .comm.cost import CostModel, cost_model, set_cost_model, using_cost_model
-from .comm.redistribute import plan
 from .creation import distribute_tensor, empty, full, ones, rand, randn, zeros
 from .mesh import DeviceMesh, init_device_mesh
 from .placement import InterleavedShard, P, Partial, Placement, Replicate, Shard, ShardOrder, ShardOrderEntry
 from .spec import DTensorSpec, TensorMeta
-from .tensor import DTensor
+from .tensor import DTensor, plan
 from .world import RankTensor, simulate
 
 __all__ = [

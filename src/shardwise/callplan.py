@@ -127,14 +127,16 @@ class Planner:
 
     def run(self) -> CallPlan:
         metas = [_meta_of(value) for value in self.args], {n: _meta_of(v) for n, v in self.kwargs.items()}
-        if NEEDS_DATA & set(self.func.tags) and not callable(self.registered.source):
-            raise NoRule(f"the result of {self.func} depends on data")  # only a rule that sees the call may know better
         call = Call.make(self.func, *metas, self.registered)
         self.call = call
+        if NEEDS_DATA & set(self.func.tags):
+            # Only a rule that sees the call can know that this one does not depend on data.
+            if not callable(self.registered.source) or self.registered.rule(call) is None:
+                raise NoRule(f"the result of {self.func} depends on data")
+        self.outputs = self._outputs(*metas)
         rule = self.registered.rule(call)
         if rule is None:
             raise NoRule(f"{self.func} has no rule for this call")
-        self.outputs = self._outputs(*metas)
         self.bound = self._bind(rule, call)
         self.operands, self.operand_places = self._operands(call)
         self.results = self._results()
@@ -155,7 +157,7 @@ class Planner:
         flat = self.outputs if isinstance(self.outputs, (tuple, list)) else (self.outputs,)
         if len(rule.outputs) == 1 and rule.outputs[0].listed:
             flat = (flat,)
-        outputs = [_shapes(value) for value in flat]
+        outputs = [_shapes(value) for value in flat if not isinstance(value, (int, float))]
         sizes = {a.name: call.arg(a.name) for a in rule.size_arguments if call.arg(a.name, None) is not None}
         return bind(rule, shapes, outputs[: len(rule.outputs)], sizes or None)
 

@@ -22,11 +22,13 @@ from torch.utils import _pytree as pytree
 from .callplan import Argument, CallPlan, Constant, LOCALIZE, NEEDS_DATA, NoRule, plan_call
 from .comm.redistribute import plan as plan_between
 from .comm.redistribute import redistribute_local
-from .errors import CommunicationError, InputError, MeshError
+from .errors import CommunicationError, InputError, MeshError, MixedTensorError
+from .listplan import ListPlan, plan_list, run_list
 from .mesh import MeshView
 from .modes import modes
 from .placement import Replicate
-from .rules import rule_for
+from .rules import Registered, rule_for
+from .rules.registry import INSTEAD, READS_SCALARS
 from .spec import DTensorSpec, TensorMeta, contiguous_meta
 
 Wrap = Callable[[Tensor, DTensorSpec], Any]
@@ -57,7 +59,7 @@ class OpDispatcher:
 
     def __init__(self, kind: type[Any], wrap: Wrap, wrap_view: WrapView, written: Callable[[Any], None]) -> None:
         self.kind, self.wrap, self.wrap_view, self.written = kind, wrap, wrap_view, written
-        self.plans: dict[Any, CallPlan | None] = {}
+        self.plans: dict[Any, CallPlan | ListPlan | None] = {}
 
     def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the op, wrapped."""
@@ -73,6 +75,8 @@ class OpDispatcher:
             return self._without_rule(func, args, kwargs)
         if plan.communication and modes.explicit:
             raise_explicit(plan)
+        if type(plan) is ListPlan:
+            return run_list(plan, args, kwargs, _treated, self.wrap, self.written)
         return self._run(plan, args, kwargs)
 
     # ---- the key ----------------------------------------------------------------------------------------------
@@ -93,17 +97,19 @@ class OpDispatcher:
         if kind in (list, tuple, torch.Size):
             return tuple([self._key_of(element, by_type) for element in value])
         if isinstance(value, Tensor):
-            return value._spec if isinstance(value, self.kind) else (tuple(value.shape), value.dtype, modes.implicit_replication)
-        if by_type or kind is float or kind is torch.Generator:
+            return value._spec if isinstance(value, self.kind) else (tuple(value.shape), value.dtype, _plain_is_replicated())
+        if by_type or kind is torch.Generator:
             return kind
         return kind, value
 
     # ---- a miss -----------------------------------------------------------------------------------------------
 
-    def _plan(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan | None:
+    def _plan(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan | ListPlan | None:
         """The plan of a call, or None where it is taken apart or run whole."""
-        view = one_view(func, [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, self.kind)])
         registered = rule_for(func)
+        if registered is not None and registered.variant == "foreach":
+            return self._plan_list(func, args, kwargs, registered)
+        view = one_view(func, [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, self.kind)])
         names = [argument.name for argument in func._schema.arguments]
         seen = [self._argument(func, names[i], value) for i, value in enumerate(args)]
         seen_named = {name: self._argument(func, name, value) for name, value in kwargs.items()}
@@ -114,12 +120,28 @@ class OpDispatcher:
         except NoRule:
             return None
 
+    def _plan_list(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], registered: Registered
+    ) -> ListPlan | None:
+        shared = {a.name for a in func._schema.arguments if str(a.type) in ("Tensor", "Optional[Tensor]")}
+
+        def argument(name: str, value: Any) -> Any:
+            if isinstance(value, Tensor) and not isinstance(value, self.kind) and name.partition("[")[0] in shared:
+                # What belongs to the whole list (a scale, numbers for each element) is the same on all ranks.
+                return Argument(TensorMeta(value.shape, value.stride(), value.dtype), None)
+            return self._argument(func, name, value)
+
+        try:
+            return plan_list(func, args, kwargs, registered, lambda tensors: one_view(func, tensors), argument)
+        except NoRule:
+            return None
+
     def _argument(self, func: OpOverload, name: str, value: Any) -> Any:
         if isinstance(value, self.kind):
             return Argument(value._spec.tensor_meta, value._spec)
         if isinstance(value, Tensor):
-            if value.dim() > 0 and not modes.implicit_replication:
-                raise InputError(
+            if value.dim() > 0 and not _plain_is_replicated():
+                raise MixedTensorError(
                     f"{func} mixes distributed tensors with a plain tensor of shape {list(value.shape)}, "
                     f"its argument {name!r}",
                     "make it one with distribute_tensor(tensor, mesh, placements) or DTensor.from_local(...), or take "
@@ -151,7 +173,7 @@ class OpDispatcher:
 
     def _wrap_views(self, plan: CallPlan, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         base = args[0]
-        local = plan.args[0] is LOCALIZE and type(base) is self.kind
+        local = plan.local_view and type(base) is self.kind
 
         def wrap(piece: Tensor, spec: DTensorSpec, index: int | None) -> Any:
             return self.wrap_view(piece, spec, base, None if local else Replay(base, plan.func, args, kwargs, index))
@@ -188,6 +210,9 @@ class OpDispatcher:
     # ---- without a rule -----------------------------------------------------------------------------------------
 
     def _without_rule(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        instead = INSTEAD.get(f"{func._schema.name}.{func._overloadname}")
+        if instead is not None:
+            return instead(*args, **kwargs)
         taken_apart = func.decompose(*args, **kwargs)
         if taken_apart is not NotImplemented:
             return taken_apart
@@ -241,6 +266,14 @@ def _treated(value: Any, how: Any) -> Any:
     return [_treated(element, its) for element, its in zip(value, how, strict=True)]
 
 
+def _plain_is_replicated() -> bool:
+    """Whether plain tensors are the same on all ranks: the user said so, or PyTorch's own backward formulas made them."""
+    if modes.implicit_replication:
+        return True
+    node = torch._C._current_autograd_node()
+    return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
 _BY_TYPE: dict[OpOverload, frozenset[int | str]] = {}
 
 
@@ -249,7 +282,8 @@ def _keyed_by_type(func: OpOverload) -> frozenset[int | str]:
     found = _BY_TYPE.get(func)
     if found is None:
         scalars: set[int | str] = set()
-        for position, argument in enumerate(func._schema.arguments):
+        reads = func._schema.name in READS_SCALARS
+        for position, argument in enumerate(() if reads else func._schema.arguments):
             if "number" in str(argument.type) or "float" in str(argument.type):
                 scalars |= {position, argument.name}
         found = _BY_TYPE[func] = frozenset(scalars)
@@ -315,7 +349,7 @@ def _tell_no_rule(func: OpOverload) -> None:
         warnings.warn(f"{func} has no rule: its inputs are gathered and it runs whole; {advice}", GatherWarning, stacklevel=2)
 
 
-def raise_explicit(plan: CallPlan) -> None:
+def raise_explicit(plan: CallPlan | ListPlan) -> None:
     """Refuse communication that the user did not ask for."""
     raise CommunicationError(
         f"{plan.func} needs communication in explicit mode ({'; '.join(plan.communication)})",
@@ -323,7 +357,7 @@ def raise_explicit(plan: CallPlan) -> None:
     )
 
 
-def _fixes(plan: CallPlan) -> list[str]:
+def _fixes(plan: CallPlan | ListPlan) -> list[str]:
     names = [argument.name for argument in plan.func._schema.arguments]
     fixes = []
     for name, how in [*zip(names, plan.args, strict=False), *plan.kwargs.items()]:

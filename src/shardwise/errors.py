@@ -41,6 +41,10 @@ class InputError(ShardwiseError, TypeError):
     """An argument of the wrong kind."""
 
 
+class MixedTensorError(ShardwiseError, RuntimeError):
+    """Plain and distributed tensors in one op. No TypeError: operators would swallow it and its advice."""
+
+
 class WorldError(ShardwiseError, RuntimeError):
     """Ranks that disagree, or a call that makes no sense in the world it was made in."""
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from types import NoneType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,8 +50,22 @@ def on_mesh(tensor: Tensor, view: MeshView) -> Tensor:
     if tensor.device.type not in (view.device_type, "meta"):
         tensor = tensor.to(view.device_type)
     if view.simulated and not isinstance(tensor, RankTensor):
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            return _ToRanks.apply(tensor, view.world_size)
         tensor = replicate(tensor, view.world_size)
     return tensor
+
+
+class _ToRanks(torch.autograd.Function):
+    """One copy for every rank, and one gradient from every rank: each rank is a program with a tensor of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: int) -> Tensor:
+        return replicate(tensor, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad, None
 
 
 def spec_of_local(
@@ -61,7 +77,8 @@ def spec_of_local(
     run_check: bool,
 ) -> DTensorSpec:
     """The spec of the tensor whose part each rank holds."""
-    if run_check or view.simulated or (shape is None and not _alone(view, placements)):
+    plain = isinstance(placements, (list, tuple, P, NoneType)) and isinstance(shape, (tuple, list, NoneType))
+    if run_check or view.simulated or not plain or (shape is None and not _alone(view, placements)):
         return _make_spec(local, view, placements, shape, stride, run_check)
     given = placements if placements is None or isinstance(placements, P) else tuple(placements)
     sizes = None if shape is None else tuple(shape), None if stride is None else tuple(stride)
@@ -150,8 +167,8 @@ def _is_cut(view: MeshView, placements: Sequence[Placement]) -> bool:
 
 def _memory_order(local: Tensor) -> tuple[int, ...]:
     """The dims in the order in which they lie in memory, major to minor."""
-    dims = range(local.dim())
-    return tuple(dims) if local.is_contiguous() else tuple(sorted(dims, key=lambda dim: (-local.stride(dim), dim)))
+    dims, strides = range(local.dim()), local.stride()
+    return tuple(dims) if local.is_contiguous() else tuple(sorted(dims, key=lambda dim: (-strides[dim], dim)))
 
 
 class _LocalParts:

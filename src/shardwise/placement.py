@@ -135,9 +135,7 @@ class Partial(Placement):
 
     def __new__(cls, reduce_op: str = "sum") -> Self:
         if reduce_op not in REDUCE_OPS:
-            raise PlacementError(
-                f"Partial({reduce_op!r}) is no known reduction", f"use one of {', '.join(REDUCE_OPS)}"
-            )
+            raise PlacementError(f"Partial({reduce_op!r}) is no known reduction", f"use one of {', '.join(REDUCE_OPS)}")
         return cls._intern(reduce_op=reduce_op)
 
     def is_partial(self, reduce_op: str | None = None) -> bool:

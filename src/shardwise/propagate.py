@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .comm.cost import Links
@@ -87,8 +87,13 @@ class Propagator:
         self.bound, self.operands, self.results = bound, operands, results
         self.mesh_sizes, self.links, self.kernels, self.groups = mesh_sizes, links, kernels, groups
         self.preferred = [self._preferred_order(factor) for factor in range(len(bound.factors))]
+        self.factors_of = [frozenset(itertools.chain(*operand.tensor.dims)) for operand in operands]
+        self.factors_of_results = [frozenset(itertools.chain(*result.tensor.dims)) for result in results]
+        # A sweep comes back to the same parts of choices again and again.
         self._summands_of: dict[int, frozenset[int]] = {}
-        self._priced: dict[tuple[int, Cuts, PartialAxes], tuple[Layout, float]] = {}
+        self._priced: dict[Any, tuple[float, float]] = {}
+        self._priced_operands: dict[Any, tuple[Layout, float, float]] = {}
+        self._priced_results: dict[Any, tuple[Layout, float, float]] = {}
 
     def choose(self) -> Decision:
         """The cheapest choice; of equally cheap ones the one that holds least in memory."""
@@ -100,8 +105,8 @@ class Propagator:
         return self._decide(best)
 
     def _sweep(self, options: Sequence[Sequence[Option]]) -> tuple[Option, ...]:
-        """Decide axis by axis, then go over the axes twice more, given all the others."""
-        chosen: list[Option] = [choices[0] for choices in options]
+        """Start from what the largest operand does, then improve axis by axis, given all the others, at most thrice."""
+        chosen: list[Option] = [self._as_largest(axis, choices) for axis, choices in enumerate(options)]
         for _ in range(3):
             before = list(chosen)
             for axis, choices in enumerate(options):
@@ -111,6 +116,16 @@ class Propagator:
             if chosen == before:
                 break
         return tuple(chosen)
+
+    def _as_largest(self, axis: int, choices: Sequence[Option]) -> Option:
+        """The option that leaves the largest operand which uses this axis as it is."""
+        best: tuple[int, Option] = (-1, choices[0])
+        for operand in self.operands:
+            size = math.prod(operand.tensor.shape)
+            for dim, factors in zip(operand.layout.dims, operand.tensor.dims, strict=True):
+                if size > best[0] and len(factors) == 1 and any(axis in part.axes for part in dim):
+                    best = size, factors[0] if factors[0] in choices else best[1]
+        return best[1]
 
     # ---- options --------------------------------------------------------------------------------------------
 
@@ -182,40 +197,62 @@ class Propagator:
         return len(kernels) <= 1 or all(kernel.joint for kernel in kernels)
 
     def _price(self, options: tuple[Option, ...]) -> tuple[float, float]:
+        """Seconds and bytes of a choice."""
+        found = self._priced.get(options)
+        if found is None:
+            found = self._priced[options] = self._make_price(options)
+        return found
+
+    def _make_price(self, options: tuple[Option, ...]) -> tuple[float, float]:
         cuts = self._cuts(options)
         if not self._allowed(cuts):
             return math.inf, math.inf
-        seconds = memory = 0.0
+        seconds = memory = output_bytes = 0.0
         for i, operand in enumerate(self.operands):
-            layout, price = self._operand(i, cuts, self._operand_partial(operand.position, options))
+            layout, price, nbytes = self._operand(i, cuts, options)
             if operand.plain and layout is not operand.layout:
                 return math.inf, math.inf
             seconds += price
-            memory += layout.max_local_numel() * operand.itemsize if layout is not operand.layout else 0
-        output_bytes = 0.0
-        for result, layout in zip(self.results, self._result_layouts(options, cuts), strict=True):
-            nbytes = layout.max_local_numel() * result.itemsize
+            memory += nbytes
+        for i in range(len(self.results)):
+            _, price, nbytes = self._result(i, cuts, options)
+            seconds += price
             output_bytes += nbytes
-            if result.fixed is not None:
-                seconds += estimate(layout, result.fixed, result.itemsize, self.links)
-            else:
-                seconds += self._later(layout, nbytes)
-        axes = tuple(axis for axis, cut in cuts if cut in self.kernels and self.bound.factors[cut].kernel)
-        if axes:
-            rounds, traffic, _ = self.kernels[dict(cuts)[axes[0]]]
+        for factor in {factor for _, factor in cuts if self.bound.factors[factor].kernel}:
+            axes = tuple(axis for axis, cut in cuts if cut == factor)
+            rounds, traffic, _ = self.kernels[factor]
             seconds += rounds * self.links.seconds(axes, len(axes), 0.0) if rounds else 0.0
             seconds += traffic * output_bytes / min(self.links.bandwidth[axis] for axis in axes)
         return seconds, memory + output_bytes
 
-    def _operand(self, index: int, cuts: Cuts, partial: PartialAxes) -> tuple[Layout, float]:
-        operand = self.operands[index]
-        mine = tuple(cut for cut in cuts if operand.tensor.has(cut[1]))
-        key = index, mine, partial
-        found = self._priced.get(key)
+    def _operand(self, index: int, cuts: Cuts, options: Sequence[Option]) -> tuple[Layout, float, float]:
+        """An operand's layout under a choice, the price of bringing it there, and the bytes it then takes."""
+        operand, mine = self.operands[index], self.factors_of[index]
+        partial = self._operand_partial(operand.position, options)
+        key = index, tuple([cut for cut in cuts if cut[1] in mine]), partial
+        found = self._priced_operands.get(key)
         if found is None:
-            layout = cut_layout(operand.tensor, self.bound, self.mesh_sizes, mine, partial)
-            found = layout, estimate(operand.layout, layout, operand.itemsize, self.links)
-            self._priced[key] = found
+            layout = cut_layout(operand.tensor, self.bound, self.mesh_sizes, key[1], partial)
+            price = estimate(operand.layout, layout, operand.itemsize, self.links)
+            nbytes = 0 if layout is operand.layout else layout.max_local_numel() * operand.itemsize
+            found = self._priced_operands[key] = layout, price, nbytes
+        return found
+
+    def _result(self, index: int, cuts: Cuts, options: Sequence[Option]) -> tuple[Layout, float, float]:
+        """A result's layout under a choice, the price of what must still be done with it, and its bytes."""
+        result, mine = self.results[index], self.factors_of_results[index]
+        passed = [(axis, option.op) for axis, option in enumerate(options) if isinstance(option, Passing)]
+        partial = tuple(sorted((*output_partial(self.bound, result.index, cuts), *passed)))
+        key = index, tuple([cut for cut in cuts if cut[1] in mine]), partial
+        found = self._priced_results.get(key)
+        if found is None:
+            layout = cut_layout(result.tensor, self.bound, self.mesh_sizes, key[1], partial)
+            nbytes = layout.max_local_numel() * result.itemsize
+            if result.fixed is not None:
+                price = estimate(layout, result.fixed, result.itemsize, self.links)
+            else:
+                price = self._later(layout, nbytes)
+            found = self._priced_results[key] = layout, price, nbytes
         return found
 
     def _operand_partial(self, position: int, options: Sequence[Option]) -> PartialAxes:
@@ -243,15 +280,6 @@ class Propagator:
             self._summands_of[factor] = found
         return found
 
-    def _result_layouts(self, options: Sequence[Option], cuts: Cuts) -> list[Layout]:
-        passed = tuple((axis, option.op) for axis, option in enumerate(options) if isinstance(option, Passing))
-        layouts = []
-        for result in self.results:
-            partial = tuple(sorted((*output_partial(self.bound, result.index, cuts), *passed)))
-            mine = tuple(cut for cut in cuts if result.tensor.has(cut[1]))
-            layouts.append(cut_layout(result.tensor, self.bound, self.mesh_sizes, mine, partial))
-        return layouts
-
     def _later(self, layout: Layout, nbytes: float) -> float:
         """The price of reducing a Partial result in the end: a reduce-scatter."""
         if not layout.partial:
@@ -262,12 +290,10 @@ class Propagator:
 
     def _decide(self, options: tuple[Option, ...]) -> Decision:
         cuts = self._cuts(options)
-        operands = tuple(
-            self._operand(i, cuts, self._operand_partial(operand.position, options))[0]
-            for i, operand in enumerate(self.operands)
-        )
+        operands = tuple(self._operand(i, cuts, options)[0] for i in range(len(self.operands)))
+        results = tuple(self._result(i, cuts, options)[0] for i in range(len(self.results)))
         summed = any(self._summands(factor) for _, factor in cuts)
-        return Decision(operands, tuple(self._result_layouts(options, cuts)), cuts, self._price(options)[0], summed)
+        return Decision(operands, results, cuts, self._price(options)[0], summed)
 
 
 def _operand_op(bound: Bound, passing: Passing) -> str:

@@ -22,8 +22,12 @@ from torch._ops import OpOverload
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import _foreach_supported_types as _optimized_types
+from torch.utils._foreach_utils import _foreach_supported_types as _clipped_types
 
 from .comm.groups import adopt
+from .comm.plan import SpecPlan
+from .comm.redistribute import plan as plan_between
 from .comm.redistribute import redistribute_local, start_redistribute
 from .dispatch import OpDispatcher, Replay
 from .errors import InputError, MeshError
@@ -102,14 +106,14 @@ class DTensor(torch.Tensor):
         if isinstance(local, DTensor):
             raise InputError("from_local got a DTensor", "pass its local part, x.to_local(), or use x.redistribute")
         view = adopt(device_mesh if device_mesh is not None else current_mesh())
-        on_device = on_mesh(local, view)
-        spec = spec_of_local(on_device, view, placements, shape, stride, run_check)
+        data = on_mesh(local.detach(), view)
+        spec = spec_of_local(data, view, placements, shape, stride, run_check)
         if run_check:
-            on_device = _copied_to_replicas(on_device, spec)
-        if torch.is_grad_enabled() and on_device.requires_grad:
+            data = copy_to_replicas(data, view, spec.placements)
+        if torch.is_grad_enabled() and local.requires_grad:
             grad_spec = _spec_like(spec, grad_placements) if grad_placements is not None else spec.cotangent()
-            return _FromLocal.apply(on_device, spec, grad_spec)
-        return _wrap(on_device.detach(), spec)
+            return _FromLocal.apply(local, data, spec, grad_spec)
+        return _wrap(data, spec)
 
     def to_local(self, *, grad_placements: Placements | None = None) -> Tensor:
         """This rank's part, as an ordinary tensor. Differentiable.
@@ -166,6 +170,11 @@ class DTensor(torch.Tensor):
         return _moved(self._local_tensor, self._spec, target, async_op, forward_dtype)
 
     # ---- what it is -----------------------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> DTensorSpec:
+        """Mesh, placements, order of the cuts, shape, stride and dtype, in one value that prints in one line."""
+        return self._spec
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -420,6 +429,12 @@ def _pending(complete: Callable[[], Tensor], device: torch.device, spec: DTensor
     return tensor
 
 
+def plan(source: DTensor | DTensorSpec, target: DTensorSpec | Placements) -> SpecPlan:
+    """What it would take to redistribute a tensor: `print(plan(x, [Replicate()]))` shows steps and bytes."""
+    spec = source._spec if isinstance(source, DTensor) else source
+    return plan_between(spec, target if isinstance(target, DTensorSpec) else _spec_like(spec, target))
+
+
 # ---- autograd edges ------------------------------------------------------------------------------------------------
 
 
@@ -457,14 +472,17 @@ class _Redistribute(torch.autograd.Function):
 
 
 class _FromLocal(torch.autograd.Function):
+    """`data` is what the local tensor became on the mesh: the same, a copy on its device, or one for each rank."""
+
     @staticmethod
-    def forward(ctx: Any, local: Tensor, spec: DTensorSpec, grad_spec: DTensorSpec) -> DTensor:
-        ctx.grad_spec = grad_spec
-        return _wrap(local.detach(), spec)
+    def forward(ctx: Any, local: Tensor, data: Tensor, spec: DTensorSpec, grad_spec: DTensorSpec) -> DTensor:
+        ctx.grad_spec, ctx.device = grad_spec, local.device
+        return _wrap(data, spec)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
-        return grad._to_spec(_with_dtype(ctx.grad_spec, grad.dtype)).to_local(), None, None
+        local = grad._to_spec(_with_dtype(ctx.grad_spec, grad.dtype)).to_local()
+        return local.to(ctx.device), None, None, None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -478,15 +496,8 @@ class _ToLocal(torch.autograd.Function):
         spec = _with_dtype(ctx.grad_spec, grad.dtype)
         grad = on_mesh(grad, spec.view)
         if torch.is_grad_enabled() and grad.requires_grad:
-            return _FromLocal.apply(grad, spec, spec.cotangent()), None
+            return _FromLocal.apply(grad, grad.detach(), spec, spec.cotangent()), None
         return _wrap(grad, spec), None
-
-
-def _copied_to_replicas(local: Tensor, spec: DTensorSpec) -> Tensor:
-    """What the first rank of every replicated axis holds; the gradient stays each rank's own."""
-    with torch.no_grad():
-        copied = copy_to_replicas(local, spec.view, spec.placements)
-    return local + (copied - local).detach() if local.requires_grad else copied
 
 
 def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
@@ -513,3 +524,9 @@ def _reduce_gradient_of(leaf: DTensor) -> None:
 torch.serialization.add_safe_globals(
     [_rebuild, rebuild_spec, Shard, InterleavedShard, Replicate, Partial, ShardOrderEntry]
 )
+
+# The optimizers' fast paths, and the clipping of gradients, take the classes named here.
+_types: list[type[Any]]
+for _types in (_optimized_types, _clipped_types):  # type: ignore[assignment]
+    if DTensor not in _types:
+        _types.append(DTensor)

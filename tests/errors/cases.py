@@ -457,6 +457,12 @@ ROWS: dict[str, Row] = {
         "a stride [1] for a tensor of 2 dims",
         "give one stride for each dim",
     ),
+    "a bare placement with a shape": Row(
+        lambda w: DTensor.from_local(w.whole, w.line, Shard(0), shape=(24, 4)),
+        errors.InputError,
+        "placements is Shard(dim=0)",
+        "pass a list with one placement for each mesh axis, or P(...)",
+    ),
     "a number for a shape": Row(
         lambda w: DTensor.from_local(w.whole, w.line, [Shard(0)], shape=24),
         errors.InputError,
@@ -467,8 +473,9 @@ ROWS: dict[str, Row] = {
     "a plain tensor among others": Row(
         lambda w: torch.mm(w.x, w.whole.t()),
         errors.InputError,
-        "aten.mm.default mixes distributed tensors with a plain tensor of shape [4, 6]",
-        "make it one with distribute_tensor(tensor, mesh, placements) or DTensor.from_local(...)",
+        "aten.mm.default mixes distributed tensors with a plain tensor of shape [4, 6], its argument 'mat2'",
+        "make it one with distribute_tensor(tensor, mesh, placements) or DTensor.from_local(...), or take "
+        "plain tensors as replicated inside `with shardwise.experimental.implicit_replication():`",
     ),
     "plain data": Row(
         lambda w: set_data(w.x, w.whole),

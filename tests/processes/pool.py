@@ -38,7 +38,7 @@ PATIENCE = 60.0  # seconds for one test
 GRACE = 5.0  # seconds that the others get once a rank has failed
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "pytest", "shardwise"])
+_context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "pytest"])
 
 
 def on_processes(body: Callable[..., None]) -> Callable[..., None]:

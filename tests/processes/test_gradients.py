@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise import DTensor, InterleavedShard, P, Partial, Replicate, Shard, distribute_tensor
+import shardwise
+from shardwise import DTensor, InterleavedShard, P, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from tests.processes.pool import on_processes
 from tests.processes.reference import cut, mesh_of, plain_placements
 
@@ -133,3 +134,16 @@ def test_async() -> None:
     x = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
     weighted(x.redistribute(placements=[Shard(1)], async_op=True).full_tensor(), weight).backward()
     torch.testing.assert_close(x.grad.full_tensor(), 2 * whole * weight)
+
+
+def test_a_plain_local_tensor_in_the_simulated_world() -> None:
+    # All ranks share the tensor, but each has a gradient of its own for it, as in a process of its own.
+    with shardwise.simulate(4):
+        mesh = init_device_mesh("cpu", (4,))
+        leaf = torch.arange(6.0, dtype=torch.float64).view(2, 3).requires_grad_()
+        weight = torch.arange(24.0, dtype=torch.float64).view(8, 3)
+        x = DTensor.from_local(2 * leaf, mesh, [Shard(0)])
+        assert x.requires_grad
+        (x.full_tensor() * weight).sum().backward()
+        for rank, grad in enumerate(leaf.grad.shards):
+            torch.testing.assert_close(grad, 2 * weight[2 * rank : 2 * rank + 2])

@@ -13,7 +13,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import MeshError
-from ..mesh import Axes, MeshView, adopted_view, remember_adopted, flattened_meshes, group_name, has_groups, root_mesh, view_of, world_group_name
+from ..mesh import (
+    Axes,
+    MeshView,
+    adopted_view,
+    remember_adopted,
+    flattened_meshes,
+    group_name,
+    has_groups,
+    root_mesh,
+    view_of,
+    world_group_name,
+)
 from ..world import current_world, register_group
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple, cast
 
 import torch
@@ -299,6 +300,7 @@ def _box(tensor: Tensor, box: Box, side: int) -> Tensor:
 # ---- local moves ----------------------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=65536)
 def _overlap(before: Layout, after: Layout, at: Coordinate) -> tuple[Box, ...]:
     return intersection(before.runs(at), after.runs(at))
 
@@ -328,7 +330,7 @@ def _spread(step: Step, at: Coordinate, local: Tensor) -> Tensor:
             return local.clone(memory_format=torch.contiguous_format)
         return torch.full_like(local, fill, memory_format=torch.contiguous_format)
     result = local.new_full(step.after.local_shape(at), fill)
-    for box in intersection(step.before.runs(at), step.after.runs(at)):
+    for box in _overlap(step.before, step.after, at):
         part = _box(local, box, 0)
         if op == "avg":
             # float8 has no arithmetic

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from ..errors import MeshError
@@ -23,6 +24,9 @@ from .groups import adopt
 from .moves import LocalOp, Move, bind, wait
 from .plan import SpecPlan
 from .planner import make_plan
+
+
+_BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
 
 def plan(source: DTensorSpec, target: DTensorSpec) -> SpecPlan:
@@ -62,12 +66,16 @@ def _moves(source: DTensorSpec, target: DTensorSpec, generation: int) -> tuple[M
 
 def redistribute_local(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> Tensor:
     """The local tensor after redistribution. The same tensor if there is nothing to do."""
-    for start, communicates, finish in _moves(source, target, generation()):
-        local = start(local)
-        if communicates:
-            local = wait(local)
-        if finish is not None:
-            local = finish(local)
+    moves = _moves(source, target, generation())
+    if not moves:
+        return local
+    with _BelowAutograd():  # gradients are the caller's; above autograd each collective costs twice as much
+        for start, communicates, finish in moves:
+            local = start(local)
+            if communicates:
+                local = wait(local)
+            if finish is not None:
+                local = finish(local)
     return local
 
 

@@ -5,11 +5,44 @@ driver (`drive`) carries it out, for one rank in a real process, for all ranks i
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from .requests import Cut, Fetch, Gather, Kernel, KernelRun, LocalCall, Reduce, Return
 
 LOCAL: dict[str, Callable[[LocalCall], Any]] = {}
 """Ops with an implementation of their own for a rank's part, whatever is cut, by the key of their rule."""
 
-__all__ = ["LOCAL", "Cut", "Fetch", "Gather", "Kernel", "KernelRun", "LocalCall", "Reduce", "Return"]
+
+class ListKernel(NamedTuple):
+    """A kernel for lists of tensors: `run(call, cut)`, where arguments that are lists hold the elements cut alike.
+
+    It may return a dict: values, the same on all ranks, for plain tensors among its arguments. With `whole_mesh` all
+    ranks of the mesh take part whatever is cut.
+    """
+
+    run: Callable[..., KernelRun]
+    whole_mesh: bool = False
+
+
+LISTS: dict[str, ListKernel] = {}
+"""Ops on lists of tensors that communicate for the whole list at once, by the key of their rule."""
+
+__all__ = [
+    "LISTS",
+    "LOCAL",
+    "Cut",
+    "Fetch",
+    "Gather",
+    "Kernel",
+    "KernelRun",
+    "ListKernel",
+    "LocalCall",
+    "Reduce",
+    "Return",
+]
+
+from . import attention, optim  # noqa: E402, F401  the families register their kernels
+
+from . import batch_norm, extremes, norm, reduce, softmax  # noqa: E402, F401  the families register their kernels
+
+from . import shapes  # noqa: E402, F401  the families register their kernels

@@ -110,6 +110,8 @@ def _stack(results: Sequence[Any]) -> Any:
         return RankTensor(results)
     if isinstance(first, (tuple, list)):
         return type(first)(_stack(column) for column in zip(*results, strict=True))
+    if isinstance(first, dict):
+        return {name: _stack([result[name] for result in results]) for name in first}
     return first
 
 
@@ -132,7 +134,7 @@ def _move_rows(pieces: Pieces, request: Fetch | Return, own: int | list[int]) ->
     plans = [_RowPlan(pieces, have, need, piece) for piece in each]
     shards = request.tensor.shards if isinstance(request.tensor, RankTensor) else (request.tensor,)
     packed = [plan.pack(shard, request.dim) for plan, shard in zip(plans, shards, strict=True)]
-    row = [math.prod(shard.shape) // max(1, shard.shape[request.dim]) for shard in shards]
+    row = [math.prod(n for d, n in enumerate(shard.shape) if d != request.dim) for shard in shards]
     out = [[rows * size for rows in plan.send_rows] for plan, size in zip(plans, row, strict=True)]
     into = [[rows * size for rows in plan.receive_rows] for plan, size in zip(plans, row, strict=True)]
     if isinstance(own, list):

@@ -48,6 +48,11 @@ LOCAL["aten::mean"] = mean
 # ---- variances --------------------------------------------------------------------------------------------------
 
 
+def _squared(x: Tensor) -> Tensor:
+    # A lazy conjugate would never be carried out: below dispatch nothing looks at its mark.
+    return x * x.conj_physical() if x.is_complex() else x * x
+
+
 def moments(x: Tensor, dims: list[int], whole: int, cut: Cut) -> KernelRun:
     """The mean of all elements along `dims`, of which there are `whole`, and the sum of squares about it; dims are kept.
 
@@ -58,14 +63,14 @@ def moments(x: Tensor, dims: list[int], whole: int, cut: Cut) -> KernelRun:
     shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
     center = x.mean(dims, True) if here else x.new_zeros(shape)
     apart = x - center
-    squares = (apart * apart.conj()).sum(dims, True) if here else x.new_zeros(shape)
+    squares = _squared(apart).sum(dims, True) if here else x.new_zeros(shape)
     parts = yield Gather(torch.stack([center, squares]))
     held = [stop - start for start, stop in cut.bounds]
     counts = x.real.new_tensor([n * (whole // max(1, cut.size)) for n in held]).view(-1, *[1] * x.dim())
     centers, squared = parts.unbind(1)
     center = (centers * (counts / max(1, whole))).sum(0)
     apart = centers - center
-    return center, (squared + apart * apart.conj() * counts).sum(0)
+    return center, (squared + _squared(apart) * counts).sum(0)
 
 
 def _correction(call: LocalCall) -> float:

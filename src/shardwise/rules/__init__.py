@@ -72,4 +72,4 @@ __all__ = [
     "view_rule",
 ]
 
-from . import copies, elementwise, matmul, views  # noqa: E402, F401  the families register their rules
+from . import copies, elementwise, matmul, optim, shapes, views  # noqa: E402, F401  the families register their rules

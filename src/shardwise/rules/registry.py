@@ -100,7 +100,14 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and not hasattr(value, "shape")
 
 
-Source = str | Rule | Callable[[Call], str | Rule]
+Source = str | Rule | Callable[[Call], str | Rule | None]
+"""A rule, or a function that tells the rule of a call: None where the call is to run whole, by its nature."""
+
+READS_SCALARS: set[str] = {"aten::constant_pad_nd"}
+"""Ops whose rules look at the value of a number, such as the p of a norm: each value has a plan of its own."""
+
+INSTEAD: dict[str, Callable[..., Any]] = {}
+"""Ops that are expressed by others, which have rules: a function of the op's arguments, by the name of the overload."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +124,11 @@ class Registered:
     writes: tuple[int, ...]
     """The positions of the arguments that are written; of an `out` variant they are the outputs, in order."""
 
-    def rule(self, call: Call) -> Rule:
-        """The rule of one call."""
+    def rule(self, call: Call) -> Rule | None:
+        """The rule of one call; None where it is to run whole."""
         source = self.source(call) if callable(self.source) else self.source
+        if source is None:
+            return None
         rule = parse(source) if isinstance(source, str) else source
         dropped = frozenset(i for i, position in enumerate(self.operands) if position is None)
         if dropped and len(rule.inputs) == len(self.operands):

@@ -1,51 +1,135 @@
-"""Shapes: views, permutations, slices, joins."""
+"""Views: the same elements under other dims. Slices and joins along a cut dim are in `kernels.shapes`.
+
+All of them hand Partial operands on: they only move elements.
+"""
 
 from __future__ import annotations
 
-from .build import view_rule
+import math
+
+from .build import dims_text, join, normalized, view_rule
 from .registry import Call, register_table
+
+MOVES = "linear 0 ; monotone 0"
 
 
 def infer_size(shape: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, ...]:
-    known = 1
-    for n in size:
-        known *= n if n != -1 else 1
-    total = 1
-    for n in shape:
-        total *= n
-    return tuple(total // known if n == -1 else n for n in size)
+    """A size argument with its -1 worked out."""
+    known = math.prod(n for n in size if n != -1)
+    return tuple((math.prod(shape) // known if known else 0) if n == -1 else n for n in size)
 
 
 def view(call: Call) -> str:
+    """A reshape: factors where the running products of both shapes agree."""
     shape = call.shape(0)
-    return view_rule(shape, infer_size(shape, tuple(call.arg("size"))))
+    return join(view_rule(shape, infer_size(shape, tuple(call.arg("size")))), MOVES)
+
+
+def view_dtype(call: Call) -> str:
+    """The same bytes as another dtype: of another size, the last dim is whole. Sums of bytes mean nothing."""
+    ndim = call.ndim(0)
+    if ndim == 0 or call.tensors[0].dtype.itemsize == call.arg("dtype").itemsize:
+        return "x.. -> x.."
+    text = dims_text("x", ndim, {ndim - 1: "_"})
+    return f"{text} -> {text}"
+
+
+def permuted(ndim: int, order: list[int]) -> str:
+    """The rule of a permutation of dims."""
+    return join(f"{dims_text('x', ndim, {})} -> {' '.join(f'x{dim}' for dim in order)}", MOVES)
 
 
 def permute(call: Call) -> str:
+    """`permute`."""
     ndim = call.ndim(0)
-    dims = [d % ndim for d in call.arg("dims")]
-    return f"{' '.join(f'x{d}' for d in range(ndim))} -> {' '.join(f'x{d}' for d in dims)} ; linear 0 ; monotone 0"
+    return permuted(ndim, [dim % ndim for dim in call.arg("dims")])
 
 
 def transpose(call: Call) -> str:
+    """`transpose` of two dims, and `t`."""
     ndim = call.ndim(0)
-    dims = list(range(ndim))
-    if ndim:
+    order = list(range(ndim))
+    if ndim > 1:
         a, b = call.arg("dim0", 0) % ndim, call.arg("dim1", 1) % ndim
-        dims[a], dims[b] = dims[b], dims[a]
-    return f"{' '.join(f'x{d}' for d in range(ndim))} -> {' '.join(f'x{d}' for d in dims)} ; linear 0 ; monotone 0"
+        order[a], order[b] = order[b], order[a]
+    return permuted(ndim, order)
 
 
-def t(call: Call) -> str:
-    return "x.. -> x.. ; linear 0" if call.ndim(0) < 2 else "m n -> n m ; linear 0 ; monotone 0"
+def expand(call: Call) -> str:
+    """A dim that is expanded may be cut as well: each rank expands to its own part."""
+    shape, size = call.shape(0), tuple(call.arg("size"))
+    new = len(size) - len(shape)
+    operand, result = [], []
+    for dim, wanted in enumerate(size):
+        if dim < new:
+            result.append(f"e{dim}")
+        elif shape[dim - new] == 1 and wanted not in (1, -1):
+            operand.append("1")
+            result.append(f"e{dim}")
+        else:
+            operand.append(f"x{dim}")
+            result.append(f"x{dim}")
+    return join(f"{' '.join(operand)} -> {' '.join(result)}", MOVES, f"size=({' '.join(result)})")
+
+
+def squeeze(call: Call) -> str:
+    """The dims of size 1 that are asked for go; on a rank others may have that size, too, and stay."""
+    shape = call.shape(0)
+    asked = normalized(len(shape), call.arg("dim", None))
+    gone = [dim for dim in asked if shape[dim] == 1]
+    operand, result = (dims_text("x", len(shape), dict.fromkeys(gone, text)) for text in ("1", ""))
+    return join(f"{operand} -> {result}", MOVES)
+
+
+def unsqueeze(call: Call) -> str:
+    """A new dim of size 1."""
+    ndim = call.ndim(0)
+    names = [f"x{dim}" for dim in range(ndim)]
+    at = call.arg("dim") % (ndim + 1)
+    return join(f"{' '.join(names)} -> {' '.join((*names[:at], '1', *names[at:]))}", MOVES)
+
+
+def diagonal(call: Call) -> str:
+    """Two dims, whole, become one at the end."""
+    ndim = call.ndim(0)
+    pair = [call.arg("dim1") % ndim, call.arg("dim2") % ndim]
+    operand, result = (dims_text("x", ndim, dict.fromkeys(pair, text)) for text in ("_", ""))
+    return join(f"{operand} -> {result} _", MOVES)
+
+
+def unfold(call: Call) -> str:
+    """Windows along a dim, which is whole: a new dim at the end holds them."""
+    ndim = call.ndim(0)
+    text = dims_text("x", ndim, {call.arg("dimension") % ndim: "_"} if ndim else {})
+    return join(f"{text} -> {text if ndim else ''} _", MOVES)
+
+
+def as_strided(call: Call) -> str:
+    """Any view of memory needs the whole, unless it is the tensor itself."""
+    meta, size, stride = call.tensors[0], tuple(call.arg("size")), tuple(call.arg("stride"))
+    if size == tuple(meta.shape) and stride == tuple(meta.stride) and not call.arg("storage_offset"):
+        return f"x.. -> x.. ; {MOVES} ; size=(x..)"
+    return join(f"[x..] -> {' '.join('_' for _ in size)}", MOVES)
 
 
 register_table(
     {
-        "aten::view": lambda call: view(call) + " ; linear 0 ; monotone 0",
-        "aten::_unsafe_view": lambda call: view(call) + " ; linear 0 ; monotone 0",
+        "aten::view": view,
+        "aten::view.dtype": view_dtype,
+        "aten::_unsafe_view": view,
+        "aten::_reshape_alias": view,
         "aten::permute": permute,
         "aten::transpose.int": transpose,
-        "aten::t": t,
+        "aten::t": transpose,
+        "aten::expand": expand,
+        "aten::squeeze": squeeze,
+        "aten::unsqueeze": unsqueeze,
+        "aten::view_as_real": "x.. -> x.. _ ; linear 0",
+        "aten::view_as_complex": "x.. _ -> x.. ; linear 0",
+        "aten::_conj": "x.. -> x.. ; linear 0",
+        "aten::_neg_view": "x.. -> x.. ; linear 0",
+        "aten::diagonal": diagonal,
+        "aten::unfold": unfold,
+        "aten::as_strided": as_strided,
     }
 )

@@ -116,7 +116,13 @@ def _leaf(tensor: Tensor, grad: bool) -> Tensor:
 
 
 def _run(
-    fn: Callable[..., Any], args: Any, kwargs: Any, given: dict[int, Tensor], leaves: list[Tensor], grad: bool, seed: int
+    fn: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    given: dict[int, Tensor],
+    leaves: list[Tensor],
+    grad: bool,
+    seed: int,
 ) -> _Run:
     # Writing to a leaf that requires grad is refused, so functions see a value made from it.
     seen = {key: t * 1 if t.requires_grad else t.clone() for key, t in given.items()}
@@ -189,7 +195,9 @@ def _same(kind: str, wanted: Any, found: Any, rtol: float, atol: float) -> None:
     value = common(found.detach().full_tensor()) if isinstance(found, DTensor) else found
     if value.shape != wanted.shape or value.dtype != wanted.dtype:
         raise Mismatch(f"{kind}: {value.dtype}{list(value.shape)} instead of {wanted.dtype}{list(wanted.shape)}")
-    torch.testing.assert_close(value, wanted.detach(), rtol=rtol, atol=atol, equal_nan=True, msg=lambda m: f"{kind}: {m}")
+    torch.testing.assert_close(
+        value, wanted.detach(), rtol=rtol, atol=atol, equal_nan=True, msg=lambda m: f"{kind}: {m}"
+    )
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,8 +38,10 @@ DTYPES = (*FLOATS, *INTEGERS, torch.bool, torch.complex64)
 
 def mesh_shapes(max_ranks: int = 8, max_axes: int = 3) -> SearchStrategy[tuple[int, ...]]:
     """Axis sizes, some of them 1, of at most so many ranks."""
-    sizes = st.lists(st.integers(1, max_ranks), min_size=1, max_size=max_axes).map(tuple)
-    return sizes.filter(lambda shape: math.prod(shape) <= max_ranks)
+    sizes = range(1, max_ranks + 1)
+    shapes = itertools.chain(*(itertools.product(sizes, repeat=axes) for axes in range(1, max_axes + 1)))
+    fitting = [shape for shape in shapes if math.prod(shape) <= max_ranks]
+    return st.sampled_from(sorted(fitting, key=lambda shape: (math.prod(shape), shape)))
 
 
 def tensor_shapes(max_dims: int = 3, max_size: int = 9, min_dims: int = 0) -> SearchStrategy[tuple[int, ...]]:

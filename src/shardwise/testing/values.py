@@ -220,6 +220,8 @@ def _reduced(table: dict[Key, Tensor], partial: PartialAxes, dtype: torch.dtype)
         for key in sorted(wide):
             grouped.setdefault(key[:-1], []).append(wide[key])
         wide = {key: _reduce(torch.stack(parts), op) for key, parts in grouped.items()}
+        if not (dtype.is_floating_point or dtype.is_complex):  # integers that overflow wrap around at every reduction
+            wide = {key: part.to(dtype).to(part.dtype) for key, part in wide.items()}
     return wide[()].to(dtype)
 
 
