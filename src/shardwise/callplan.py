@@ -18,13 +18,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .comm.redistribute import links_of, plan
 from .comm.transport import identity
 from .errors import InputError
-from .kernels import LOCAL
+from .kernels import DRAWS, LOCAL
 from .kernels.drive import JointPieces, Pieces, drive
 from .kernels.requests import Kernel, LocalCall
 from .layout import Coordinate, Factor, Layout
 from .mesh import MeshView
 from .propagate import Decision, KernelCost, Operand, Propagator, Result
-from .rules import Bound, BoundTensor, Call, Registered, bind, local_size
+from .random import draw_key
+from .rules import Bound, BoundTensor, Call, Registered, bind, local_size, refine, tensor_arguments
+from .rules.registry import COPES_WITH_EMPTY
 from .spec import DTensorSpec, TensorMeta
 from .world import RankTensor, map_ranks, rank_int, values_of
 
@@ -140,6 +142,13 @@ class Planner:
         self.bound = self._bind(rule, call)
         self.operands, self.operand_places = self._operands(call)
         self.results = self._results()
+        cut = [(operand.tensor, operand.layout) for operand in self.operands]
+        cut += [(result.tensor, result.fixed) for result in self.results if result.fixed is not None]
+        refined = refine(self.bound, cut)
+        if refined is not self.bound:
+            self.bound = refined
+            self.operands, self.operand_places = self._operands(call)
+            self.results = self._results()
         self.decision = self._choose()
         return self._write_down()
 
@@ -318,13 +327,16 @@ class Planner:
 
     def _local_run(self, communication: list[str]) -> Callable[..., Any]:
         """What runs on local arguments: the op, its kernel, or its local implementation; never on empty parts."""
+        drawing = DRAWS.get(self.registered.key)
+        if drawing is not None:
+            return _drawing(_on_each(self.view, self._bind_local_call(None), lambda call, at: drawing(call)))
         local = LOCAL.get(self.registered.key)
         layouts = self.decision.results
-        if local is not None:
-            return _on_each(self.view, self._bind_local_call(None), lambda call, at: local(call))
         for factor in dict.fromkeys(factor for _, factor in self.decision.cuts):
             if self.bound.factors[factor].kernel:
                 return self._kernel_run(factor, communication)
+        if local is not None:
+            return _on_each(self.view, self._bind_local_call(None), lambda call, at: local(call))
         if self._may_be_empty():
             dtypes = [t.dtype for t in _tensors(self.outputs)]
             identities = [_fill(layout, dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
@@ -338,6 +350,8 @@ class Planner:
         return cut or (self.registered.variant == "out" and self.registered.key in LOCAL)
 
     def _may_be_empty(self) -> bool:
+        if self.registered.key in COPES_WITH_EMPTY:
+            return False
         if self.decision.has_summands or any(math.prod(operand.tensor.shape) == 0 for operand in self.operands):
             return False
         return any(
@@ -450,20 +464,34 @@ def _skipping_empty(
     structure: Any,
 ) -> Callable[..., Any]:
     """The op, but on a rank that holds nothing of some operand: many kernels raise there, some crash."""
+    outs = [argument.name for argument in tensor_arguments(func) if argument.out]
 
     def at_rank(at: Coordinate, args: Any, kwargs: Any) -> Any:
-        tensors = [t for value in (*args, *kwargs.values()) for t in _tensors(value)]
+        read = (*args, *(value for name, value in kwargs.items() if name not in outs))
+        tensors = [t for value in read for t in _tensors(value)]
         if not any(tensor.numel() == 0 for tensor in tensors):
             return func(*args, **kwargs)
         made = [
             tensors[0].new_full(layout.local_shape(at), fill, dtype=dtype)
             for layout, fill, dtype in zip(layouts, fills, dtypes, strict=True)
         ]
+        for name, result in zip(outs, made, strict=False):
+            if kwargs[name].shape == result.shape:
+                kwargs[name].copy_(result)
         if isinstance(structure, (tuple, list)):
             return type(structure)(None if index is None else made[index] for index in structure)
         return made[structure]
 
     return _on_each(view, lambda at, args, kwargs: (args, kwargs), lambda call, at: at_rank(at, *call))
+
+
+def _drawing(run: Callable[..., Any]) -> Callable[..., Any]:
+    """With a key in the place of the generator: drawn once a call, so that all ranks have the same."""
+
+    def draw(*args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Any:
+        return run(*args, **kwargs, generator=draw_key(generator))
+
+    return draw
 
 
 def _on_each(view: MeshView, make: Callable[..., Any], fn: Callable[[Any, Coordinate], Any]) -> Callable[..., Any]:

@@ -34,6 +34,7 @@ from .spec import DTensorSpec, TensorMeta, contiguous_meta
 Wrap = Callable[[Tensor, DTensorSpec], Any]
 WrapView = Callable[[Tensor, DTensorSpec, Any, "Replay | None"], Any]
 _MAX_PLANS = 65536
+_UNKNOWN: Any = object()
 
 
 class GatherWarning(UserWarning):
@@ -64,9 +65,8 @@ class OpDispatcher:
     def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the op, wrapped."""
         key = self._key(func, args, kwargs)
-        try:
-            plan = self.plans[key]
-        except KeyError:
+        plan = self.plans.get(key, _UNKNOWN)
+        if plan is _UNKNOWN:
             plan = self._plan(func, args, kwargs)
             if len(self.plans) >= _MAX_PLANS:
                 self.plans.clear()

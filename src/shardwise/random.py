@@ -19,9 +19,10 @@ _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
-def draw_key() -> int:
-    """A key from the default generator."""
-    return int(torch.randint(2**63 - 1, ()).item())
+def draw_key(generator: torch.Generator | None = None) -> int:
+    """A key from this generator, or from the default one."""
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(2**63 - 1, (), generator=generator, device=device).item())
 
 
 def uniform(layout: Layout, at: Coordinate, key: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -40,6 +41,12 @@ def normal(layout: Layout, at: Coordinate, key: int, dtype: torch.dtype, device:
     radius = (_fraction(_hash(indices, key), bits, wide) - 1.0).neg_().log_().mul_(-2.0).sqrt_()
     angle = _fraction(_hash(indices, key ^ _MIX_1), bits, wide).mul_(2.0 * math.pi)
     return radius.mul_(angle.cos_()).to(dtype)
+
+
+def integers(layout: Layout, at: Coordinate, key: int, low: int, high: int, device: torch.device) -> Tensor:
+    """Whole numbers in [low, high) for the elements that the rank at this coordinate holds."""
+    span = min(high - low, 2**63 - 1)
+    return _shift(_hash(_indices(layout, at, device), key), 1).remainder_(span).add_(low)
 
 
 def _indices(layout: Layout, at: Coordinate, device: torch.device) -> Tensor:

@@ -320,7 +320,8 @@ class _ReplayedDTensor(DTensor):
         replay, seen = self._pending
         if seen is None or seen != self._version:
             fresh = replay.of(replay.root)
-            _slot.__get__(self).copy_(redistribute_local(fresh._local_tensor, fresh._spec, self._spec))
+            # Just made, so it is not looked up again: an inference tensor would be made anew for ever.
+            _slot.__get__(self).copy_(redistribute_local(_slot.__get__(fresh), fresh._spec, self._spec))
             self._pending = replay, _version(self)
         return _slot.__get__(self)
 

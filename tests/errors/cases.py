@@ -472,7 +472,7 @@ ROWS: dict[str, Row] = {
     # ---- tensors in use
     "a plain tensor among others": Row(
         lambda w: torch.mm(w.x, w.whole.t()),
-        errors.InputError,
+        errors.MixedTensorError,
         "aten.mm.default mixes distributed tensors with a plain tensor of shape [4, 6], its argument 'mat2'",
         "make it one with distribute_tensor(tensor, mesh, placements) or DTensor.from_local(...), or take "
         "plain tensors as replicated inside `with shardwise.experimental.implicit_replication():`",

@@ -1,6 +1,7 @@
 """Placements and P: values that print, compare and refuse nonsense."""
 
-import dataclasses
+import copy
+import pickle
 
 import pytest
 
@@ -50,11 +51,22 @@ def test_questions_with_an_argument():
     assert not Replicate().is_partial("sum")
 
 
-@pytest.mark.parametrize("placement", [Shard(0), InterleavedShard(0, 2), Partial()], ids=repr)
-def test_frozen(placement):
-    field = dataclasses.fields(placement)[0].name
-    with pytest.raises(dataclasses.FrozenInstanceError):
+@pytest.mark.parametrize(
+    ("placement", "field"), [(Shard(0), "dim"), (InterleavedShard(0, 2), "blocks"), (Partial(), "reduce_op")], ids=repr
+)
+def test_frozen(placement, field):
+    before = getattr(placement, field)
+    with pytest.raises(AttributeError, match="frozen"):
         setattr(placement, field, 1)
+    assert getattr(placement, field) == before
+
+
+@pytest.mark.parametrize("placement", ALL, ids=repr)
+def test_copies_are_equal(placement):
+    for copied in (copy.copy(placement), copy.deepcopy(placement), pickle.loads(pickle.dumps(placement))):
+        assert type(copied) is type(placement)
+        assert copied == placement
+        assert hash(copied) == hash(placement)
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,8 @@ def test_steps_chain_and_memory_stays_bounded(mesh, choices):
 
 
 def test_steps_chain_for_three_axes_with_sums():
-    # 64 x 64 pairs, of which every 3rd.
-    for source, target in itertools.islice(itertools.product(layouts((2, 2, 2), SUMS), repeat=2), 0, None, 3):
+    # 64 x 64 pairs, of which every 5th.
+    for source, target in itertools.islice(itertools.product(layouts((2, 2, 2), SUMS), repeat=2), 0, None, 5):
         check_chain(plan_between(source, target))
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 
 from shardwise import (
     DTensor,
+    DTensorSpec,
     InterleavedShard,
     P,
     Partial,
@@ -20,9 +21,11 @@ from shardwise import (
 )
 from shardwise.errors import CommunicationError, InputError, LayoutError, MeshError, PlacementError
 from shardwise.placement import REDUCE_OPS
+from shardwise.spec import contiguous_meta
 from shardwise.testing import assemble, make_dtensor
 from shardwise.testing.strategies import allowed_ops, integer_values, redistributions
 from shardwise.testing.values import same
+from shardwise.world import replicate
 from tests.ground.worlds import Recorder, mesh_of
 
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -63,11 +66,8 @@ def test_dtypes_move(dtype):
                 check(mesh, value_of(dtype, shape), source, target)
 
 
-@pytest.mark.parametrize("op", REDUCE_OPS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "op"), [(dtype, op) for dtype in DTYPES for op in allowed_ops(dtype)], ids=str)
 def test_every_dtype_and_reduction(dtype, op):
-    if op not in allowed_ops(dtype):
-        pytest.skip("refused: see test_refused_reductions")
     one_axis = [[Shard(0)], [Shard(1)], [Replicate()], [Partial(op)]]
     two_axes = list(itertools.product([Shard(0), Shard(1), Replicate(), Partial(op)], repeat=2))
     for sizes, lists, step in [((3,), one_axis, 1), ((2, 2), two_axes, 5)]:
@@ -193,10 +193,10 @@ def test_zero_dim(op):
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.bool, torch.complex64], ids=str)
 def test_zero_size(shape, dtype):
-    choices = [Shard(0), Shard(-1), Replicate(), Partial()]
+    lists = list(itertools.product([Shard(0), Shard(-1), Replicate(), Partial()], repeat=2))
     with mesh_of(2, 2) as mesh:
         value = torch.empty(shape, dtype=dtype)
-        for source, target in itertools.product(itertools.product(choices, repeat=2), repeat=2):
+        for source, target in list(itertools.product(lists, repeat=2))[::3]:
             check(mesh, value, source, target)
 
 
@@ -221,7 +221,7 @@ def _swapped(placement):
     return Shard(1 - placement.dim) if placement.is_shard() else placement
 
 
-@settings(max_examples=600)
+@settings(max_examples=400)
 @given(redistributions())
 def test_anything_to_anything(case):
     with simulate(case.ranks):
@@ -302,11 +302,17 @@ class TestAsync:
             assert torch.equal(assemble(x), value)
 
 
+def unchecked(local, mesh, placements):
+    """A tensor that from_local would refuse."""
+    spec = DTensorSpec(mesh, placements, contiguous_meta(local.shape, local.dtype))
+    return DTensor(replicate(local, spec.view.world_size), spec)
+
+
 class TestRefused:
     @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool], ids=str)
     def test_average_of_integers(self, dtype):
         with mesh_of(2) as mesh:
-            x = DTensor.from_local(torch.ones(4).to(dtype), mesh, [Partial("avg")])
+            x = unchecked(torch.ones(4).to(dtype), mesh, [Partial("avg")])
             with pytest.raises(CommunicationError, match="average"):
                 x.redistribute(placements=[Replicate()])
             y = distribute_tensor(torch.ones(4).to(dtype), mesh, [Replicate()])
@@ -316,7 +322,7 @@ class TestRefused:
     @pytest.mark.parametrize("op", ["max", "min"])
     def test_order_of_complex_numbers(self, op):
         with mesh_of(2) as mesh:
-            x = DTensor.from_local(torch.ones(4, dtype=torch.complex64), mesh, [Partial(op)])
+            x = unchecked(torch.ones(4, dtype=torch.complex64), mesh, [Partial(op)])
             with pytest.raises(CommunicationError, match="complex"):
                 x.redistribute(placements=[Shard(0)])
 
@@ -362,7 +368,7 @@ class TestRefused:
         # The sum over b is possible, the average over a is not: neither is begun.
         with mesh_of(2, 2) as mesh:
             local = torch.ones(4, dtype=torch.int64)
-            x = DTensor.from_local(local, mesh, [Partial("avg"), Partial()])
+            x = unchecked(local, mesh, [Partial("avg"), Partial()])
             with Recorder() as recorder, pytest.raises(CommunicationError):
                 x.redistribute(placements=[Replicate(), Replicate()])
             assert not recorder.calls

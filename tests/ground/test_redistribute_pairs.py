@@ -47,8 +47,8 @@ def test_every_pair(sizes, shape):
     cuts = [Shard(dim) for dim in range(len(shape))]
     lists = list(itertools.product([*cuts, *OTHERS], repeat=len(sizes)))
     pairs = itertools.product(lists, repeat=2)
-    if len(lists) > 30:  # 36 x 36 placements of three dims: every 3rd pair
-        pairs = itertools.islice(pairs, 0, None, 3)
+    if len(lists) > 30:  # 36 x 36 placements of three dims: every 5th pair
+        pairs = itertools.islice(pairs, 0, None, 5)
     with mesh_of(*sizes) as mesh:
         check_pairs(mesh, value_of(shape), pairs)
 

@@ -131,7 +131,20 @@ def test_async_save(tmp_path) -> None:
     load(tmp_path, (4,), "last dim")
 
 
-def test_a_model_and_its_optimizer(tmp_path) -> None:
+@pytest.mark.xfail(reason="the fake group gives every simulated rank a share, of which one is written", strict=True)
+def test_without_no_dist_nothing_is_lost(tmp_path) -> None:
+    with shardwise.simulate(4):
+        mesh = mesh_of((4,))
+        dcp.save(state(mesh, "first dim"), checkpoint_id=tmp_path)
+        tensors = blank(mesh, "last dim")
+        try:
+            dcp.load(tensors, checkpoint_id=tmp_path)
+        except CheckpointException as error:
+            pytest.fail(str(error))
+        check(tensors, mesh, "last dim")
+
+
+def test_a_model(tmp_path) -> None:
     whole = torch.nn.Linear(6, 5)
 
     def model(mesh, cut):

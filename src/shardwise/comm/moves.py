@@ -130,7 +130,8 @@ def _grouped_to_local(step: Step, sides: _Slotted) -> LocalOp:
         order += [step.axes.index(axis) for axis in gathered] + [len(step.axes) + slot]
     if _order_is_trivial(stacked, order):
         return lambda grouped: grouped.view(shape)
-    return lambda grouped: grouped.view(stacked).permute(order).reshape(shape)
+    # A reshape may be a view with strides of its own, but moved data is row-major.
+    return lambda grouped: grouped.view(stacked).permute(order).contiguous().view(shape)
 
 
 def _gathers_in_place(step: Step, sides: _Slotted) -> bool:

@@ -51,6 +51,8 @@ class _Search:
     def __init__(self, task: Task, nbytes: int, links: Links) -> None:
         self.task, self.nbytes, self.links = task, nbytes, links
         self.fastest = max(links.bandwidth)
+        # Seconds of a move over some axes: fixed, and for each part of the whole tensor received.
+        self.prices: dict[tuple[str, Axes], tuple[float, float]] = {}
 
     def run(self, capacity: float) -> list[tuple[DistState, Edge]] | None:
         """The edges of the cheapest path, each with the state it leaves; None if there is no path."""
@@ -84,7 +86,12 @@ class _Search:
 
     def seconds(self, edge: Edge) -> float:
         """The modelled time of one edge."""
-        return _seconds(self.links, self.task.mesh_sizes, edge.kind, edge.axes, edge.fraction * self.nbytes)
+        key = edge.kind, edge.axes
+        price = self.prices.get(key)
+        if price is None:
+            fixed = _seconds(self.links, self.task.mesh_sizes, *key, 0.0)
+            price = self.prices[key] = fixed, _seconds(self.links, self.task.mesh_sizes, *key, self.nbytes) - fixed
+        return price[0] + edge.fraction * price[1]
 
     def _at_least(self, state: DistState) -> float:
         """A time that no path from this state can undercut."""

@@ -118,11 +118,14 @@ def lacking(mesh_sizes: Sizes, state: DistState, target: DistState) -> float:
     finest = wanted = 1
     diverges = False
     for have, want in zip(state.slots, target.slots, strict=True):
+        pieces_want = product(mesh_sizes, want)
+        wanted *= pieces_want
+        if have == want:
+            finest *= pieces_want
+            continue
         shared = min(len(have), len(want))
         diverges = diverges or have[:shared] != want[:shared]
-        pieces_have, pieces_want = product(mesh_sizes, have), product(mesh_sizes, want)
-        wanted *= pieces_want
-        finest *= max(pieces_have, pieces_want)
+        finest *= max(product(mesh_sizes, have), pieces_want)
     return 1.0 / wanted - (0.0 if diverges else 1.0 / finest)
 
 
@@ -210,14 +213,14 @@ def _slices(task: Task, state: DistState) -> Iterator[Edge]:
 def _gathers(task: Task, state: DistState, capacity: float) -> Iterator[Edge]:
     """The minor axes of one or more slots, gathered together."""
     now = held(task.mesh_sizes, state)
-    for counts in itertools.product(*(range(len(axes) + 1) for axes in state.slots)):
-        gathered = [a for axes, k in zip(state.slots, counts, strict=True) if k for a in axes[-k:]]
-        if not gathered or not task.can_talk(group := tuple(sorted(gathered))):
-            continue
-        kept = tuple(axes[: len(axes) - k] for axes, k in zip(state.slots, counts, strict=True))
+    for kept in itertools.product(*([axes[:k] for k in range(len(axes), -1, -1)] for axes in state.slots)):
         after = DistState(kept, state.partial)
         grown = held(task.mesh_sizes, after)
-        if grown <= capacity:
+        if grown == now or grown > capacity:
+            continue
+        gathered = [a for axes, left in zip(state.slots, kept, strict=True) for a in axes[len(left) :]]
+        group = tuple(sorted(gathered))
+        if task.can_talk(group):
             yield Edge(ALL_GATHER, group, after, grown - now)
 
 

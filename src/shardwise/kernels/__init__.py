@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 from .requests import Cut, Fetch, Gather, Kernel, KernelRun, LocalCall, Reduce, Return
 
 LOCAL: dict[str, Callable[[LocalCall], Any]] = {}
-"""Ops with an implementation of their own for a rank's part, whatever is cut, by the key of their rule."""
+"""Ops with an implementation of their own for a rank's part, whatever is cut (but by a kernel), by the key of their rule."""
+
+DRAWS: dict[str, Callable[[LocalCall], Any]] = {}
+"""Ops that draw random numbers, as LOCAL; their argument `generator` is a key that all ranks have in common."""
 
 
 class ListKernel(NamedTuple):
@@ -28,6 +31,7 @@ LISTS: dict[str, ListKernel] = {}
 """Ops on lists of tensors that communicate for the whole list at once, by the key of their rule."""
 
 __all__ = [
+    "DRAWS",
     "LISTS",
     "LOCAL",
     "Cut",
@@ -41,8 +45,8 @@ __all__ = [
     "Return",
 ]
 
-from . import attention, optim  # noqa: E402, F401  the families register their kernels
+from . import attention, optim, random  # noqa: E402, F401  the families register their kernels
 
-from . import batch_norm, extremes, norm, reduce, softmax  # noqa: E402, F401  the families register their kernels
+from . import batch_norm, extremes, loss, norm, reduce, softmax  # noqa: E402, F401  the families register their kernels
 
-from . import shapes  # noqa: E402, F401  the families register their kernels
+from . import indexing, shapes  # noqa: E402, F401  the families register their kernels

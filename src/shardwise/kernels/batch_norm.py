@@ -16,6 +16,7 @@ from torch import Tensor
 from ..rules import Call, register
 from ..rules.norm import kernel_clause
 from ..rules.registry import INSTEAD
+from . import LOCAL
 from .norm import _cast
 from .reduce import moments, wide
 from .requests import Cut, Kernel, KernelRun, LocalCall, Reduce
@@ -75,7 +76,8 @@ def batch_norm(call: LocalCall, cut: Cut) -> KernelRun:
 def backward_rule(call: Call) -> str:
     train = call.arg("train")
     operand, kernel = _operand(call, train)
-    sides = f"{operand}, {operand}, c, c, c, c, c -> {operand}, c, c"
+    saved = "c, c" if train else "_, _"  # nothing is saved where statistics are given
+    sides = f"{operand}, {operand}, c, c, c, {saved} -> {operand}, c, c"
     return _joined(sides, "linear 0", "reduce none" if train else "", kernel)
 
 
@@ -93,6 +95,33 @@ def batch_norm_backward(call: LocalCall, cut: Cut) -> KernelRun:
     return _cast([result if given else None for result, given in asked], call.dtypes)
 
 
+def backward_local(call: LocalCall) -> Any:
+    """Channels apart from each other; with given statistics elements too, but for the sums over them."""
+    gradient, x = call["grad_out"], call["input"]
+    if call["train"] and x.numel():
+        return call.run()
+    mean, rstd = (torch.zeros_like(x[:0].flatten()),) * 2
+    if not call["train"]:
+        mean, rstd = call["running_mean"], (call["running_var"] + call["eps"]).rsqrt()
+    elif x.shape[1]:
+        mean, rstd = call["save_mean"], call["save_invstd"]
+    unit = (x - _channels(mean, x)) * _channels(rstd, x)
+    scale = rstd if call["weight"] is None else rstd * call["weight"]
+    dims = _others(x)
+    wanted = (gradient * _channels(scale, x), (gradient * unit).sum(dims), gradient.sum(dims))
+    asked = zip(wanted, call["output_mask"], strict=True)
+    return _cast([result if given else None for result, given in asked], call.dtypes)
+
+
+def given_statistics(call: LocalCall) -> Any:
+    """Normalized by running statistics. Others are not saved, though the op's metadata may tell of some."""
+    x = call["input"]
+    result = call.run()[0] if x.numel() else torch.zeros_like(x)
+    return result, *(x.new_zeros(call.local_shape(i), dtype=call.dtypes[i]) for i in (1, 2))
+
+
+LOCAL["aten::native_batch_norm_backward"] = backward_local
+LOCAL["aten::_native_batch_norm_legit_no_training"] = given_statistics
 for _name in ("_native_batch_norm_legit.no_stats", "_native_batch_norm_legit_functional"):
     register(f"aten::{_name}", training, {"k": Kernel(batch_norm, traffic=_TRAFFIC, joint=True)})
 register(

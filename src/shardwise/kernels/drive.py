@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..comm.boxes import members
 from ..comm.moves import all_gather, all_reduce, all_to_all, wait
-from ..comm.transport import from_wire, to_wire, wire_op
+from ..comm.transport import from_wire, moves_natively, to_wire, wire_op
 from ..errors import WorldError
 from ..layout import Coordinate, Factor, Run, factor_range
 from ..mesh import MeshView
@@ -98,7 +98,7 @@ def _drive_all(pieces: Pieces, runs: Sequence[KernelRun]) -> Any:
             return _stack(results)
         if results or len({type(request) for request in requests}) > 1:
             raise WorldError("a kernel asks for different communication on different ranks")
-        joint = requests[0]._replace(tensor=RankTensor([request.tensor for request in requests]))
+        joint = requests[0]._replace(tensor=RankTensor([request.tensor.contiguous() for request in requests]))
         own = [pieces.cut(at).piece for at in pieces.view.coordinates]
         answers = list(_perform(pieces, joint, own).shards)
 
@@ -116,7 +116,7 @@ def _stack(results: Sequence[Any]) -> Any:
 
 
 def _perform(pieces: Pieces, request: Request, own: int | list[int]) -> Any:
-    tensor = request.tensor.contiguous()
+    tensor = request.tensor if isinstance(own, list) else request.tensor.contiguous()
     if isinstance(request, Gather):
         gathered = from_wire(wait(all_gather(to_wire(tensor).unsqueeze(0), pieces.count, pieces.group)), tensor.dtype)
         return gathered if pieces.in_order else gathered[pieces.order]
@@ -134,7 +134,12 @@ def _move_rows(pieces: Pieces, request: Fetch | Return, own: int | list[int]) ->
     plans = [_RowPlan(pieces, have, need, piece) for piece in each]
     shards = request.tensor.shards if isinstance(request.tensor, RankTensor) else (request.tensor,)
     packed = [plan.pack(shard, request.dim) for plan, shard in zip(plans, shards, strict=True)]
-    row = [math.prod(n for d, n in enumerate(shard.shape) if d != request.dim) for shard in shards]
+    # What a backend cannot carry travels as bytes.
+    dtype = shards[0].dtype
+    native = moves_natively(dtype)
+    unit = 1 if native else dtype.itemsize
+    packed = packed if native else [buffer.view(torch.uint8) for buffer in packed]
+    row = [unit * math.prod(n for d, n in enumerate(shard.shape) if d != request.dim) for shard in shards]
     out = [[rows * size for rows in plan.send_rows] for plan, size in zip(plans, row, strict=True)]
     into = [[rows * size for rows in plan.receive_rows] for plan, size in zip(plans, row, strict=True)]
     if isinstance(own, list):
@@ -142,6 +147,7 @@ def _move_rows(pieces: Pieces, request: Fetch | Return, own: int | list[int]) ->
         received = wait(all_to_all(RankTensor(packed), *columns, pieces.group)).shards
     else:
         received = (wait(all_to_all(packed[0], into[0], out[0], pieces.group)),)
+    received = received if native else [buffer.view(dtype) for buffer in received]
     results = [
         plan.unpack(buffer, shard, request.dim, add=not fetching)
         for plan, buffer, shard in zip(plans, received, shards, strict=True)

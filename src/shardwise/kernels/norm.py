@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ..rules import Call, register
 from ..rules.norm import kernel_clause, normalized_dims
+from ..rules.registry import COPES_WITH_EMPTY
+from . import LOCAL
 from .reduce import moments, wide
 from .requests import Cut, Kernel, KernelRun, LocalCall, Reduce
 
@@ -50,7 +52,14 @@ def layer_norm(call: LocalCall, cut: Cut) -> KernelRun:
         result = result * call["weight"]
     if call["bias"] is not None:
         result = result + call["bias"]
-    return _cast((result, center, rstd), call.dtypes)
+    return result.to(call.dtypes[0]), *(x.to(_statistic_dtype(call)) for x in (center, rstd))
+
+
+def _statistic_dtype(call: LocalCall) -> torch.dtype:
+    """The dtype in which the op saves statistics: on CPU that of its input, unless its parameters have another."""
+    x, parameters = call["input"], (call["weight"], call["bias"])
+    mixed = any(p is not None and p.dtype != x.dtype for p in parameters)
+    return x.dtype if x.device.type == "cpu" and not mixed else call.dtypes[1]
 
 
 def layer_norm_backward_rule(call: Call) -> str:
@@ -116,6 +125,25 @@ def rms_norm_backward(call: LocalCall, cut: Cut) -> KernelRun:
     return _for_layer(call, call["rstd"] * (scaled - unit * across), gradient, unit, dims)[:2]
 
 
+def _contiguous(call: LocalCall) -> Any:
+    """The op itself, for ops that want their operands contiguous, and some of them."""
+    if call.arguments.get("group") == 0 or any(isinstance(x, Tensor) and not x.numel() for x in call.arguments.values()):
+        asked = iter(call.arguments.get("output_mask") or [True] * len(call.dtypes))
+        shapes = enumerate(call.dtypes)
+        made = [torch.zeros(call.local_shape(i), dtype=dtype, device=_device(call)) for i, dtype in shapes]
+        remaining = iter(made)
+        return tuple(next(remaining) if wanted else None for wanted in asked)
+    whole = {name: x.contiguous() for name, x in call.arguments.items() if isinstance(x, Tensor)}
+    return call.run(**whole)
+
+
+def _device(call: LocalCall) -> torch.device:
+    return next(x.device for x in call.arguments.values() if isinstance(x, Tensor))
+
+
+for _name in ("native_group_norm", "_weight_norm_interface"):
+    LOCAL[f"aten::{_name}"] = LOCAL[f"aten::{_name}_backward"] = _contiguous
+
 for _name, _rule, _run in (
     ("native_layer_norm", layer_norm_rule, layer_norm),
     ("native_layer_norm_backward", layer_norm_backward_rule, layer_norm_backward),
@@ -123,3 +151,5 @@ for _name, _rule, _run in (
     ("_fused_rms_norm_backward", rms_norm_backward_rule, rms_norm_backward),
 ):
     register(f"aten::{_name}", _rule, {"k": Kernel(_run, traffic=_TRAFFIC, joint=True)})
+# On CPU they save statistics in another dtype than on meta.
+COPES_WITH_EMPTY |= {"aten::native_layer_norm", "aten::native_layer_norm_backward"}

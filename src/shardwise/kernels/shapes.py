@@ -371,10 +371,12 @@ def _starts(sizes: Sequence[int]) -> list[int]:
     return starts
 
 
-register("aten::slice", slice_rule, {"k": Kernel(slice_rows)})
+for _name in ("slice", "slice_copy"):
+    register(f"aten::{_name}", slice_rule, {"k": Kernel(slice_rows)})
 register("aten::slice_backward", slice_backward_rule, {"k": Kernel(slice_backward)})
 register("aten::slice_scatter", slice_scatter_rule, {"k": Kernel(slice_scatter)})
-register("aten::select.int", row_rule("rest"), {"k": Kernel(select, 0, 0.0)})
+for _name in ("select.int", "select_copy.int"):
+    register(f"aten::{_name}", row_rule("rest"), {"k": Kernel(select, 0, 0.0)})
 register("aten::unbind.int", row_rule("{rest}"), {"k": Kernel(unbind, 0, 0.0)})
 register("aten::select_backward", select_backward_rule, {"k": Kernel(select_backward, 0, 0.0)})
 register("aten::select_scatter", select_scatter_rule, {"k": Kernel(select_scatter, 0, 0.0)})

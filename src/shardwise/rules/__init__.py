@@ -5,6 +5,7 @@
     frame      a rule bound to ranks
     solve      the sizes of its factors
     bind       a rule bound to shapes, and what a choice of cuts then means
+    refine     finer factors, where an operand is cut inside a dim
     schema     what an op's schema says: its tensors, and which op it is a variant of
     registry   which op has which rule
     build      texts for rules that depend on ranks, dims and shapes
@@ -30,6 +31,7 @@ from .bind import (
 from .build import dims_text, pointwise, reduction, view_rule, whole_dims
 from .frame import BindError
 from .notation import RuleError
+from .refine import refine
 from .registry import Call, Registered, Registry, register, register_table, rule_for
 from .rule import Rule, parse, without_operands
 from .schema import TensorArgument, tensor_arguments
@@ -42,6 +44,7 @@ __all__ = [
     "RuleError",
     # for these shapes
     "bind",
+    "refine",
     "Bound",
     "BoundFactor",
     "BoundTensor",
@@ -72,4 +75,4 @@ __all__ = [
     "view_rule",
 ]
 
-from . import copies, elementwise, matmul, optim, shapes, views  # noqa: E402, F401  the families register their rules
+from . import copies, elementwise, loss, indexing, matmul, norm, optim, reduce, shapes, views  # noqa: E402, F401  the families register their rules

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from .build import dims_text, join, normalized, view_rule
-from .registry import Call, register_table
+from .registry import Call, Source, register_table
 
 MOVES = "linear 0 ; monotone 0"
 
@@ -112,24 +112,27 @@ def as_strided(call: Call) -> str:
     return join(f"[x..] -> {' '.join('_' for _ in size)}", MOVES)
 
 
-register_table(
-    {
-        "aten::view": view,
-        "aten::view.dtype": view_dtype,
-        "aten::_unsafe_view": view,
-        "aten::_reshape_alias": view,
-        "aten::permute": permute,
-        "aten::transpose.int": transpose,
-        "aten::t": transpose,
-        "aten::expand": expand,
-        "aten::squeeze": squeeze,
-        "aten::unsqueeze": unsqueeze,
-        "aten::view_as_real": "x.. -> x.. _ ; linear 0",
-        "aten::view_as_complex": "x.. _ -> x.. ; linear 0",
-        "aten::_conj": "x.. -> x.. ; linear 0",
-        "aten::_neg_view": "x.. -> x.. ; linear 0",
-        "aten::diagonal": diagonal,
-        "aten::unfold": unfold,
-        "aten::as_strided": as_strided,
-    }
-)
+_COPIED = ("view", "permute", "transpose.int", "t", "expand", "unsqueeze", "view_as_real", "view_as_complex", "diagonal")
+
+_VIEWS: dict[str, Source] = {
+    "aten::view": view,
+    "aten::view.dtype": view_dtype,
+    "aten::_unsafe_view": view,
+    "aten::_reshape_alias": view,
+    "aten::permute": permute,
+    "aten::transpose.int": transpose,
+    "aten::t": transpose,
+    "aten::expand": expand,
+    "aten::squeeze": squeeze,
+    "aten::unsqueeze": unsqueeze,
+    "aten::view_as_real": "x.. -> x.. _ ; linear 0",
+    "aten::view_as_complex": "x.. _ -> x.. ; linear 0",
+    "aten::_conj": "x.. -> x.. ; linear 0",
+    "aten::_neg_view": "x.. -> x.. ; linear 0",
+    "aten::diagonal": diagonal,
+    "aten::unfold": unfold,
+    "aten::as_strided": as_strided,
+}
+
+register_table(_VIEWS)
+register_table({f"aten::{op.replace('.', '_copy.') if '.' in op else op + '_copy'}": _VIEWS[f"aten::{op}"] for op in _COPIED})

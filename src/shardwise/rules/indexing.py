@@ -1,0 +1,36 @@
+"""Indexing without a kernel: look-ups in whole tables, and ops whose results depend on data.
+
+Ops that look along a dim by indices, which may be cut, are in `kernels.indexing`.
+"""
+
+from __future__ import annotations
+
+from .registry import Call, register_table
+
+
+def runs_whole(call: Call) -> None:
+    """The shape of the result depends on data."""
+
+
+def searchsorted(call: Call) -> str:
+    """One sorted sequence for all values, or one for each row of values."""
+    values = "" if call.tensors[1] is None else "x.."
+    if call.ndim(0) == 1:
+        return f"[k], {values}, [k] -> {values or '_..'}"
+    return "x.. [k], x.. v, x.. [k] -> x.. v"
+
+
+register_table(
+    {
+        "aten::masked_select": runs_whole,
+        "aten::masked_scatter": "[x..], [x?..], [s..] -> [x..] ; linear 0+2",
+        "aten::masked_scatter_backward": "[x..], [x?..] -> _.. ; linear 0",
+        "aten::put": "[x..], [i..], [i..] -> [x..] ; linear 0+2",
+        "aten::bucketize.Tensor": "x.., [k] -> x..",
+        "aten::bucketize.Scalar": "[k] -> ",
+        "aten::searchsorted.Tensor": searchsorted,
+        "aten::_embedding_bag": "[v] [d], [i..], [o], [w..] -> _.., _.., _.., _..",
+        "aten::_embedding_bag_forward_only": "[v] [d], [i..], [o], [w..] -> _.., _.., _.., _..",
+        "aten::_embedding_bag_dense_backward": "[b] [d], [i..], [o..], [s..], [m..], [w..] -> _ [d] ; linear 0",
+    }
+)
