@@ -282,13 +282,13 @@ class Planner:
             local = local_size(self.bound, name, value, self.view.sizes, self.decision.cuts, at)
             return local if isinstance(local, list) else [local]
 
-        if self.view.simulated:
-            columns = zip(*(sizes_at(at) for at in self.view.coordinates), strict=True)
-            sizes: list[Any] = [rank_int(column) for column in columns]
-        else:
-            sizes = sizes_at(self.view.coordinate)
-        local = sizes if isinstance(value, (list, tuple)) else sizes[0]
-        return None if local == (list(value) if isinstance(value, (list, tuple)) else value) else Constant(local)
+        given = list(value) if isinstance(value, (list, tuple)) else [value]
+        coordinates = self.view.coordinates if self.view.simulated else (self.view.coordinate,)
+        by_rank = [sizes_at(at) for at in coordinates]
+        if all(sizes == given for sizes in by_rank):
+            return None
+        local = [rank_int(column) for column in zip(*by_rank, strict=True)] if self.view.simulated else by_rank[0]
+        return Constant(local if isinstance(value, (list, tuple)) else local[0])
 
     def _result_specs(self) -> list[DTensorSpec]:
         flat = self.outputs if isinstance(self.outputs, (tuple, list)) else (self.outputs,)

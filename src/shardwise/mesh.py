@@ -106,7 +106,9 @@ def view_of(mesh: DeviceMesh) -> MeshView:
 
 
 def forget_world(default_group: object) -> None:
-    """Drop the views of a world that has ended."""
+    """Drop the views of a world that has ended. None: the user ended it before, and it took its views along."""
+    if default_group is None:
+        return
     ended = set(map(id, (_views.pop(default_group, None) or {}).values()))
     for key, (_, view) in list(_adopted.items()):
         if id(view) in ended:

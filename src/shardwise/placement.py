@@ -197,6 +197,9 @@ class P:
     def __hash__(self) -> int:
         return hash((self.dims, tuple(sorted(self.partial.items()))))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_p, (self.dims, self.partial)
+
     def resolve(self, axis_names: Sequence[str], ndim: int) -> tuple[tuple[Placement, ...], ShardOrder]:
         """The placement of every axis of a mesh with these names, and the order of the cuts."""
         if len(self.dims) > ndim:
@@ -226,6 +229,10 @@ class P:
         if len(new) != count:
             raise PlacementError(f"{self!r} uses an axis twice on one dim", "an axis cuts a dim once")
         taken.update(new)
+
+
+def _rebuild_p(dims: tuple[DimAxes, ...], partial: dict[str, str]) -> P:
+    return P(*dims, partial=partial)
 
 
 Placements = Sequence[Placement] | P

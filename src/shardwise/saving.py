@@ -8,14 +8,16 @@ writes and reads the chunks of every rank.
 from __future__ import annotations
 
 import itertools
+import sys
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.utils import _DistWrapper
 
-from .errors import PlacementError
+from .errors import PlacementError, WorldError
 from .layout import Coordinate
 from .spec import DTensorSpec
 from .world import RankTensor
@@ -67,8 +69,22 @@ def _local_starts(runs: tuple[tuple[int, int], ...]) -> list[tuple[int, int, int
     return result
 
 
+def check_alone(local: Tensor) -> None:
+    """Refuse a checkpoint that would leave parts to simulated ranks: they are all here, and nobody would write them."""
+    frame = sys._getframe() if isinstance(local, RankTensor) else None
+    while frame is not None:
+        for value in frame.f_locals.values():
+            if isinstance(value, _DistWrapper) and value.use_dist:
+                raise WorldError(
+                    "a checkpoint in a simulated world that asks other processes for their parts: there are none",
+                    "pass no_dist=True to torch.distributed.checkpoint.save and load",
+                )
+        frame = frame.f_back
+
+
 def write_items(name: str, local: Tensor, spec: DTensorSpec) -> list[WriteItem]:
     """What to write; replicas write the same chunk once."""
+    check_alone(local)
     items, seen = [], set()
     for index, chunk in enumerate(chunks_of(local, spec)):
         if chunk.offset in seen:
@@ -85,6 +101,7 @@ def write_items(name: str, local: Tensor, spec: DTensorSpec) -> list[WriteItem]:
 
 def chunk_list(local: Tensor, spec: DTensorSpec) -> list[ChunkStorageMetadata]:
     """The boxes that this process wants when loading; each replica is listed, so that each is filled."""
+    check_alone(local)
     return [ChunkStorageMetadata(offsets=chunk.offset, sizes=chunk.size) for chunk in chunks_of(local, spec)]
 
 

@@ -296,7 +296,7 @@ def normalize_placements(
     default = default_order(normal)
     if order is None:
         return normal, default
-    given = {entry.tensor_dim % max(ndim, 1): tuple(entry.mesh_dims) for entry in order if entry.mesh_dims}
+    given = {dim % max(ndim, 1): tuple(axes) for dim, axes in order if axes}
     if {dim: sorted(axes) for dim, axes in given.items()} != {dim: list(axes) for dim, axes in default}:
         raise PlacementError(
             f"the shard order {tuple(order)} does not list the axes that {list(normal)} cut with",

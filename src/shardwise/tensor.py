@@ -10,6 +10,7 @@ tensor([6., 7.])
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -111,8 +112,7 @@ class DTensor(torch.Tensor):
         if run_check:
             data = copy_to_replicas(data, view, spec.placements)
         if torch.is_grad_enabled() and local.requires_grad:
-            grad_spec = _spec_like(spec, grad_placements) if grad_placements is not None else spec.cotangent()
-            return _FromLocal.apply(local, data, spec, grad_spec)
+            return _FromLocal.apply(local, data, spec, _grad_spec_of_local(spec, grad_placements))
         return _wrap(data, spec)
 
     def to_local(self, *, grad_placements: Placements | None = None) -> Tensor:
@@ -249,7 +249,7 @@ class DTensor(torch.Tensor):
     def _has_no_memory(self, *args: object, **kwargs: object) -> Any:
         raise InputError("a DTensor has no memory of its own to share or visit", "use x.to_local() or x.full_tensor()")
 
-    share_memory_ = apply_ = map_ = data_ptr = __dlpack__ = _has_no_memory
+    share_memory_ = apply_ = map_ = __dlpack__ = _has_no_memory
 
     # ---- copies and files -----------------------------------------------------------------------------------
 
@@ -477,13 +477,42 @@ class _FromLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, data: Tensor, spec: DTensorSpec, grad_spec: DTensorSpec) -> DTensor:
-        ctx.grad_spec, ctx.device = grad_spec, local.device
+        ctx.grad_spec, ctx.device, ctx.share = grad_spec, local.device, _share(spec)
         return _wrap(data, spec)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
         local = grad._to_spec(_with_dtype(ctx.grad_spec, grad.dtype)).to_local()
+        local = local * ctx.share if ctx.share != 1.0 else local
         return local.to(ctx.device), None, None, None
+
+
+def _grad_spec_of_local(spec: DTensorSpec, grad_placements: Placements | None) -> DTensorSpec:
+    """How the gradient of a tensor reaches the local tensors it was made of."""
+    if grad_placements is None:
+        for axis, op in spec.layout.partial:
+            if op not in ("sum", "avg"):
+                raise InputError(
+                    f"from_local of {spec!r} with gradients: {op} over {spec.view.names[axis]} depends on what other "
+                    "ranks hold, which a local gradient does not see",
+                    "reduce before from_local, pass grad_placements, or detach the local tensor",
+                )
+        return spec.cotangent()
+    grad_spec = _spec_like(spec, grad_placements)
+    places = spec.view.coordinates if spec.view.simulated else (spec.view.coordinate,)
+    for at in places:
+        if grad_spec.local_shape(at) != spec.local_shape(at):
+            raise InputError(
+                f"grad_placements {list(grad_spec.placements)} of {spec!r} give local gradients of shape "
+                f"{list(grad_spec.local_shape(at))} for local tensors of shape {list(spec.local_shape(at))}",
+                "a gradient has the shape of its tensor: cut the same dims",
+            )
+    return grad_spec
+
+
+def _share(spec: DTensorSpec) -> float:
+    """What an operand contributes to the value: one part in n of an average over n ranks."""
+    return 1.0 / math.prod(spec.view.sizes[axis] for axis, op in spec.layout.partial if op == "avg")
 
 
 class _ToLocal(torch.autograd.Function):

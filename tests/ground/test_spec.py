@@ -162,7 +162,7 @@ def test_cotangent(mesh):
 @pytest.mark.parametrize(
     ("placements", "order", "error", "says"),
     [
-        ([Shard(0)], None, PlacementError, "1 placement "),
+        ([Shard(0)], None, PlacementError, "1 placement"),
         ([Shard(0)] * 3, None, PlacementError, "3 placements"),
         ([Shard(2), Replicate()], None, PlacementError, "dp"),
         ([Replicate(), Shard(-3)], None, PlacementError, "tp"),

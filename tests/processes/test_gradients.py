@@ -66,7 +66,6 @@ def test_operands_of_a_sum_each_get_the_whole_gradient() -> None:
     torch.testing.assert_close(local.grad, 2 * (10 * whole) * weight)
 
 
-@pytest.mark.xfail(reason="the gradient of an operand of an average is not divided", strict=True)
 @on_processes
 def test_operands_of_an_average_each_get_their_part_of_the_gradient() -> None:
     mesh = mesh_of(4)

@@ -158,7 +158,6 @@ def test_files_of_another_run(tmp_path) -> None:
     read_own_files(path=tmp_path)
 
 
-@pytest.mark.xfail(reason="the stager asks for data_ptr(), which a DTensor refuses", strict=True)
 @on_processes
 def test_async_save(tmp_path) -> None:
     mesh = mesh_of(2, 2)

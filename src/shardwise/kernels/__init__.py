@@ -45,8 +45,8 @@ __all__ = [
     "Return",
 ]
 
-from . import attention, optim, random  # noqa: E402, F401  the families register their kernels
+from . import attention, conv, optim, random  # noqa: E402, F401  the families register their kernels
 
-from . import batch_norm, extremes, loss, norm, reduce, softmax  # noqa: E402, F401  the families register their kernels
+from . import batch_norm, extremes, loss, norm, reduce, scan, softmax  # noqa: E402, F401  the families register their kernels
 
 from . import indexing, shapes  # noqa: E402, F401  the families register their kernels

@@ -190,7 +190,7 @@ def row_writes(adds: bool, clauses: str) -> Callable[[Call], str]:
         if ndim == 0 or call.ndim(1) == 0:
             return join(f"[x..], [i..]{', [s..]' if source else ''} -> [x..]", clauses)
         dim = call.arg("dim") % ndim
-        rows = "i" if adds else "[i]"
+        rows = "i" if adds and source and call.ndim(2) else "[i]"
         table, written = (dims_text("x", ndim, {dim: name}) for name in ("v", rows))
         operands = [table, rows] + ([written if call.ndim(2) else ""] if source else [])
         return join(f"{', '.join(operands)} -> {table}", clauses, "kernel v")
@@ -210,6 +210,12 @@ class Indexed:
         adjacent = self.dims == list(range(self.dims[0], self.dims[-1] + 1)) if self.dims else True
         self.at = self.dims[0] if self.dims and adjacent else 0
         self.others = [dim for dim in range(ndim) if dim not in self.dims]
+
+    def covered_by(self, values: tuple[int, ...], indices: list[Any]) -> bool:
+        """Whether values have the dims of the indices: those that lack one are added for every index along it."""
+        shape = tuple(torch.broadcast_shapes(*(tuple(index.shape) for index in indices if index is not None)))
+        end = len(values) - (len(self.others) - self.at)
+        return end >= len(shape) and values[end - len(shape) : end] == shape
 
     def result(self, index: str, mark: str = "") -> str:
         """The dims of the result, or of values that broadcast to it."""
@@ -234,7 +240,8 @@ def index_put_rule(call: Call) -> str | None:
     if any(index is not None and index.dtype in _MASKS for index in indices):
         return _masked(call, indices)
     where = Indexed(indices, ndim)
-    rows, values = ("i?..", where.result("i?..", "?")) if call.arg("accumulate") else ("[i?..]", where.result("[i?..]", "?"))
+    rows = "i?.." if call.arg("accumulate") and where.covered_by(call.shape(2), indices) else "[i?..]"
+    values = where.result(rows, "?")
     table = dims_text("x", ndim, {dim: f"v{dim}" for dim in where.dims})
     kernels = ", ".join(f"v{dim}" for dim in where.dims)
     clause = f"kernel {kernels}" if kernels else ""

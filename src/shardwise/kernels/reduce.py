@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..rules import Call, register
+from ..rules.registry import INSTEAD
 from ..rules.reduce import merged, reduced_dims
 from . import LOCAL
 from .requests import Cut, Gather, Kernel, KernelRun, LocalCall, Reduce
@@ -159,3 +160,20 @@ def distance(call: Call) -> str:
 register("aten::linalg_vector_norm", _merged(1), {"k": Kernel(_norm, joint=True)})
 register("aten::norm", _merged(1), {"k": Kernel(_norm, joint=True)})
 register("aten::dist", distance, {"k": Kernel(_distance, joint=True)})
+
+
+# ---- one answer for all -------------------------------------------------------------------------------------------
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether all elements are equal: one bit of each rank is exchanged, not the tensors."""
+    return one.shape == other.shape and bool((one == other).all().item())
+
+
+def close(one: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    """The same up to a tolerance."""
+    return bool(torch.isclose(one, other, rtol, atol, equal_nan).all().item())
+
+
+INSTEAD["aten::equal.default"] = equal
+INSTEAD["aten::allclose.default"] = close

@@ -45,7 +45,6 @@ register_table(
         "aten::new_zeros": new,
         "aten::new_ones": new,
         "aten::new_empty": new,
-        "aten::new_empty_strided": new,
         "aten::new_full": new,
     }
 )

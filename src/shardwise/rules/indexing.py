@@ -31,6 +31,7 @@ register_table(
         "aten::searchsorted.Tensor": searchsorted,
         "aten::_embedding_bag": "[v] [d], [i..], [o], [w..] -> _.., _.., _.., _..",
         "aten::_embedding_bag_forward_only": "[v] [d], [i..], [o], [w..] -> _.., _.., _.., _..",
+        "aten::_embedding_bag_backward": "[b] [d], [i..], [o], [t..], [s..], [m..], [w..] -> _ [d] ; linear 0",
         "aten::_embedding_bag_dense_backward": "[b] [d], [i..], [o..], [s..], [m..], [w..] -> _ [d] ; linear 0",
     }
 )

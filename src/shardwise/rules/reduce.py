@@ -107,6 +107,5 @@ register_table(
         "aten::unique_dim": "[x..] -> _.., _, _",
         "aten::unique_consecutive": "[x..] -> _.., _.., _",
         "aten::_local_scalar_dense": _ONE_WHOLE,
-        "aten::equal": "[x..], [x..] -> ",
     }
 )
