@@ -129,9 +129,11 @@ def test_plain_tensors_are_shared_by_all_ranks() -> None:
 
 def test_in_place_keeps_the_object_and_the_memory() -> None:
     x = even(2, 2)
+    shards, pointers, before = x.shards, [s.data_ptr() for s in x.shards], [s.clone() for s in x.shards]
     assert x.add_(1) is x
     assert x.mul_(even(2, 2).fill_(2)) is x
     assert all(a is b for a, b in zip(x.shards, shards, strict=True))
+    assert [s.data_ptr() for s in x.shards] == pointers
     for s, b in zip(x.shards, before, strict=True):
         assert torch.equal(s, (b + 1) * 2)
 
@@ -159,7 +161,9 @@ def test_view_and_write_are_seen_by_autograd() -> None:
 def test_out() -> None:
     a, b = even(2, 3), even(2, 3)
     out = even(2, 3)
+    pointers = [s.data_ptr() for s in out.shards]
     assert torch.add(a, b, out=out) is out
+    assert [s.data_ptr() for s in out.shards] == pointers
     assert torch.equal(out.shards[1], a.shards[1] + b.shards[1])
     grown = RankTensor([torch.empty(0) for _ in range(N)])
     torch.add(a, b, out=grown)
@@ -288,6 +292,7 @@ def test_copies(how: str, parameter: bool) -> None:
     assert y.requires_grad
     for a, b in zip(x.shards, y.shards, strict=True):
         assert torch.equal(a, b)
+        assert a.data_ptr() != b.data_ptr()
     with pytest.raises(RuntimeError, match="detach"):
         copy.deepcopy(x * 2)
 
@@ -311,6 +316,7 @@ def test_data_keeps_wrapper_and_shards_in_step() -> None:
 
 
 def test_no_memory_of_its_own() -> None:
+    for use in (torch.from_dlpack, RankTensor.share_memory_):
         with pytest.raises(RuntimeError):
             use(even(2))
 
@@ -351,6 +357,7 @@ def test_map_ranks_and_replicate() -> None:
     with simulate(4):
         assert [s.item() for s in map_ranks(lambda rank: torch.tensor(rank)).shards] == [0, 1, 2, 3]
         z = replicate(torch.ones(2))
+        assert len({s.data_ptr() for s in z.shards}) == 4
     with pytest.raises(WorldError, match="number of ranks"):
         replicate(torch.ones(2))
 
