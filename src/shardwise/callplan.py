@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .comm.redistribute import links_of, plan
 from .comm.transport import identity
 from .errors import InputError
-from .kernels import DRAWS, LOCAL
+from .kernels import COPIED, DRAWS, LOCAL
 from .kernels.drive import JointPieces, Pieces, drive
 from .kernels.requests import Kernel, LocalCall
 from .layout import Coordinate, Factor, Layout
@@ -27,7 +27,7 @@ from .propagate import Decision, KernelCost, Operand, Propagator, Result
 from .random import draw_key
 from .rules import Bound, BoundTensor, Call, Registered, bind, local_size, refine, tensor_arguments
 from .rules.registry import COPES_WITH_EMPTY
-from .spec import DTensorSpec, TensorMeta
+from .spec import DTensorSpec, TensorMeta, in_memory_order, memory_order
 from .world import RankTensor, map_ranks, rank_int, values_of
 
 
@@ -234,6 +234,8 @@ class Planner:
         specs = self._result_specs()
         writes, in_place = self._writes(specs, args, kwargs, communication)
         run = self._local_run(communication)
+        if run is not self.func and not writes:
+            run = _ordered_as(specs, run)
         in_place = in_place and not self._makes_new()
         is_view = _is_view(self.func)
         return CallPlan(
@@ -347,7 +349,8 @@ class Planner:
     def _makes_new(self) -> bool:
         """Whether what runs gives new tensors, even for an op that writes: kernels know of no `out=`."""
         cut = any(self.bound.factors[factor].kernel for _, factor in self.decision.cuts)
-        return cut or (self.registered.variant == "out" and self.registered.key in LOCAL)
+        key = self.registered.key
+        return cut or key in COPIED or (self.registered.variant == "out" and key in LOCAL)
 
     def _may_be_empty(self) -> bool:
         if self.registered.key in COPES_WITH_EMPTY:
@@ -400,6 +403,26 @@ class Planner:
             return LocalCall(func, arguments, dims, out_dims, shapes, dtypes, layouts, at, given)
 
         return make
+
+
+def _ordered_as(specs: Sequence[DTensorSpec], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Local results as the op itself would lay them out in memory, so that the same views of them are legal."""
+    orders = [memory_order(spec.tensor_meta) for spec in specs]
+    if not any(order is not None for order in orders):
+        return run
+
+    def ordered(*args: Any, **kwargs: Any) -> Any:
+        remaining = iter(orders)
+
+        def place(result: Any) -> Any:
+            if isinstance(result, (list, tuple)):
+                return type(result)(place(element) for element in result)
+            order = next(remaining) if isinstance(result, Tensor) else None
+            return result if order is None else in_memory_order(result, order)
+
+        return place(run(*args, **kwargs))
+
+    return ordered
 
 
 # ---- small parts ----------------------------------------------------------------------------------------------------

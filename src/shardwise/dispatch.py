@@ -28,6 +28,7 @@ from .mesh import MeshView
 from .modes import modes
 from .placement import Replicate
 from .rules import Registered, rule_for
+from .rules.inverse import replacing
 from .rules.registry import INSTEAD, READS_SCALARS
 from .spec import DTensorSpec, TensorMeta, contiguous_meta
 
@@ -53,6 +54,11 @@ class Replay:
         """The view of another root."""
         result = self.func(root, *self.args[1:], **self.kwargs)
         return result if self.index is None else result[self.index]
+
+    def put(self, root: Tensor, value: Tensor) -> Any:
+        """The root with this value in the place of the view; None where no op does that."""
+        put = replacing(self.func, self.args, self.kwargs, self.index)
+        return None if put is None else put(root, value)
 
 
 class OpDispatcher:

@@ -55,6 +55,22 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
+def memory_order(meta: TensorMeta) -> tuple[int, ...] | None:
+    """The dims from outermost to innermost in memory; None where that is the order of the dims, or cannot be told."""
+    shape, stride, _ = meta
+    wide = [dim for dim in range(len(shape)) if shape[dim] > 1]
+    if any(stride[dim] == 0 for dim in wide):
+        return None
+    order = sorted(wide, key=lambda dim: -stride[dim])
+    return tuple(order) + tuple(dim for dim in range(len(shape)) if dim not in wide) if order != wide else None
+
+
+def in_memory_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """The tensor, copied if need be, with its dims lying in memory in this order."""
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return tensor.permute(order).contiguous().permute(back)
+
+
 def contiguous_meta(shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:
     """The meta of a row-major tensor."""
     return TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)

@@ -59,12 +59,13 @@ _requires_grad: Any = torch.Tensor.requires_grad
 class DTensor(torch.Tensor):
     """A tensor cut over a mesh: it looks like the whole, and each rank holds its part, `_local_tensor`, by `_spec`."""
 
-    __slots__ = ("_local_tensor", "_pending", "_spec")
+    __slots__ = ("_home", "_local_tensor", "_pending", "_spec")
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     _local_tensor: Tensor
     _spec: DTensorSpec
     _pending: Any
+    _home: list[DTensorSpec]  # of a leaf: where its gradient is brought, shared with the hook that brings it
     _op_dispatcher: OpDispatcher
 
     @staticmethod
@@ -209,14 +210,20 @@ class DTensor(torch.Tensor):
     @property
     def data(self) -> Tensor:
         """The same data, detached."""
-        return _data.__get__(self)
+        # A view that is made again counts the writes to its root, which data with a count of its own would not see.
+        return self.detach() if type(self) is _ReplayedDTensor else _data.__get__(self)
 
     @data.setter
     def data(self, other: Tensor) -> None:
         if not isinstance(other, DTensor):
             raise InputError("the data of a DTensor was set to a plain tensor", "distribute it first")
+        local = other._local_tensor
         _data.__set__(self, other)
-        self._local_tensor, self._spec = other._local_tensor, other._spec
+        if type(self) is not DTensor:
+            object.__setattr__(self, "__class__", DTensor)  # no longer a view of what it was
+        self._local_tensor, self._spec = local, other._spec
+        if hasattr(self, "_home"):
+            self._home[0] = other._spec
 
     @property
     def requires_grad(self) -> bool:
@@ -353,6 +360,22 @@ def _write_back(tensor: DTensor) -> None:
     if type(tensor) is not _ReplayedDTensor:
         return
     replay, _ = tensor._pending
+    root = replay.root
+    written = replay.put(root, _wrap(_slot.__get__(tensor), tensor._spec))
+    if written is None:
+        written = _put_whole(replay, tensor)
+    goal = root._spec.with_meta(written._spec.tensor_meta)
+    root._local_tensor.copy_(redistribute_local(written._local_tensor, written._spec, goal))
+    for changed in (tensor, root):
+        if type(changed) is _ReplayedDTensor:
+            seen = _version(changed)
+            # Autograd counts the write only after this call.
+            changed._pending = changed._pending[0], None if seen is None else seen + 1
+    _write_back(root)
+
+
+def _put_whole(replay: Replay, tensor: DTensor) -> DTensor:
+    """The root of a view with the view's value in its place, by way of the whole on every rank."""
     root, whole = replay.root, _replicated(tensor._spec)
     value = redistribute_local(_slot.__get__(tensor), tensor._spec, whole)
     root_whole = _replicated(root._spec)
@@ -360,13 +383,7 @@ def _write_back(tensor: DTensor) -> None:
     if root_value is root._local_tensor:
         root_value = root_value.clone()
     replay.of(root_value).copy_(value)
-    root._local_tensor.copy_(redistribute_local(root_value, root_whole, root._spec))
-    for written in (tensor, root):
-        if type(written) is _ReplayedDTensor:
-            seen = _version(written)
-            # Autograd counts the write only after this call.
-            written._pending = written._pending[0], None if seen is None else seen + 1
-    _write_back(root)
+    return _wrap(root_value, root_whole)
 
 
 def _replicated(spec: DTensorSpec) -> DTensorSpec:
@@ -536,13 +553,13 @@ def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 
 def _reduce_gradient_of(leaf: DTensor) -> None:
     """Give a leaf's gradient the leaf's own placements, once, when it arrives."""
-    reference = weakref.ref(leaf)  # the hook lives on the leaf and must not keep it alive
+    # The hook lives on the leaf and must not keep it alive; a weak reference would keep modules from swapping it.
+    home = leaf._home = [leaf._spec]
 
     def hook(grad: Tensor) -> Tensor | None:
-        tensor = reference()
-        if tensor is None or not isinstance(grad, DTensor):
+        if not isinstance(grad, DTensor):
             return None
-        wanted = tensor._spec.cotangent()
+        wanted = home[0].cotangent()
         if grad._spec.layout is wanted.layout:
             return None
         return grad._to_spec(_with_dtype(wanted, grad.dtype))

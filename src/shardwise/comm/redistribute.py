@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import MeshError
 from ..mesh import MeshView
-from ..spec import DTensorSpec
+from ..spec import DTensorSpec, in_memory_order, memory_order
 from .cost import Links, cost_model, generation
 from .groups import adopt
 from .moves import LocalOp, Move, bind, wait
@@ -61,7 +61,12 @@ def _links(view: MeshView, generation: int) -> Links:
 def _moves(source: DTensorSpec, target: DTensorSpec, generation: int) -> tuple[Move, ...]:
     adopt(source.mesh)
     steps = _plan(source, target, generation, True).plan.steps
-    return tuple(bind(step, source.view, source.dtype) for step in steps)
+    moves = tuple(bind(step, source.view, source.dtype) for step in steps)
+    order = memory_order(target.tensor_meta)
+    if moves and order is not None:
+        # Moved data is row-major. Where the target is not, views that are legal on one device must stay so here.
+        moves += (Move(lambda local: in_memory_order(local, order), False, None),)
+    return moves
 
 
 def redistribute_local(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> Tensor:

@@ -12,6 +12,9 @@ from .requests import Cut, Fetch, Gather, Kernel, KernelRun, LocalCall, Reduce, 
 LOCAL: dict[str, Callable[[LocalCall], Any]] = {}
 """Ops with an implementation of their own for a rank's part, whatever is cut (but by a kernel), by the key of their rule."""
 
+COPIED: set[str] = set()
+"""Those of them that are views, but whose local implementation makes a copy."""
+
 DRAWS: dict[str, Callable[[LocalCall], Any]] = {}
 """Ops that draw random numbers, as LOCAL; their argument `generator` is a key that all ranks have in common."""
 
@@ -31,6 +34,7 @@ LISTS: dict[str, ListKernel] = {}
 """Ops on lists of tensors that communicate for the whole list at once, by the key of their rule."""
 
 __all__ = [
+    "COPIED",
     "DRAWS",
     "LISTS",
     "LOCAL",
@@ -45,7 +49,7 @@ __all__ = [
     "Return",
 ]
 
-from . import attention, conv, optim, random  # noqa: E402, F401  the families register their kernels
+from . import attention, conjugate, conv, optim, random  # noqa: E402, F401  the families register their kernels
 
 from . import batch_norm, extremes, loss, norm, reduce, scan, softmax  # noqa: E402, F401  the families register their kernels
 

@@ -75,4 +75,18 @@ __all__ = [
     "view_rule",
 ]
 
-from . import copies, elementwise, loss, indexing, matmul, norm, optim, reduce, shapes, views  # noqa: E402, F401  the families register their rules
+# The families register their rules.
+from . import (  # noqa: E402, F401
+    copies,
+    elementwise,
+    indexing,
+    linalg,
+    loss,
+    matmul,
+    norm,
+    optim,
+    pool,
+    reduce,
+    shapes,
+    views,
+)

@@ -49,7 +49,7 @@ _SAME = "linear 0 ; monotone 0"
 _ONE = {
     "neg": "linear 0 ; antitone 0",
     **dict.fromkeys(("positive", "deg2rad", "rad2deg", "zero"), _SAME),
-    **dict.fromkeys(("conj_physical", "_conj", "_conj_physical", "resolve_conj", "resolve_neg"), _LINEAR),
+    **dict.fromkeys(("conj_physical", "_conj", "_conj_physical", "_neg_view", "resolve_conj", "resolve_neg"), _LINEAR),
     **dict.fromkeys(
         ("relu", "relu6", "floor", "ceil", "trunc", "round", "exp", "exp2", "expm1", "sigmoid", "tanh", "erf", "atan"),
         _MONOTONE,

@@ -1,6 +1,23 @@
-"""Matrix products."""
+"""Matrix products and their relatives."""
 
-from .registry import register_table
+from __future__ import annotations
+
+from .registry import Call, register_table
+
+
+def trilinear(call: Call) -> str:
+    """Three tensors, each with dims of size 1 put in, multiplied and summed over some dims."""
+    ndim = call.ndim(0) + len(call.arg("expand1"))
+    operands = []
+    for position in range(3):
+        missing = set(call.arg(f"expand{position + 1}"))
+        operands.append(" ".join(f"x{d}" for d in range(ndim) if d not in missing))
+    summed = set(call.arg("sumdim"))
+    result = " ".join(f"x{d}" for d in range(ndim) if d not in summed)
+    return f"{', '.join(operands)} -> {result} ; linear 0 | 1 | 2"
+
+
+_DISTANCES = "b?.. p [m], b?.. r [m] -> b.. p r"
 
 register_table(
     {
@@ -11,8 +28,16 @@ register_table(
         "aten::vdot": "k, k -> ; linear 0 | 1",
         "aten::addmm": "m? n?, m k, k n -> m n ; linear 0+1 | 0+2",
         "aten::addmv": "m?, m k, k -> m ; linear 0+1 | 0+2",
+        "aten::addr": "m? n?, m, n -> m n ; linear 0+1 | 0+2",
         "aten::addbmm": "m? n?, b m k, b k n -> m n ; linear 0+1 | 0+2",
         "aten::baddbmm": "b? m? n?, b m k, b k n -> b m n ; linear 0+1 | 0+2",
         "aten::linear": "x.. k, n k, n -> x.. n ; linear 0+2 | 1+2",
+        "aten::_int_mm": "m k, k n -> m n",
+        "aten::_trilinear": trilinear,
+        "aten::_cdist_forward": _DISTANCES,
+        "aten::_euclidean_dist": _DISTANCES,
+        "aten::_cdist_backward": "b.. p r, b.. p [m], b.. r [m], b.. p r -> b.. p [m] ; linear 0",
+        "aten::_pdist_forward": "[n] [m] -> _",
+        "aten::_pdist_backward": "_, [n] [m], _ -> [n] [m]",
     }
 )
