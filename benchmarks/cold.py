@@ -52,7 +52,8 @@ def run_op(lib: Any, name: str, mesh: Any, samples: int) -> tuple[list[float], l
             placements[1:] = [[lib.Replicate()] * mesh.ndim] * 2
         for batch, times in ((64 + 8 * (2 * sample), new_specs), (64 + 8 * (2 * sample + 1), new_sizes)):
             tensors = [
-                lib.zeros(*shape, device_mesh=mesh, placements=p) for shape, p in zip(shapes(batch), placements, strict=True)
+                lib.zeros(*shape, device_mesh=mesh, placements=p)
+                for shape, p in zip(shapes(batch), placements, strict=True)
             ]
             times.append(timed(lambda: op(*tensors)))  # noqa: B023
     return new_specs, new_sizes
@@ -66,7 +67,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     libraries = ["shardwise"] if options.no_torch else ["shardwise", "torch.distributed.tensor"]
-    print(f"{'':12} {'axes':>4} {'library':26} {'new specs: median':>18} {'max':>8} {'new size: median':>18} {'max':>8}")
+    print(
+        f"{'':12} {'axes':>4} {'library':26} {'new specs: median':>18} {'max':>8} {'new size: median':>18} {'max':>8}"
+    )
     for axes in range(1, options.axes + 1):
         dist.init_process_group("fake", rank=0, world_size=4**axes, store=FakeStore())
         for library in libraries:

@@ -179,7 +179,9 @@ def _localized(
     if in_placements is not None:
         wanted = in_placements[index]
         if wanted is None:
-            raise InputError(f"argument {index} of {func.__name__} is a DTensor, its in_placements are None", "give them")
+            raise InputError(
+                f"argument {index} of {func.__name__} is a DTensor, its in_placements are None", "give them"
+            )
         normal, order = normalize_placements(value._spec.view, wanted, value.dim())
         if (normal, order) != (value.placements, value.shard_order):
             if not redistribute_inputs:
@@ -205,7 +207,9 @@ def _wrapped_results(result: Any, out_placements: Any, mesh: DeviceMesh, func: C
     for i, (value, placements) in enumerate(zip(flat, wanted, strict=True)):
         if isinstance(value, Tensor) != (placements is not None):
             kind = "a tensor" if isinstance(value, Tensor) else "no tensor"
-            raise InputError(f"result {i} of {func.__name__} is {kind}, its out_placements are {placements}", "change them")
+            raise InputError(
+                f"result {i} of {func.__name__} is {kind}, its out_placements are {placements}", "change them"
+            )
         if isinstance(value, Tensor) and not isinstance(value, DTensor):
             value = DTensor.from_local(value, mesh, placements)
         wrapped.append(value)

@@ -41,7 +41,7 @@ class Result(NamedTuple):
     `fixed` is the layout it must have in the end, for results written into an argument.
     """
 
-    index: int
+    output: int
     tensor: BoundTensor
     itemsize: int
     fixed: Layout | None = None
@@ -99,7 +99,8 @@ class Propagator:
         """The cheapest choice; of equally cheap ones the one that holds least in memory."""
         options = [self._options(axis) for axis in range(len(self.mesh_sizes))]
         if math.prod(len(choices) for choices in options) <= _TRY_ALL:
-            best = min(itertools.product(*options), key=self._price)
+            combinations: list[tuple[Option, ...]] = list(itertools.product(*options))
+            best = min(combinations, key=lambda combination: self._price(combination))
         else:
             best = self._sweep(options)
         return self._decide(best)
@@ -186,10 +187,10 @@ class Propagator:
         talking: list[int] = []
         kernels: list[KernelCost] = []
         for index, axes in by_factor.items():
-            factor = self.bound.factors[index]
-            if factor.even and not divides_evenly(self.mesh_sizes, Factor(factor.size, axes)):
+            bound = self.bound.factors[index]
+            if bound.even and not divides_evenly(self.mesh_sizes, Factor(bound.size, axes)):
                 return False
-            if factor.kernel:
+            if bound.kernel:
                 kernels.append(self.kernels[index])
                 talking += axes
         if self.groups is not None and len(talking) > 1 and tuple(sorted(talking)) not in self.groups:
@@ -218,9 +219,9 @@ class Propagator:
             _, price, nbytes = self._result(i, cuts, options)
             seconds += price
             output_bytes += nbytes
-        for factor in {factor for _, factor in cuts if self.bound.factors[factor].kernel}:
-            axes = tuple(axis for axis, cut in cuts if cut == factor)
-            rounds, traffic, _ = self.kernels[factor]
+        axes = tuple(axis for axis, factor in cuts if self.bound.factors[factor].kernel)
+        if axes:  # of one kernel, though it may be joint over several factors
+            rounds, traffic, _ = self.kernels[dict(cuts)[axes[0]]]
             seconds += rounds * self.links.seconds(axes, len(axes), 0.0) if rounds else 0.0
             seconds += traffic * output_bytes / min(self.links.bandwidth[axis] for axis in axes)
         return seconds, memory + output_bytes
@@ -242,7 +243,7 @@ class Propagator:
         """A result's layout under a choice, the price of what must still be done with it, and its bytes."""
         result, mine = self.results[index], self.factors_of_results[index]
         passed = [(axis, option.op) for axis, option in enumerate(options) if isinstance(option, Passing)]
-        partial = tuple(sorted((*output_partial(self.bound, result.index, cuts), *passed)))
+        partial = tuple(sorted((*output_partial(self.bound, result.output, cuts), *passed)))
         key = index, tuple([cut for cut in cuts if cut[1] in mine]), partial
         found = self._priced_results.get(key)
         if found is None:

@@ -360,8 +360,11 @@ def _write_back(tensor: DTensor) -> None:
     if type(tensor) is not _ReplayedDTensor:
         return
     replay, _ = tensor._pending
-    root = replay.root
-    written = replay.put(root, _wrap(_slot.__get__(tensor), tensor._spec))
+    root, value = replay.root, _slot.__get__(tensor)
+    if type(root) is _ReplayedDTensor:
+        value = value.clone()  # it may share local memory with the root, which is made again below
+        _slot.__set__(tensor, value)
+    written = replay.put(root, _wrap(value, tensor._spec))
     if written is None:
         written = _put_whole(replay, tensor)
     goal = root._spec.with_meta(written._spec.tensor_meta)

@@ -39,7 +39,7 @@ def check_case(fn: Callable[..., Any], args: Sequence[Any], limit: int = 8, **op
     """The one-device answer for a sample of all placements; loosely where half precision rounds."""
     dtypes = {value.dtype for value in args if isinstance(value, Tensor)}
     if dtypes & {torch.bfloat16, torch.float16}:
-        options = {"rtol": 5e-2, "atol": 5e-2, **options}
+        options |= {"rtol": 5e-2, "atol": 5e-2}
     assert check(fn, *args, limit=limit, **options).cases
 
 

@@ -104,7 +104,7 @@ CASES: list[Case] = [
     ("histc", lambda x: x.histc(4), (r(5, 4),)),
     ("bincount", lambda x: x.abs().bincount(), (r(7, dtype=torch.int64),)),
     ("unique", lambda x: x.unique(), (r(7, dtype=torch.int64),)),
-    ("equal", torch.equal, (r(5, 4), r(5, 4))),
+    ("equal", torch.equal, (r(5, 4, dtype=torch.int64), r(5, 4, dtype=torch.int64))),
     ("not equal", torch.equal, (r(5, 4), r(5, 4, seed=1))),
     ("allclose", torch.allclose, (r(5, 4), r(5, 4))),
     ("item", lambda x: x.sum().item(), (r(5, 4),)),
@@ -150,7 +150,7 @@ MERGED = {
 @pytest.mark.parametrize("name", MERGED)
 def test_two_cut_dims_are_merged_at_once(name: str) -> None:
     with ranks(2, 3) as mesh:
-        x = on(mesh, r(64, 64), Shard(0), Shard(1))
+        x = on(mesh, r(512, 256), Shard(0), Shard(1))
         for text in communication(lambda: MERGED[name](x)):
             assert "collective(s) inside" in text
 

@@ -25,7 +25,6 @@ from .moves import LocalOp, Move, bind, wait
 from .plan import SpecPlan
 from .planner import make_plan
 
-
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
 

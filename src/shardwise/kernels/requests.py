@@ -51,7 +51,8 @@ class Cut(NamedTuple):
         return self.stop - self.start
 
 
-class LocalCall(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LocalCall:
     """One rank's part of a call, as kernels and local implementations see it.
 
     `dims` says for each tensor operand, `out_dims` for each result, which dim carries the cut factor (None: none does).
@@ -69,9 +70,9 @@ class LocalCall(NamedTuple):
     at: Coordinate
     given: tuple[Layout, ...] = ()
 
-    def __getitem__(self, name: str | int) -> Any:  # type: ignore[override]
+    def __getitem__(self, name: str) -> Any:
         """A local argument by its name in the schema."""
-        return self.arguments[name] if isinstance(name, str) else tuple.__getitem__(self, name)
+        return self.arguments[name]
 
     def local_shape(self, result: int = 0) -> tuple[int, ...]:
         """The shape of this rank's part of a result."""

@@ -21,8 +21,8 @@ def batched(rule: str) -> Callable[[Call], str]:
         kinds = list(inputs)
         if len(kinds) == 2 and kinds[1] == "m" and call.ndim(1) < call.ndim(0):
             ranks[1], kinds[1] = 1, "v"
-        shapes = [tuple(t.shape) for t in call.tensors]
-        batches = {shape[: len(shape) - rank] for shape, rank in zip(shapes, ranks, strict=True)}
+        given = [(tuple(t.shape), rank) for t, rank in zip(call.tensors, ranks, strict=True) if t is not None]
+        batches = {shape[: len(shape) - rank] for shape, rank in given}
         if len(batches) > 1:
             return f"{', '.join('_..' for _ in inputs)} -> {', '.join('_..' for _ in outputs)}"
         results = [kinds[1] if kind == "x" else kind for kind in outputs]

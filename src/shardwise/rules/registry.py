@@ -36,7 +36,7 @@ from .schema import (
     variant_of,
 )
 
-Kernel = Callable[..., Any]
+Kernel = Any  # what it looks like is the business of those who run it
 Op = OpOverload | OpOverloadPacket | str
 _REQUIRED = object()
 

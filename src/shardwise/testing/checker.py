@@ -192,7 +192,10 @@ def _same(kind: str, wanted: Any, found: Any, rtol: float, atol: float) -> None:
         if wanted.count_nonzero():
             raise Mismatch(f"{kind}: nothing instead of {wanted}")
         return
-    value = common(found.detach().full_tensor()) if isinstance(found, DTensor) else found
+    value: Tensor = found
+    if isinstance(found, DTensor):
+        with torch.no_grad():
+            value = common(found.full_tensor())
     if value.shape != wanted.shape or value.dtype != wanted.dtype:
         raise Mismatch(f"{kind}: {value.dtype}{list(value.shape)} instead of {wanted.dtype}{list(wanted.shape)}")
     torch.testing.assert_close(
