@@ -98,25 +98,26 @@ class Propagator:
     def choose(self) -> Decision:
         """The cheapest choice; of equally cheap ones the one that holds least in memory."""
         options = [self._options(axis) for axis in range(len(self.mesh_sizes))]
-        if math.prod(len(choices) for choices in options) <= _TRY_ALL:
-            combinations: list[tuple[Option, ...]] = list(itertools.product(*options))
-            best = min(combinations, key=lambda combination: self._price(combination))
-        else:
-            best = self._sweep(options)
-        return self._decide(best)
+        followed = tuple(self._as_largest(axis, choices) for axis, choices in enumerate(options))
+        if self._price(followed)[0] == 0.0:
+            return self._decide(followed)  # nothing is communicated now or later: the usual case
+        if math.prod(len(choices) for choices in options) > _TRY_ALL:
+            return self._decide(self._sweep(options, followed))
+        everything: list[tuple[Option, ...]] = list(itertools.product(*options))
+        return self._decide(min(everything, key=self._price))
 
-    def _sweep(self, options: Sequence[Sequence[Option]]) -> tuple[Option, ...]:
-        """Start from what the largest operand does, then improve axis by axis, given all the others, at most thrice."""
-        chosen: list[Option] = [self._as_largest(axis, choices) for axis, choices in enumerate(options)]
+    def _sweep(self, options: Sequence[Sequence[Option]], start: tuple[Option, ...]) -> tuple[Option, ...]:
+        """Improve a choice axis by axis, given all the others, at most thrice."""
+        chosen = start
         for _ in range(3):
-            before = list(chosen)
+            before = chosen
             for axis, choices in enumerate(options):
                 if len(choices) > 1:
-                    tried = [(*chosen[:axis], option, *chosen[axis + 1 :]) for option in choices]
-                    chosen = list(min(tried, key=self._price))
+                    tried: list[tuple[Option, ...]] = [(*chosen[:axis], o, *chosen[axis + 1 :]) for o in choices]
+                    chosen = min(tried, key=self._price)
             if chosen == before:
                 break
-        return tuple(chosen)
+        return chosen
 
     def _as_largest(self, axis: int, choices: Sequence[Option]) -> Option:
         """The option that leaves the largest operand which uses this axis as it is."""

@@ -147,7 +147,9 @@ def whole(tensor: Tensor) -> Tensor:
     return common(tensor.full_tensor()) if isinstance(tensor, DTensor) else tensor
 
 
-def compare(program: Program, sizes: Sequence[int], placements: list[Placement], *, requires_grad: bool = False) -> None:
+def compare(
+    program: Program, sizes: Sequence[int], placements: list[Placement], *, requires_grad: bool = False
+) -> None:
     """The program does the same to a distributed tensor as to a plain one, or raises the same error."""
 
     def outcome(tensor: Tensor) -> Any:
@@ -219,7 +221,7 @@ def test_several_views_at_once(program: Program, sizes: Sequence[int], placement
     compare(with_gradients(program), sizes, placements, requires_grad=True)
 
 
-# ---- the same data under another name ---------------------------------------------------------------------------------
+# ---- the same data under another name -----------------------------------------------------------------------------
 
 
 def detached(d: Tensor) -> list[Tensor]:
@@ -260,7 +262,7 @@ def test_other_names(program: Program, sizes: Sequence[int], placements: list[Pl
     compare(program, sizes, placements, requires_grad=True)
 
 
-# ---- in place, the placements stay ------------------------------------------------------------------------------------
+# ---- in place, the placements stay --------------------------------------------------------------------------------
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "add_": lambda d: d.add_(1.5),
@@ -294,7 +296,7 @@ def test_writes_keep_placements(name: str, sizes: Sequence[int], placements: lis
         torch.testing.assert_close(whole(d), wanted)
 
 
-# ---- wrapper and shard stay together ----------------------------------------------------------------------------------
+# ---- wrapper and shard stay together ------------------------------------------------------------------------------
 
 
 def distributed(placements: list[Placement]) -> nn.Module:

@@ -10,12 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from shardwise import Shard
 from shardwise.dispatch import GatherWarning
-from shardwise.testing import check
-
-
-def r(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+from tests.ops.helpers import check_case, communication, on, r, ranks, whole
 
 
 def i(high: int, *shape: int, low: int = 0) -> torch.Tensor:
@@ -55,10 +52,18 @@ CASES: list[Case] = [
     ("scatter add", lambda x, y, z: x.detach().scatter(0, y, z.detach(), reduce="add"), (r(5, 3), i(5, 6, 3), r(6, 3))),
     ("scatter multiply", lambda x, y: x.detach().scatter(0, y, 2.0, reduce="multiply"), (r(5, 3), i(5, 6, 3))),
     ("scatter_add", lambda x, y, z: x.scatter_add(0, y, z), (r(5, 3), i(5, 7, 3), r(7, 3))),
-    ("scatter_add longer source", lambda x, y, z: x.detach().scatter_add(1, y, z.detach()), (r(3, 5), i(5, 2, 3), r(4, 6))),
+    (
+        "scatter_add longer source",
+        lambda x, y, z: x.detach().scatter_add(1, y, z.detach()),
+        (r(3, 5), i(5, 2, 3), r(4, 6)),
+    ),
     ("scatter_add_", lambda x, y, z: x.scatter_add_(0, y, z), (r(5, 3), i(5, 7, 3), r(7, 3))),
     ("scatter_reduce sum", lambda x, y, z: x.scatter_reduce(0, y, z, "sum"), (r(5, 2), i(5, 7, 2), r(7, 2))),
-    ("scatter_reduce amax", lambda x, y, z: x.scatter_reduce(0, y, z, "amax"), (i(9, 5, 2).float(), i(5, 7, 2), i(9, 7, 2).float())),
+    (
+        "scatter_reduce amax",
+        lambda x, y, z: x.scatter_reduce(0, y, z, "amax"),
+        (i(9, 5, 2).float(), i(5, 7, 2), i(9, 7, 2).float()),
+    ),
     (
         "scatter_reduce mean without self",
         lambda x, y, z: x.scatter_reduce(0, y, z, "mean", include_self=False),
@@ -77,7 +82,11 @@ CASES: list[Case] = [
     ("index_put accumulate", lambda x, y, z: x.index_put((y,), z, True), (r(5, 3), i(5, 7), r(7, 3))),
     ("index_put broadcast", lambda x, y, z: x.index_put((y,), z, True), (r(5, 3), i(5, 7), r(3))),
     ("index_put two", lambda x, y, z, v: x.index_put((y, z), v, True), (r(5, 3), i(5, 4), i(3, 4), r(4))),
-    ("index_put second", lambda x, y, z: torch.ops.aten.index_put(x, [None, y], z, True), (r(3, 5), i(5, 4, low=-5), r(3, 4))),
+    (
+        "index_put second",
+        lambda x, y, z: torch.ops.aten.index_put(x, [None, y], z, True),
+        (r(3, 5), i(5, 4, low=-5), r(3, 4)),
+    ),
     ("index_put_", lambda x, y, z: x.index_put_((y,), z), (r(5, 3), torch.tensor([3, 0]), r(2, 3))),
     ("setitem", lambda x, y, z: (x.__setitem__(y, z), x)[1], (r(5, 3), torch.tensor([1, 4]), r(3))),
     ("setitem number", lambda x, y: (x.__setitem__((slice(None), y), 2.0), x)[1], (r(3, 5), torch.tensor([1, 4]))),
@@ -91,7 +100,11 @@ CASES: list[Case] = [
     ("index_copy", lambda x, y, z: x.index_copy(0, y, z), (r(5, 3), torch.tensor([4, 0]), r(2, 3))),
     ("index_fill", lambda x, y: x.index_fill(0, y, 3.0), (r(5, 3), torch.tensor([-1, 0]))),
     ("index_fill tensor", lambda x, y, z: x.index_fill(0, y, z), (r(5, 3), torch.tensor([2, 0]), r())),
-    ("index_reduce", lambda x, y, z: x.index_reduce(0, y, z, "amax"), (i(9, 5, 3).float(), i(5, 4), i(9, 4, 3).float())),
+    (
+        "index_reduce",
+        lambda x, y, z: x.index_reduce(0, y, z, "amax"),
+        (i(9, 5, 3).float(), i(5, 4), i(9, 4, 3).float()),
+    ),
     ("take", lambda x, y: x.take(y), (r(5), i(5, 3, 2))),
     ("take of a matrix", lambda x, y: x.take(y), (r(5, 2), i(10, 4))),
     ("put", lambda x, y, z: x.put(y, z, True), (r(5, 2), i(10, 4), r(4))),
@@ -103,7 +116,11 @@ CASES: list[Case] = [
     ("where number", lambda x, y: torch.where(x > 0, y, 2.0), (r(5, 3), r(3))),
     ("bucketize", lambda x, y: torch.bucketize(x, y), (r(5, 3), torch.tensor([-1.0, 0.0, 1.0]))),
     ("searchsorted", lambda x, y: torch.searchsorted(x, y), (torch.tensor([-1.0, 0.0, 1.0]), r(5, 3))),
-    ("searchsorted rows", lambda x, y: torch.searchsorted(x, y), (i(9, 5, 3).sort().values.float(), i(9, 5, 2).float())),
+    (
+        "searchsorted rows",
+        lambda x, y: torch.searchsorted(x, y),
+        (i(9, 5, 3).sort().values.float(), i(9, 5, 2).float()),
+    ),
     ("index of mask", lambda x: x[x > 0], (r(5, 3),)),
     ("masked_select", lambda x: x.masked_select(x > 0), (r(5, 3),)),
 ]
@@ -111,4 +128,48 @@ CASES: list[Case] = [
 
 @pytest.mark.parametrize(("fn", "tensors"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_equals_one_device(fn: Callable[..., Any], tensors: tuple[torch.Tensor, ...]) -> None:
-    check(fn, *tensors, limit=8, meshes=((2,), (4,), (2, 2)))
+    check_case(fn, tensors, limit=5, meshes=((2,), (4,), (2, 2)))
+
+
+LOCAL: list[tuple[str, Callable[..., Any]]] = [
+    ("embedding", lambda x, y: F.embedding(y, x)),
+    ("index", lambda x, y: x[y]),
+    ("index_select", lambda x, y: x.index_select(0, y)),
+    ("gather", lambda x, y: x.gather(0, y[:, None].expand(-1, 4))),
+    ("index_fill", lambda x, y: x.index_fill(0, y, 1.0)),
+    ("index_put", lambda x, y: x.index_put((y,), x.new_ones(()))),
+    ("masked_fill", lambda x, y: x.masked_fill(x > 0, 1.0)),
+]
+
+
+@pytest.mark.parametrize("fn", [case[1] for case in LOCAL], ids=[case[0] for case in LOCAL])
+def test_a_cut_table_needs_no_communication(fn: Callable[..., Any]) -> None:
+    with ranks(4) as mesh:
+        x, y = on(mesh, r(10, 4), Shard(0)), on(mesh, i(10, 6))
+        assert communication(lambda: fn(x, y)) == []
+
+
+def test_a_vocabulary_cut_over_ranks_used_twice() -> None:
+    """Ten rows on four ranks, of which the last holds one: the same weight looks up and scores."""
+    weight, tokens = r(10, 3), i(10, 2, 5)
+
+    def loss(w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        hidden = F.embedding(t, w).tanh()
+        return (hidden @ w.t()).logsumexp(-1).sum() + F.embedding(t, w, padding_idx=3).sum()
+
+    plain = weight.clone().requires_grad_()
+    loss(plain, tokens).backward()
+    with ranks(4) as mesh:
+        w, t = on(mesh, weight, Shard(0), grad=True), on(mesh, tokens)
+        for _ in range(2):
+            loss(w, t).backward()
+        assert w.grad.placements == (Shard(0),)
+        torch.testing.assert_close(whole(w.grad), 2 * plain.grad)
+
+
+def test_an_index_out_of_bounds_is_an_error() -> None:
+    with ranks(4) as mesh:
+        x, y = on(mesh, r(10, 3), Shard(0)), on(mesh, torch.tensor([3, 10]))
+        for fn in (lambda: x[y], lambda: F.embedding(y, x), lambda: x.index_select(0, y)):
+            with pytest.raises(IndexError, match="out of bounds"):
+                fn()

@@ -10,19 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from shardwise import Shard
 from shardwise.dispatch import GatherWarning
-from shardwise.testing import check
-
-
-def r(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(len(shape))
-    if dtype is torch.bool:
-        return torch.randint(0, 2, shape, generator=generator).bool()
-    if dtype in (torch.int64, torch.int32):
-        return torch.randint(-9, 9, shape, generator=generator, dtype=dtype)
-    return torch.randn(shape, generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32).to(
-        dtype
-    )
+from tests.ops.helpers import check_case, communication, no_communication, on, r, ranks
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +65,15 @@ CASES: list[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]]] = [
     ("slice 2-D", lambda x: x[:, 2:], (r(3, 8),)),
     ("slice both", lambda x: x[1:-1, :3], (r(6, 5),)),
     ("slice step", lambda x: x[1::2], (r(9, 3),)),
-    ("slice step 3", lambda x: x[:8:3], (r(11,),)),
+    (
+        "slice step 3",
+        lambda x: x[:8:3],
+        (
+            r(
+                11,
+            ),
+        ),
+    ),
     ("slice all", lambda x: x[0:10], (r(5, 3),)),
     ("slice empty", lambda x: x[3:3] * 2, (r(5, 3),)),
     ("slice bool", lambda x: x[2:], (r(5, 3, dtype=torch.bool),)),
@@ -147,4 +145,69 @@ CASES: list[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]]] = [
 
 @pytest.mark.parametrize(("fn", "tensors"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_equals_one_device(fn: Callable[..., Any], tensors: tuple[torch.Tensor, ...]) -> None:
-    check(fn, *tensors, limit=8, meshes=((2,), (4,), (2, 2)))
+    check_case(fn, tensors, limit=5, meshes=((2,), (4,), (2, 2)))
+
+
+def test_all_of_a_cut_dim_is_a_local_slice() -> None:
+    with ranks(4) as mesh, no_communication():
+        x = on(mesh, r(5, 8), Shard(0))
+        for view in (x[:], x[0:5], x[:, 2:6], x[-9:], x[..., 3], x.narrow(0, 0, 5)):
+            assert view.placements == (Shard(0),)
+            assert view.shards[0].data_ptr() >= x.shards[0].data_ptr()
+
+
+LOCAL: list[tuple[str, Callable[..., Any], int]] = [
+    ("select of a cut dim is a sum", lambda x: x[3], 0),
+    ("select of another dim", lambda x: x[:, 3], 0),
+    ("unsqueeze", lambda x: x.unsqueeze(1), 0),
+    ("expand", lambda x: x.expand(3, 8, 8), 0),
+    ("stack", lambda x: torch.stack([x, x]), 0),
+    ("cat along another dim", lambda x: torch.cat([x, x], 1), 0),
+    ("split along another dim", lambda x: x.split(3, 1), 0),
+    ("flip another dim", lambda x: x.flip(1), 0),
+    ("roll another dim", lambda x: x.roll(3, 1), 0),
+    ("pad another dim", lambda x: F.pad(x, (1, 1)), 0),
+    ("repeat", lambda x: x.repeat(2, 2), 0),
+    ("tril", lambda x: x.tril(), 0),
+    ("view", lambda x: x.view(2, 4, 8), 0),
+    ("flatten", lambda x: x.flatten(), 0),
+    ("slice", lambda x: x[1:5], 1),
+    ("chunk", lambda x: x.chunk(3), 1),
+    ("cat", lambda x: torch.cat([x, x, x]), 1),
+    ("roll", lambda x: x.roll(3, 0), 1),
+    ("flip", lambda x: x.flip(0), 1),
+    ("pad", lambda x: F.pad(x, (0, 0, 2, 1)), 1),
+]
+
+
+@pytest.mark.parametrize(("fn", "collectives"), [case[1:] for case in LOCAL], ids=[case[0] for case in LOCAL])
+def test_what_moves(fn: Callable[..., Any], collectives: int) -> None:
+    with ranks(2) as mesh:
+        x = on(mesh, r(8, 8), Shard(0))
+        found = communication(lambda: fn(x))
+        assert len(found) == collectives, found
+        assert all("inside" in text for text in found), "a kernel moves what is lacking, nothing is gathered"
+
+
+def test_slices_are_balanced_again() -> None:
+    with ranks(4) as mesh:
+        x = on(mesh, r(16, 2), Shard(0))
+        assert [tuple(s.shape) for s in x[3:11].shards.values()] == [(2, 2)] * 4
+        assert [tuple(s.shape) for s in torch.cat([x, x[:2]]).shards.values()] == [(5, 2), (5, 2), (5, 2), (3, 2)]
+
+
+def test_errors_are_those_of_plain_tensors() -> None:
+    with ranks(2) as mesh:
+        x = on(mesh, r(4, 2), Shard(0))
+        for wrong in (
+            lambda t: t.view(3, 3),
+            lambda t: t[5],
+            lambda t: t.split([1, 2]),
+            lambda t: t.expand(3, 2),
+            lambda t: t.permute(0, 0),
+        ):
+            with pytest.raises((RuntimeError, IndexError)) as plain:
+                wrong(r(4, 2))
+            with pytest.raises(plain.type) as found:
+                wrong(x)
+            assert str(found.value).partition("\n")[0] == str(plain.value).partition("\n")[0]

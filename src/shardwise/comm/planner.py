@@ -34,15 +34,45 @@ def make_plan(
     slots = common_slots(source, target)
     if slots is None:
         return _plan_without_slots(source, target, itemsize, links, groups)
-    task = Task(source.mesh_sizes, slots.source, slots.target, links.bandwidth, groups)
-    search = _Search(task, math.prod(source.shape) * itemsize, links)
-    # Where groups are missing, a detour may need more memory than source and target.
-    path = search.run(task.capacity) or search.run(math.inf)
+    nbytes = math.prod(source.shape) * itemsize
+    # Sizes matter only as bytes, and bytes only by their order of magnitude: a new batch size needs no new search.
+    about = 1 << max(0, nbytes - 1).bit_length()
+    path = _shortest(source.mesh_sizes, slots.source, slots.target, about, links, groups)
     if path is None:
         raise CommunicationError(
             f"no way from {source} to {target} over single axes", "use a mesh that spans the whole world"
         )
-    return search.as_plan(source, target, slots, path)
+    return _as_plan(source, target, slots, path, nbytes, links)
+
+
+Path = tuple[tuple[DistState, Edge], ...]
+"""The edges of a way, each with the state it leaves."""
+
+
+@lru_cache(maxsize=16384)
+def _shortest(
+    mesh_sizes: tuple[int, ...],
+    source: DistState,
+    target: DistState,
+    nbytes: int,
+    links: Links,
+    groups: frozenset[Axes] | None,
+) -> Path | None:
+    task = Task(mesh_sizes, source, target, links.bandwidth, groups)
+    search = _Search(task, nbytes, links)
+    found = search.run(task.capacity)
+    # Where groups are missing, a detour may need more memory than source and target.
+    return search.run(math.inf) if found is None else found
+
+
+def _as_plan(source: Layout, target: Layout, slots: Slots, path: Path, nbytes: int, links: Links) -> Plan:
+    mesh_sizes = source.mesh_sizes
+    steps = []
+    for before, edge in path:
+        start, end = slots.layout(mesh_sizes, before), slots.layout(mesh_sizes, edge.after)
+        steps.append(Step(edge.kind, edge.axes, start, end, edge.fraction * nbytes, edge.op))
+    seconds = sum(_seconds(links, mesh_sizes, step.kind, step.axes, step.received) for step in steps)
+    return Plan(source, target, tuple(steps), seconds)
 
 
 class _Search:
@@ -54,8 +84,8 @@ class _Search:
         # Seconds of a move over some axes: fixed, and for each part of the whole tensor received.
         self.prices: dict[tuple[str, Axes], tuple[float, float]] = {}
 
-    def run(self, capacity: float) -> list[tuple[DistState, Edge]] | None:
-        """The edges of the cheapest path, each with the state it leaves; None if there is no path."""
+    def run(self, capacity: float) -> Path | None:
+        """The cheapest way that never holds more than this part of the whole; None if there is none."""
         task, end = self.task, self.task.target
         start = task.source
         best: dict[DistState, float] = {start: 0.0}
@@ -107,21 +137,14 @@ class _Search:
                 return 0.0
         return self.links.latency + fraction * self.nbytes / self.fastest
 
-    def _path(self, arrived_by: dict[DistState, tuple[DistState, Edge]]) -> list[tuple[DistState, Edge]]:
+    def _path(self, arrived_by: dict[DistState, tuple[DistState, Edge]]) -> Path:
         path = []
         state = self.task.target
         while state != self.task.source:
             before, edge = arrived_by[state]
             path.append((before, edge))
             state = before
-        return path[::-1]
-
-    def as_plan(self, source: Layout, target: Layout, slots: Slots, path: list[tuple[DistState, Edge]]) -> Plan:
-        steps = []
-        for before, edge in path:
-            start, end = (slots.layout(self.task.mesh_sizes, state) for state in (before, edge.after))
-            steps.append(Step(edge.kind, edge.axes, start, end, edge.fraction * self.nbytes, edge.op))
-        return Plan(source, target, tuple(steps), sum(self.seconds(edge) for _, edge in path))
+        return tuple(reversed(path))
 
 
 def _seconds(links: Links, mesh_sizes: tuple[int, ...], kind: str, axes: Axes, received: float) -> float:

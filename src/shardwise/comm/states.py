@@ -54,6 +54,13 @@ def common_slots(source: Layout, target: Layout) -> Slots | None:
     Axes of size 1 do nothing and are left out.
     """
     mesh_sizes = source.mesh_sizes
+    plain = all(len(dim) == 1 for dim in source.dims) and all(len(dim) == 1 for dim in target.dims)
+    if plain and 1 not in mesh_sizes:  # nothing to refine, the usual case
+        return Slots(
+            tuple([(dim[0].size,) for dim in source.dims]),
+            DistState(tuple([dim[0].axes for dim in source.dims]), source.partial),
+            DistState(tuple([dim[0].axes for dim in target.dims]), target.partial),
+        )
     sizes, source_axes, target_axes = [], [], []
     for one, other in zip(source.dims, target.dims, strict=True):
         pair = _refine(mesh_sizes, _drop_single(mesh_sizes, one), _drop_single(mesh_sizes, other))

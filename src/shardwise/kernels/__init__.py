@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from .requests import Cut, Fetch, Gather, Kernel, KernelRun, LocalCall, Reduce, Return
 
 LOCAL: dict[str, Callable[[LocalCall], Any]] = {}
-"""Ops with an implementation of their own for a rank's part, whatever is cut (but by a kernel), by the key of their rule."""
+"""Ops with an implementation of their own for a rank's part, whatever is cut without a kernel, by their rule's key."""
 
 COPIED: set[str] = set()
 """Those of them that are views, but whose local implementation makes a copy."""

@@ -22,7 +22,7 @@ from .reduce import moments, wide
 from .requests import Cut, Kernel, KernelRun, LocalCall, Reduce
 
 aten = torch.ops.aten
-_TRAFFIC = 0.1
+_TRAFFIC = 0.04
 
 
 def _operand(call: Call, kernel: bool) -> tuple[str, str]:
@@ -54,6 +54,7 @@ def _channels(x: Tensor, like: Tensor) -> Tensor:
 
 
 def batch_norm(call: LocalCall, cut: Cut) -> KernelRun:
+    """Normalized by the statistics of the whole batch."""
     x, dims = call["input"], _others(call["input"])
     x = x.to(wide(x.dtype))
     whole = math.prod(call.given[0].shape[dim] for dim in dims)
@@ -74,6 +75,7 @@ def batch_norm(call: LocalCall, cut: Cut) -> KernelRun:
 
 
 def backward_rule(call: Call) -> str:
+    """The rule of the gradients: their sums over the batch are completed only where statistics were of the batch."""
     train = call.arg("train")
     operand, kernel = _operand(call, train)
     saved = "c, c" if train else "_, _"  # nothing is saved where statistics are given
@@ -82,6 +84,7 @@ def backward_rule(call: Call) -> str:
 
 
 def batch_norm_backward(call: LocalCall, cut: Cut) -> KernelRun:
+    """The gradients, of which two sums for each channel are exchanged."""
     gradient, x = (call[name].to(wide(call[name].dtype)) for name in ("grad_out", "input"))
     dims = _others(x)
     rstd = _channels(call["save_invstd"], x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -128,8 +128,7 @@ def _perform(pieces: Pieces, request: Request, own: int | list[int]) -> Any:
 
 def _move_rows(pieces: Pieces, request: Fetch | Return, own: int | list[int]) -> Any:
     fetching = isinstance(request, Fetch)
-    have = request.held if fetching else request.computed
-    need = request.wanted if fetching else request.held
+    have, need = (request.held, request.wanted) if isinstance(request, Fetch) else (request.computed, request.held)
     each = own if isinstance(own, list) else [own]
     plans = [_RowPlan(pieces, have, need, piece) for piece in each]
     shards = request.tensor.shards if isinstance(request.tensor, RankTensor) else (request.tensor,)
@@ -198,8 +197,8 @@ class _Overlap(NamedTuple):
 
 def _runs(rows: Rows) -> tuple[Run, ...]:
     """The runs that are not empty; a single one may be given as it is."""
-    runs = (rows,) if rows and isinstance(rows[0], int) else rows
-    return tuple((start, stop) for start, stop in runs if stop > start)  # type: ignore[misc]
+    runs = cast(Sequence[Run], (rows,) if rows and isinstance(rows[0], int) else rows)
+    return tuple((start, stop) for start, stop in runs if stop > start)
 
 
 def _overlaps(have: Sequence[Run], need: Sequence[Run]) -> list[_Overlap]:

@@ -71,11 +71,10 @@ def _local_extreme(x: Tensor, dim: int, largest: bool) -> Any:
 
 def _along_dim(largest: bool, values: bool) -> Callable[[LocalCall, Cut], KernelRun]:
     def run(call: LocalCall, cut: Cut) -> KernelRun:
-        x, dim = call["self"], call.dims[0]
+        x, dim = call["self"], call.dims[0] or 0
         if call.arguments.get("dim") is None:
             found = yield from _of_all(call, cut, largest)
         else:
-            assert dim is not None  # noqa: S101  the kernel's factor is a dim of the operand
             like = x.new_empty([size for d, size in enumerate(x.shape) if d != dim])
             value, index = _local_extreme(x, dim, largest) if cut.held else (None, None)
             found = yield from _first_extreme(value, None if index is None else index + cut.start, like, cut, largest)

@@ -1,7 +1,7 @@
 """Looking up and writing rows by index along a cut dim, without communication.
 
-A rank shifts the indices by where its part begins. Looking up, it gives zeros for rows that others have, and the result is a
-sum over ranks. Writing, what others have goes to one extra row, which is cut off again.
+A rank shifts the indices by where its part begins. Looking up, it gives zeros for rows that others have, and the
+result is a sum over ranks. Writing, what others have goes to one extra row, which is cut off again.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def functional(call: LocalCall) -> Callable[..., Any]:
     return run
 
 
-# ---- embedding ----------------------------------------------------------------------------------------------------------
+# ---- embedding ----------------------------------------------------------------------------------------------------
 
 
 @silent
@@ -69,7 +69,7 @@ def embedding(call: LocalCall, cut: Cut) -> Tensor:
     """Rows of a table whose rows are cut."""
     weight, (index, hit) = call["weight"], shifted(call["indices"], cut)
     if not cut.held:
-        return weight.new_zeros(call.local_shape())  # type: ignore[no-any-return]
+        return weight.new_zeros(call.local_shape())
     return kept(hit.unsqueeze(-1), torch.embedding(weight, index.where(hit, 0)))
 
 
@@ -91,7 +91,7 @@ def embedding_backward_rule(call: Call) -> str:
     return f"{rows} d, {rows} -> v d ; linear 0 ; num_weights=(v) ; kernel v"
 
 
-# ---- along one dim, by indices for every element -------------------------------------------------------------------------
+# ---- along one dim, by indices for every element ------------------------------------------------------------------
 
 
 @silent
@@ -99,7 +99,7 @@ def gather(call: LocalCall, cut: Cut) -> Tensor:
     """Elements by their index along the cut dim."""
     tensor, (index, hit) = call["self"], shifted(call["index"], cut)
     if not cut.held:
-        return tensor.new_zeros(index.shape)  # type: ignore[no-any-return]
+        return tensor.new_zeros(index.shape)
     return kept(hit, tensor.gather(_dim(call), index.where(hit, 0)))
 
 
@@ -108,7 +108,7 @@ def scatter(call: LocalCall, cut: Cut) -> Tensor:
     """Elements to their index along the cut dim, in all ways there are to combine them."""
     dim, (index, hit) = _dim(call), shifted(call["index"], cut)
     wide = functional(call)(self=with_extra_row(call["self"], dim), index=index.where(hit, cut.held))
-    return wide.narrow(dim, 0, cut.held)  # type: ignore[no-any-return]
+    return wide.narrow(dim, 0, cut.held)
 
 
 def gather_rule(call: Call) -> str:
@@ -145,11 +145,11 @@ def take(call: LocalCall, cut: Cut) -> Tensor:
     """Elements of a cut vector."""
     tensor, (index, hit) = call["self"], shifted(call["index"], cut, wraps=True)
     if not cut.held:
-        return tensor.new_zeros(index.shape)  # type: ignore[no-any-return]
+        return tensor.new_zeros(index.shape)
     return kept(hit, tensor.take(index.where(hit, 0)))
 
 
-# ---- along one dim, by indices of rows ------------------------------------------------------------------------------------
+# ---- along one dim, by indices of rows ----------------------------------------------------------------------------
 
 
 @silent
@@ -157,7 +157,7 @@ def index_select(call: LocalCall, cut: Cut) -> Tensor:
     """Rows by their index along the cut dim."""
     dim, (index, hit) = _dim(call), shifted(call["index"], cut)
     if not cut.held:
-        return call["self"].new_zeros(call.local_shape())  # type: ignore[no-any-return]
+        return call["self"].new_zeros(call.local_shape())
     trailing = [1] * (call["self"].dim() - dim - 1)
     return kept(hit.reshape(-1, *trailing), call["self"].index_select(dim, index.where(hit, 0)))
 
@@ -168,7 +168,7 @@ def index_write(call: LocalCall, cut: Cut) -> Tensor:
     wraps = "index_fill" in call.func._schema.name
     dim, (index, hit) = _dim(call), shifted(call["index"], cut, wraps)
     wide = functional(call)(self=with_extra_row(call["self"], dim), index=index.where(hit, cut.held))
-    return wide.narrow(dim, 0, cut.held)  # type: ignore[no-any-return]
+    return wide.narrow(dim, 0, cut.held)
 
 
 def index_select_rule(call: Call) -> str:
@@ -198,7 +198,7 @@ def row_writes(adds: bool, clauses: str) -> Callable[[Call], str]:
     return rule
 
 
-# ---- by index tensors for some dims ---------------------------------------------------------------------------------------
+# ---- by index tensors for some dims -------------------------------------------------------------------------------
 
 
 class Indexed:
@@ -262,7 +262,7 @@ def index(call: LocalCall, cut: Cut) -> Tensor:
     where = Indexed(indices, call["self"].dim())
     indices[dim], hit = shifted(indices[dim], cut, wraps=True)
     if not cut.held:
-        return call["self"].new_zeros(call.local_shape())  # type: ignore[no-any-return]
+        return call["self"].new_zeros(call.local_shape())
     indices[dim] = indices[dim].where(hit, 0)
     found = aten.index.Tensor(call["self"], indices)
     trailing = found.dim() - where.at - where.rank
@@ -276,7 +276,7 @@ def index_put(call: LocalCall, cut: Cut) -> Tensor:
     indices[dim], hit = shifted(indices[dim], cut, wraps=True)
     indices[dim] = indices[dim].where(hit, cut.held)
     wide = aten.index_put.default(with_extra_row(call["self"], dim), indices, call["values"], call["accumulate"])
-    return wide.narrow(dim, 0, cut.held)  # type: ignore[no-any-return]
+    return wide.narrow(dim, 0, cut.held)
 
 
 def _dim(call: LocalCall) -> int:
@@ -285,7 +285,7 @@ def _dim(call: LocalCall) -> int:
     return dim
 
 
-# ---- which op is which ------------------------------------------------------------------------------------------------------
+# ---- which op is which --------------------------------------------------------------------------------------------
 
 
 def _free(run: Any) -> dict[str, Kernel]:
@@ -295,7 +295,14 @@ def _free(run: Any) -> dict[str, Kernel]:
 register("aten::embedding", "v d, i.. -> i.. d ; linear 0 ; kernel v", _free(embedding))
 register("aten::embedding_dense_backward", embedding_backward_rule, _free(embedding_backward))
 register("aten::gather", gather_rule, _free(gather))
-for _name in ("scatter.src", "scatter.value", "scatter.reduce", "scatter.value_reduce", "scatter_add", "scatter_reduce.two"):
+for _name in (
+    "scatter.src",
+    "scatter.value",
+    "scatter.reduce",
+    "scatter.value_reduce",
+    "scatter_add",
+    "scatter_reduce.two",
+):
     register(f"aten::{_name}", scatter_rule, _free(scatter))
 register("aten::take", take_rule, _free(take))
 register("aten::index_select", index_select_rule, _free(index_select))

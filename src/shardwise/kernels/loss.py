@@ -31,13 +31,12 @@ def _forward(rows: bool) -> Callable[[LocalCall], Any]:
         here, whole = _share(call, 0, x, rows)
         if here == whole:
             return call.run()
-        empty = not x.numel()
-        results = None if empty else call.run()
-        single = isinstance(results, Tensor) if not empty else len(call.dtypes) == 1
-        loss, *rest = _nothing(call) if empty else [results] if single else results
+        single = len(call.dtypes) == 1
+        made = call.run() if x.numel() else None
+        results = list(_nothing(call) if made is None else [made] if single else made)
         if call["reduction"] == MEAN:
-            loss = loss * (here / whole)
-        return loss if single else (loss, *rest)
+            results[0] = results[0] * (here / whole)
+        return results[0] if single else tuple(results)
 
     return run
 
@@ -94,6 +93,7 @@ def nll_rule(call: Call) -> str:
 
 
 def nll_backward_rule(call: Call) -> str:
+    """The gradient of each class is made where the class is."""
     scores, row = _patterns(call.ndim(1), "n", "v")
     gradient = row if call.arg("reduction") == NONE else ""
     return f"{gradient}, {scores}, {row}, v, -> {scores} ; linear 0 ; kernel v"
@@ -117,9 +117,7 @@ def _picked(call: LocalCall, reduction: int) -> tuple[Tensor, Tensor]:
     if not call["self"].numel():
         loss, weight = _nothing(call)
         return loss, weight
-    found: tuple[Tensor, Tensor] = call.run(
-        target=_own_targets(call, 0), ignore_index=_IGNORED, reduction=reduction
-    )
+    found: tuple[Tensor, Tensor] = call.run(target=_own_targets(call, 0), ignore_index=_IGNORED, reduction=reduction)
     return found
 
 
@@ -136,6 +134,7 @@ def nll_mean(call: LocalCall, cut: Cut) -> KernelRun:
 
 
 def nll_backward(call: LocalCall, cut: Cut) -> KernelRun:
+    """Each rank writes the gradients of targets among its own classes."""
     if not call["self"].numel():
         return _nothing(call)[0]
     return call.run(target=_own_targets(call, 1), ignore_index=_IGNORED)

@@ -17,7 +17,7 @@ from .reduce import moments, wide
 from .requests import Cut, Kernel, KernelRun, LocalCall, Reduce
 
 # Statistics are small next to what is normalized.
-_TRAFFIC = 0.1
+_TRAFFIC = 0.04
 
 
 def _last(call: LocalCall) -> list[int]:
@@ -36,12 +36,14 @@ def _cast(results: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> tu
 
 
 def layer_norm_rule(call: Call) -> str:
+    """The last dims are normalized together, with a kernel where they are cut."""
     operand, last, statistic = normalized_dims(call.ndim(0), len(call.arg("normalized_shape")))
     sides = f"{operand}, {last}, {last} -> {operand}, {statistic}, {statistic}"
     return f"{sides} ; reduce none ; normalized_shape=({last}) ; {kernel_clause(last)}"
 
 
 def layer_norm(call: LocalCall, cut: Cut) -> KernelRun:
+    """Normalized by the statistics of all pieces."""
     x, dims = call["input"], _last(call)
     x = x.to(wide(x.dtype))
     whole = _count(call, dims)
@@ -63,12 +65,14 @@ def _statistic_dtype(call: LocalCall) -> torch.dtype:
 
 
 def layer_norm_backward_rule(call: Call) -> str:
+    """The gradients of parameters are sums over all rows."""
     operand, last, statistic = normalized_dims(call.ndim(0), len(call.arg("normalized_shape")))
     sides = f"{operand}, {operand}, {statistic}, {statistic}, {last}, {last} -> {operand}, {last}, {last}"
     return f"{sides} ; linear 0 ; normalized_shape=({last}) ; {kernel_clause(last)}"
 
 
 def layer_norm_backward(call: LocalCall, cut: Cut) -> KernelRun:
+    """The gradients, of which two sums for each row are exchanged."""
     dims = _last(call)
     gradient, x = (call[name].to(wide(call[name].dtype)) for name in ("grad_out", "input"))
     unit = (x - call["mean"]) * call["rstd"]
@@ -93,12 +97,14 @@ def _for_layer(call: LocalCall, to_input: Tensor, gradient: Tensor, unit: Tensor
 
 
 def rms_norm_rule(call: Call) -> str:
+    """As for `layer_norm`, with one statistic."""
     operand, last, statistic = normalized_dims(call.ndim(0), len(call.arg("normalized_shape")))
     sides = f"{operand}, {last} -> {operand}, {statistic}"
     return f"{sides} ; reduce none ; normalized_shape=({last}) ; {kernel_clause(last)}"
 
 
 def rms_norm(call: LocalCall, cut: Cut) -> KernelRun:
+    """Normalized by the mean square of all pieces."""
     x, dims = call["input"], _last(call)
     eps = torch.finfo(x.dtype).eps if call["eps"] is None else call["eps"]
     x = x.to(wide(x.dtype))
@@ -111,12 +117,14 @@ def rms_norm(call: LocalCall, cut: Cut) -> KernelRun:
 
 
 def rms_norm_backward_rule(call: Call) -> str:
+    """As for `layer_norm`, with one statistic."""
     operand, last, statistic = normalized_dims(call.ndim(0), len(call.arg("normalized_shape")))
     sides = f"{operand}, {operand}, {statistic}, {last} -> {operand}, {last}"
     return f"{sides} ; linear 0 ; normalized_shape=({last}) ; {kernel_clause(last)}"
 
 
 def rms_norm_backward(call: LocalCall, cut: Cut) -> KernelRun:
+    """The gradients, of which one sum for each row is exchanged."""
     dims = _last(call)
     gradient, x = (call[name].to(wide(call[name].dtype)) for name in ("grad_out", "input"))
     unit = x * call["rstd"]
@@ -126,19 +134,14 @@ def rms_norm_backward(call: LocalCall, cut: Cut) -> KernelRun:
 
 
 def _contiguous(call: LocalCall) -> Any:
-    """The op itself, for ops that want their operands contiguous, and some of them."""
-    if call.arguments.get("group") == 0 or any(isinstance(x, Tensor) and not x.numel() for x in call.arguments.values()):
-        asked = iter(call.arguments.get("output_mask") or [True] * len(call.dtypes))
-        shapes = enumerate(call.dtypes)
-        made = [torch.zeros(call.local_shape(i), dtype=dtype, device=_device(call)) for i, dtype in shapes]
-        remaining = iter(made)
-        return tuple(next(remaining) if wanted else None for wanted in asked)
-    whole = {name: x.contiguous() for name, x in call.arguments.items() if isinstance(x, Tensor)}
-    return call.run(**whole)
-
-
-def _device(call: LocalCall) -> torch.device:
-    return next(x.device for x in call.arguments.values() if isinstance(x, Tensor))
+    """The op itself, for ops that want their operands contiguous, and something in them."""
+    tensors = {name: x for name, x in call.arguments.items() if isinstance(x, Tensor)}
+    if all(x.numel() for x in tensors.values()):
+        return call.run(**{name: x.contiguous() for name, x in tensors.items()})
+    like = next(iter(tensors.values()))
+    made = (like.new_zeros(call.local_shape(i), dtype=dtype) for i, dtype in enumerate(call.dtypes))
+    asked = call.arguments.get("output_mask") or [True] * len(call.dtypes)
+    return tuple(next(made) if wanted else None for wanted in asked)
 
 
 for _name in ("native_group_norm", "_weight_norm_interface"):

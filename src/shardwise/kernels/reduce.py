@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..rules import Call, register
-from ..rules.registry import INSTEAD
 from ..rules.reduce import merged, reduced_dims
+from ..rules.registry import INSTEAD
 from . import LOCAL
 from .requests import Cut, Gather, Kernel, KernelRun, LocalCall, Reduce
 
@@ -55,7 +55,7 @@ def _squared(x: Tensor) -> Tensor:
 
 
 def moments(x: Tensor, dims: list[int], whole: int, cut: Cut) -> KernelRun:
-    """The mean of all elements along `dims`, of which there are `whole`, and the sum of squares about it; dims are kept.
+    """The mean of all elements along `dims`, `whole` of them, and the sum of squares about it; dims are kept.
 
     Each rank's mean and squares about its own mean are gathered and merged (Chan et al.), since a sum of
     squares about zero loses all digits where the mean is large.

@@ -29,6 +29,20 @@ def _last(call: LocalCall, scanned: Tensor, cut: Cut, start: Any) -> Tensor:
     return scanned.new_full(_slab(call, 1), start)
 
 
+def gather_both(one: Tensor, other: Tensor) -> KernelRun:
+    """Two tensors of every piece, in one collective: as bytes, since their dtypes may differ."""
+    raw = [tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, other)]
+    parts = yield Gather(torch.cat(raw))
+    split = parts.split([part.numel() for part in raw], 1)
+    return tuple(_seen_as(part, like) for part, like in zip(split, (one, other), strict=True))
+
+
+def _seen_as(raw: Tensor, like: Tensor) -> Tensor:
+    shape = (raw.shape[0], *like.shape)
+    # PyTorch sees no other dtype in nothing.
+    return raw.contiguous().view(like.dtype).view(shape) if raw.numel() else like.new_empty(shape)
+
+
 def cumulate(start: float, combine: Combine) -> Callable[[LocalCall, Cut], KernelRun]:
     """A scan of each piece, combined with what all pieces before it come to."""
 
@@ -61,8 +75,8 @@ def cumulate_extreme(largest: bool) -> Callable[[LocalCall, Cut], KernelRun]:
     def run(call: LocalCall, cut: Cut) -> KernelRun:
         values, places = call.run()
         places = places + cut.start
-        last_values = yield Gather(_last(call, values, cut, 0))
-        last_places = yield Gather(_last(call, places, cut, 0))
+        lasts = _last(call, values, cut, 0), _last(call, places, cut, 0)
+        last_values, last_places = yield from gather_both(*lasts)
         found = values, places
         if cut.held and cut.piece:
             before = last_values[0], last_places[0]  # the first piece of a cut is never empty
@@ -82,8 +96,9 @@ def topk(call: LocalCall, cut: Cut) -> KernelRun:
     most = max(held)
     values, places = x.topk(min(k, cut.held), dim, largest)
     room = _slab(call, most - values.shape[dim])
-    every_value = yield Gather(torch.cat([values, values.new_zeros(room)], dim))
-    every_place = yield Gather(torch.cat([places + cut.start, places.new_zeros(room)], dim))
+    places = places + cut.start
+    padded = [torch.cat([found, found.new_zeros(room)], dim) for found in (values, places)]
+    every_value, every_place = yield from gather_both(*padded)
 
     def joined(pieces: Tensor) -> Tensor:
         return torch.cat([piece.narrow(dim, 0, n) for piece, n in zip(pieces, held, strict=True)], dim)
@@ -114,10 +129,10 @@ def _add_exponents(one: Tensor, other: Tensor) -> Tensor:
 
 
 # What is exchanged is one row of each piece.
-_ROWS = 0.2
+_ROWS = 0.02
 register("aten::cumsum", _scanned(1, "linear 0"), {"k": Kernel(cumulate(0, torch.add), traffic=_ROWS)})
 register("aten::cumprod", _scanned(1), {"k": Kernel(cumulate(1, torch.mul), traffic=_ROWS)})
 register("aten::logcumsumexp", _scanned(1), {"k": Kernel(cumulate(-math.inf, _add_exponents), traffic=_ROWS)})
-register("aten::cummax", _scanned(2), {"k": Kernel(cumulate_extreme(True), rounds=2, traffic=_ROWS)})
-register("aten::cummin", _scanned(2), {"k": Kernel(cumulate_extreme(False), rounds=2, traffic=_ROWS)})
-register("aten::topk", _topk_rule, {"k": Kernel(topk, rounds=2, traffic=4.0)})
+register("aten::cummax", _scanned(2), {"k": Kernel(cumulate_extreme(True), traffic=_ROWS)})
+register("aten::cummin", _scanned(2), {"k": Kernel(cumulate_extreme(False), traffic=_ROWS)})
+register("aten::topk", _topk_rule, {"k": Kernel(topk, traffic=4.0)})

@@ -1,6 +1,6 @@
 """Slices, joins, rolls and pads along a cut dim: only the rows that a rank lacks move.
 
-The result is cut as `torch.chunk` cuts its size, so it is balanced again; `Fetch` brings each rank the rows of its part.
+The result is cut as `torch.chunk` cuts its size, so it is balanced again; `Fetch` brings each rank its rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..rules.views import MOVES
 from . import LOCAL
 from .requests import Cut, Fetch, Kernel, KernelRun, LocalCall
 
-# ---- local views that only need their shape ---------------------------------------------------------------------------
+# ---- local views that only need their shape -----------------------------------------------------------------------
 
 
 def to_local_shape(call: LocalCall) -> Tensor:
@@ -49,7 +49,7 @@ def triangle(call: LocalCall) -> Tensor:
     tensor: Tensor = call["self"]
     rows, columns = call.layouts[0].runs(call.at)[-2:]
     if len(rows) == len(columns) == 1:
-        return call.run(diagonal=call["diagonal"] + rows[0][0] - columns[0][0])  # type: ignore[no-any-return]
+        return call.run(diagonal=call["diagonal"] + rows[0][0] - columns[0][0])
     i, j = (torch.tensor([n for run in runs for n in range(*run)], dtype=torch.long) for runs in (rows, columns))
     distance = (j - i[:, None] - call["diagonal"]).to(tensor.device)
     kept = distance <= 0 if call.func._schema.name.startswith("aten::tril") else distance >= 0
@@ -69,7 +69,7 @@ LOCAL.update(
     }
 )
 
-# ---- slices -----------------------------------------------------------------------------------------------------------
+# ---- slices -------------------------------------------------------------------------------------------------------
 
 
 class Slice:
@@ -151,7 +151,7 @@ def slice_scatter_rule(call: Call) -> str:
     return join(f"{text}, {text} -> {text}", "linear 0+1", "kernel k")
 
 
-# ---- one row ----------------------------------------------------------------------------------------------------------
+# ---- one row ------------------------------------------------------------------------------------------------------
 
 
 def silent(local: Callable[[LocalCall, Cut], Any]) -> Callable[[LocalCall, Cut], KernelRun]:
@@ -233,7 +233,7 @@ def select_scatter_rule(call: Call) -> str:
     return join(f"{operand}, {source} -> {operand}", "linear 0+1", "kernel k")
 
 
-# ---- splits and joins -------------------------------------------------------------------------------------------------
+# ---- splits and joins ---------------------------------------------------------------------------------------------
 
 
 def split(call: LocalCall, cut: Cut) -> KernelRun:
@@ -278,7 +278,7 @@ def cat_rule(call: Call) -> str | None:
     return join(f"{{{text}}} -> {text}", MOVES, "kernel k")
 
 
-# ---- rolls, flips, pads -----------------------------------------------------------------------------------------------
+# ---- rolls, flips, pads -------------------------------------------------------------------------------------------
 
 
 def roll(call: LocalCall, cut: Cut) -> KernelRun:
@@ -332,7 +332,7 @@ def along_dims(argument: str) -> Callable[[Call], str]:
         dims = sorted({dim % ndim for dim in _list(call.arg(argument))}) if ndim else []
         if not dims and argument == "dims" and call.op._schema.name.startswith("aten::roll"):
             # Without dims the tensor is rolled as if it were flat.
-            text = dims_text("x", ndim, {dim: "_" for dim in range(ndim)})
+            text = dims_text("x", ndim, dict.fromkeys(range(ndim), "_"))
             return join(f"{text} -> {text}", MOVES)
         text = dims_text("x", ndim, {dim: f"k{dim}" for dim in dims})
         kernels = ", ".join(f"k{dim}" for dim in dims)
@@ -351,7 +351,7 @@ def pad_rule(call: Call) -> str:
     return join(f"{text} -> {text}", linear, f"kernel {kernels}" if padded else "")
 
 
-# ---- small parts ------------------------------------------------------------------------------------------------------
+# ---- small parts --------------------------------------------------------------------------------------------------
 
 
 def _dim(call: LocalCall) -> int:

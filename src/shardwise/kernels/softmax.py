@@ -39,6 +39,7 @@ def exponents(x: Tensor, dims: Sequence[int]) -> KernelRun:
 
 
 def logsumexp(call: LocalCall, cut: Cut) -> KernelRun:
+    """The logarithm of the merged sum."""
     dims = over(call)
     x = call["self"].to(wide(call.dtypes[0]))
     top, total = yield from exponents(x, dims)
@@ -50,16 +51,18 @@ def logsumexp(call: LocalCall, cut: Cut) -> KernelRun:
 def _parts(call: LocalCall) -> KernelRun:
     """This rank's logits less their maximum, and the sum of all exponentials: NaN where the maximum is not finite."""
     x = call["self"].to(wide(call.dtypes[0]))
-    top, total = yield from exponents(x, [call.dims[0]])
+    top, total = yield from exponents(x, [call.dims[0] or 0])
     return x - _finite(top), torch.where(top.isfinite(), total, torch.nan), top
 
 
 def softmax(call: LocalCall, cut: Cut) -> KernelRun:
+    """Exponentials by the sum of all pieces."""
     above, total, _ = yield from _parts(call)
     return (above.exp() / total).to(call.dtypes[0])
 
 
 def log_softmax(call: LocalCall, cut: Cut) -> KernelRun:
+    """The logarithm of `softmax`, without taking it."""
     above, total, _ = yield from _parts(call)
     return (above - total.log()).to(call.dtypes[0])
 
@@ -71,6 +74,7 @@ def safe_softmax(call: LocalCall, cut: Cut) -> KernelRun:
 
 
 def softmax_backward(call: LocalCall, cut: Cut) -> KernelRun:
+    """One sum for each row is exchanged."""
     gradient, output = call["grad_output"], call["output"]
     inner = gradient.to(wide(gradient.dtype)) * output
     total = yield Reduce(inner.sum(call.dims[0], True))
@@ -78,6 +82,7 @@ def softmax_backward(call: LocalCall, cut: Cut) -> KernelRun:
 
 
 def log_softmax_backward(call: LocalCall, cut: Cut) -> KernelRun:
+    """One sum for each row is exchanged."""
     gradient, output = call["grad_output"], call["output"]
     gradient = gradient.to(wide(gradient.dtype))
     total = yield Reduce(gradient.sum(call.dims[0], True))
@@ -90,7 +95,7 @@ def along_kernel(operands: int, *clauses: str) -> Callable[[Call], str]:
     def rule(call: Call) -> str:
         ndim = call.ndim(0)
         dims = normalized(ndim, call.arg("dim"))
-        text = dims_text("x", ndim, {dim: "k" for dim in dims})
+        text = dims_text("x", ndim, dict.fromkeys(dims, "k"))
         return " ; ".join((f"{', '.join([text] * operands)} -> {text}", *clauses, *(["kernel k"] if dims else [])))
 
     return rule
@@ -101,7 +106,7 @@ def _logsumexp_rule(call: Call) -> str:
 
 
 # What is exchanged is small next to the outputs: a maximum and a sum for each row, a sum for each row.
-_FORWARD, _BACKWARD = 0.1, 0.1
+_FORWARD, _BACKWARD = 0.04, 0.04
 register("aten::logsumexp", _logsumexp_rule, {"k": Kernel(logsumexp, traffic=8.0, joint=True)})
 for _name, _run in (("_softmax", softmax), ("_log_softmax", log_softmax), ("_safe_softmax", safe_softmax)):
     register(f"aten::{_name}", along_kernel(1), {"k": Kernel(_run, traffic=_FORWARD)})

@@ -20,7 +20,7 @@ Put = Callable[[Tensor, Tensor], Any]
 
 
 def replacing(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], index: int | None) -> Put | None:
-    """The replacement for the view `func(*args, **kwargs)`, or its index-th result; None for ops that are not listed."""
+    """The replacement for the view `func(*args, **kwargs)`, or its index-th result; None for ops not listed here."""
     make = _PUTS.get(func)
     if make is None:
         return None

@@ -43,21 +43,25 @@ def _row(call: Call, position: int) -> tuple[str, str]:
 
 
 def multi_margin(call: Call) -> str:
+    """A loss for each row of scores, whose classes are compared."""
     scores, row = _row(call, 0)
     return f"{scores}, {row}, [c] -> {row if call.arg('reduction') == NONE else ''}"
 
 
 def multi_margin_backward(call: Call) -> str:
+    """Its gradient."""
     scores, row = _row(call, 1)
     return f"{row if call.arg('reduction') == NONE else ''}, {scores}, {row}, [c] -> {scores} ; linear 0"
 
 
 def multilabel_margin(call: Call) -> str:
+    """The same with several targets for each row, which are also returned as a mask."""
     scores, row = _row(call, 0)
     return f"{scores}, {scores} -> {row if call.arg('reduction') == NONE else ''}, {scores}"
 
 
 def multilabel_margin_backward(call: Call) -> str:
+    """Its gradient."""
     scores, row = _row(call, 1)
     gradient = row if call.arg("reduction") == NONE else ""
     return f"{gradient}, {scores}, {scores}, {scores} -> {scores} ; linear 0"

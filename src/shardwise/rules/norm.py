@@ -29,13 +29,11 @@ def kernel_clause(factors: str | Sequence[str]) -> str:
 
 def group_norm(call: Call) -> str:
     """Groups of channels, each normalized on its own: the groups may be cut, what is in one may not."""
-    return (
-        f"{GROUPED}, (g [c]), (g [c]) -> {GROUPED}, n g, n g"
-        f" ; g={call.arg('group')} ; N=(n) ; C=((g c)) ; group=(g)"
-    )
+    return f"{GROUPED}, (g [c]), (g [c]) -> {GROUPED}, n g, n g ; g={call.arg('group')} ; N=(n) ; C=((g c)) ; group=(g)"
 
 
 def group_norm_backward(call: Call) -> str:
+    """Its gradients; those of parameters are sums over the batch."""
     return (
         f"{GROUPED}, {GROUPED}, n g, n g, (g [c]) -> {GROUPED}, (g [c]), (g [c])"
         f" ; linear 0 ; g={call.arg('group')} ; N=(n) ; C=((g c)) ; group=(g)"
@@ -56,6 +54,7 @@ def weight_norm(call: Call) -> str:
 
 
 def weight_norm_backward(call: Call) -> str:
+    """Its gradients."""
     weight, length = _weight(call)
     return f"{weight}, {weight}, {length}, {length} -> {weight}, {length} ; linear 0"
 

@@ -5,6 +5,8 @@ What works along a cut dim (slices, joins, rolls, pads) is in `kernels.shapes`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from .build import dims_text, join
 from .registry import Call, register_table
 from .views import MOVES
@@ -56,7 +58,7 @@ def last_whole(dims: int, backward: bool = False) -> str:
     return f"{operands} -> b.. {windows} ; linear 0"
 
 
-def shuffled(text: str, argument: str) -> object:
+def shuffled(text: str, argument: str) -> Callable[[Call], str]:
     """A pixel shuffle: `r` and `s` are its factor."""
 
     def rule(call: Call) -> str:

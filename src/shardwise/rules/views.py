@@ -112,7 +112,17 @@ def as_strided(call: Call) -> str:
     return join(f"[x..] -> {' '.join('_' for _ in size)}", MOVES)
 
 
-_COPIED = ("view", "permute", "transpose.int", "t", "expand", "unsqueeze", "view_as_real", "view_as_complex", "diagonal")
+_COPIED = (
+    "view",
+    "permute",
+    "transpose.int",
+    "t",
+    "expand",
+    "unsqueeze",
+    "view_as_real",
+    "view_as_complex",
+    "diagonal",
+)
 
 _VIEWS: dict[str, Source] = {
     "aten::view": view,
@@ -135,4 +145,6 @@ _VIEWS: dict[str, Source] = {
 }
 
 register_table(_VIEWS)
-register_table({f"aten::{op.replace('.', '_copy.') if '.' in op else op + '_copy'}": _VIEWS[f"aten::{op}"] for op in _COPIED})
+register_table(
+    {f"aten::{op.replace('.', '_copy.') if '.' in op else op + '_copy'}": _VIEWS[f"aten::{op}"] for op in _COPIED}
+)

@@ -37,7 +37,12 @@ def make_dtensor(value: Tensor, mesh: DeviceMesh, placements: Placements, *, see
     may be a RankTensor that gives each instance its own.
     """
     view = adopt(mesh)
-    spec = DTensorSpec(view.mesh, placements, contiguous_meta(value.shape, value.dtype))
+    return with_spec(value, DTensorSpec(view.mesh, placements, contiguous_meta(value.shape, value.dtype)), seed=seed)
+
+
+def with_spec(value: Tensor, spec: DTensorSpec, *, seed: int) -> DTensor:
+    """The same for a spec, whose layout no placement list need be able to say. Its mesh has been adopted."""
+    view = spec.view
     if view.simulated:
         values = value.shards if isinstance(value, RankTensor) else (value,) * view.world_size
         tables: dict[int, dict[Key, Tensor]] = {}

@@ -1,0 +1,167 @@
+"""Sample calls that PyTorch's operator database lacks, a function for each entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Row = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+aten = torch.ops.aten
+
+
+def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return ((values * 1024).round() / 1024).to(dtype)
+
+
+def _integers(high: int, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _lists(count: int, positive: bool = False) -> tuple[list[Tensor], ...]:
+    """Lists of tensors of the same three shapes."""
+    found = []
+    for i in range(count):
+        tensors = [_random(*shape, seed=10 * i + j) for j, shape in enumerate([(5, 3), (4,), (2, 6)])]
+        found.append([t.abs() + 0.5 for t in tensors] if positive and i else tensors)
+    return tuple(found)
+
+
+def _foreach() -> list[Row]:
+    rows: list[Row] = []
+    for name in ("abs", "exp", "neg", "sign", "sigmoid", "trunc"):
+        rows.append((getattr(torch, f"_foreach_{name}"), (_lists(1)[0],), {}))
+    for name in ("add", "sub", "mul", "div", "maximum", "minimum", "clamp_min", "clamp_max"):
+        rows.append((getattr(torch, f"_foreach_{name}"), _lists(2, positive=True), {}))
+        rows.append((getattr(torch, f"_foreach_{name}"), (_lists(1)[0], 0.75), {}))
+    for name in ("addcmul", "addcdiv"):
+        rows.append((getattr(torch, f"_foreach_{name}"), _lists(3, positive=True), {"value": 0.5}))
+    rows.append((torch._foreach_lerp, (*_lists(2), 0.25), {}))
+    rows.append((torch._foreach_lerp, _lists(3), {}))
+    rows += [(torch._foreach_norm, (_lists(1)[0], order), {}) for order in (1, 2, float("inf"))]
+    rows.append((torch._foreach_max, (_lists(1)[0],), {}))
+    rows.append((torch._foreach_mul, (_lists(1)[0], torch.tensor(1.5, dtype=torch.float64)), {}))
+    return rows
+
+
+def _foreach_in_place() -> list[Row]:
+    def in_place(op: Callable[..., Any]) -> Callable[..., Any]:
+        def call(lists: list[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+            lists = [tensor.clone() for tensor in lists]
+            op(lists, *args, **kwargs)
+            return lists
+
+        call.__name__ = op.__name__
+        return call
+
+    rows: list[Row] = [(in_place(torch._foreach_add_), _lists(2), {"alpha": 2.0})]
+    rows.append((in_place(torch._foreach_mul_), (_lists(1)[0], 0.5), {}))
+    rows.append((in_place(torch._foreach_addcdiv_), _lists(3, positive=True), {"value": -0.1}))
+    rows.append((in_place(torch._foreach_lerp_), (*_lists(2), 0.1), {}))
+    rows.append((in_place(torch._foreach_zero_), (_lists(1)[0],), {}))
+    return rows
+
+
+def _fused() -> list[Row]:
+    options = {"lr": 0.1, "weight_decay": 0.01, "maximize": False, "grad_scale": None, "found_inf": None}
+    adam = {**options, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "amsgrad": False}
+    sgd = {**options, "momentum": 0.9, "dampening": 0.0, "nesterov": False, "is_first_step": False}
+
+    def step(op: Callable[..., Any], lists: int, **settings: Any) -> Callable[..., Any]:
+        def call(*given: list[Tensor]) -> Any:
+            state = [[tensor.clone() for tensor in tensors] for tensors in given]
+            extra = [] if lists == 3 else [[], [torch.tensor(3.0) for _ in given[0]]]
+            op(*state, *extra, **settings)
+            return state
+
+        call.__name__ = op.__name__
+        return call
+
+    def of(op: Callable[..., Any], lists: int, settings: dict[str, Any]) -> Row:
+        given = _lists(lists)
+        if lists == 4:
+            given = (*given[:3], [tensor.abs() for tensor in given[3]])
+        return step(op, lists, **settings), tuple([t.float() for t in tensors] for tensors in given), {}
+
+    return [of(torch._fused_adam_, 4, adam), of(torch._fused_adamw_, 4, adam), of(torch._fused_sgd_, 3, sgd)]
+
+
+def _attention() -> list[Row]:
+    query, key, value = _random(2, 4, 5, 8), _random(2, 4, 6, 8, seed=1), _random(2, 4, 6, 8, seed=2)
+    mask = _integers(2, 5, 6).bool() | (torch.arange(6) == 0)
+    rows: list[Row] = [
+        (F.scaled_dot_product_attention, (query, key, value), {}),
+        (F.scaled_dot_product_attention, (query, query * 2, value[:, :, :5]), {"is_causal": True}),
+        (F.scaled_dot_product_attention, (query, key, value), {"attn_mask": mask}),
+        (F.scaled_dot_product_attention, (query, key, value), {"attn_mask": mask.double(), "scale": 0.5}),
+        (F.scaled_dot_product_attention, (query, key[:, :2], value[:, :2]), {"enable_gqa": True}),
+    ]
+    return rows
+
+
+def _embedding() -> list[Row]:
+    table, rows = _random(7, 4), _integers(7, 3, 5)
+    return [
+        (F.embedding, (rows, table), {}),
+        (F.embedding, (rows, table), {"padding_idx": 2}),
+        (F.embedding, (rows, table), {"scale_grad_by_freq": True}),
+        (aten.embedding_dense_backward, (_random(3, 5, 4), rows, 7, -1, False), {}),
+        (aten.embedding_dense_backward, (_random(3, 5, 4), rows, 7, 3, True), {}),
+    ]
+
+
+def _losses() -> list[Row]:
+    scores, target = _random(6, 5), _integers(5, 6)
+    images, pixels = _random(3, 5, 2, 4), _integers(5, 3, 2, 4)
+    weight = _random(5, seed=3).abs() + 0.1
+    rows: list[Row] = []
+    for reduction in ("mean", "sum", "none"):
+        for given, label in ((scores, target), (images, pixels), (scores[0], target[0])):
+            rows.append((F.nll_loss, (given, label), {"reduction": reduction, "weight": weight, "ignore_index": 1}))
+            rows.append((F.cross_entropy, (given, label), {"reduction": reduction, "ignore_index": 2}))
+        rows.append((F.cross_entropy, (scores, target), {"reduction": reduction, "label_smoothing": 0.1}))
+        rows.append((F.cross_entropy, (scores, scores.softmax(1)), {"reduction": reduction}))
+    return rows
+
+
+def _norms() -> list[Row]:
+    x, channels = _random(4, 6, 5), _random(6, seed=1)
+    mean, variance = torch.zeros(6, dtype=torch.float64), torch.ones(6, dtype=torch.float64)
+    return [
+        (F.layer_norm, (x, (5,), _random(5), _random(5, seed=2)), {}),
+        (F.layer_norm, (x, (6, 5), _random(6, 5)), {}),
+        (F.rms_norm, (x, (5,), _random(5)), {}),
+        (F.group_norm, (x, 3, channels, channels * 2), {}),
+        (F.batch_norm, (x, mean, variance, channels, channels * 2), {"training": False}),
+        (F.batch_norm, (x, mean, variance, channels, channels * 2), {"training": True}),
+        (F.batch_norm, (x, None, None), {"training": True}),
+        (F.normalize, (x,), {"dim": 1}),
+    ]
+
+
+def _views() -> list[Row]:
+    x = _random(4, 6, 5)
+    rows: list[Row] = [
+        (Tensor.reshape, (x, shape), {}) for shape in ((24, 5), (4, 30), (2, 2, 6, 5), (4, 2, 3, 5), (8, 3, 5), (120,))
+    ]
+    rows.append((lambda t: t.transpose(0, 1).reshape(24, 5), (x,), {}))
+    rows.append((lambda t: t.view(4, 2, 3, 5).permute(0, 2, 1, 3).reshape(12, 10), (x,), {}))
+    rows.append((lambda t: t.unflatten(1, (3, 2)).flatten(0, 1), (x,), {}))
+    return rows
+
+
+OWN: dict[str, Callable[[], list[Row]]] = {
+    "own:foreach": _foreach,
+    "own:foreach_in_place": _foreach_in_place,
+    "own:fused_optimizers": _fused,
+    "own:attention": _attention,
+    "own:embedding": _embedding,
+    "own:losses": _losses,
+    "own:norms": _norms,
+    "own:views": _views,
+}
+"""What there are samples of, by the name of the entry."""
