@@ -4,11 +4,15 @@ values      Shard, Replicate, Partial, InterleavedShard, P: how a tensor is cut
 tensor      DTensor, distribute_tensor; zeros, ones, empty, full, rand, randn
 worlds      init_device_mesh under torchrun, or simulate(8) in this process
 planning    plan, CostModel
+modes       explicit, implicit_replication, strict_ops
+extending   register_sharding, local_map
 """
 
 from .comm.cost import CostModel, cost_model, set_cost_model, using_cost_model
 from .creation import distribute_tensor, empty, full, ones, rand, randn, zeros
+from .extend import local_map, register_sharding
 from .mesh import DeviceMesh, init_device_mesh
+from .modes import explicit, implicit_replication, strict_ops
 from .placement import InterleavedShard, P, Partial, Placement, Replicate, Shard, ShardOrder, ShardOrderEntry
 from .spec import DTensorSpec, TensorMeta
 from .tensor import DTensor, plan
@@ -38,6 +42,11 @@ __all__ = [
     "simulate",
     "RankTensor",
     "plan",
+    "explicit",
+    "implicit_replication",
+    "strict_ops",
+    "register_sharding",
+    "local_map",
     "CostModel",
     "cost_model",
     "set_cost_model",

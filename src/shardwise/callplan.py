@@ -172,6 +172,8 @@ class Planner:
 
     def _operands(self, call: Call) -> tuple[list[Operand], list[tuple[int | str, int | None]]]:
         operands, places = [], []
+        if self.bound.rule.unread:
+            return operands, places
         positions = [p for p in self.registered.operands if p is not None]
         for position, (schema_position, bound) in enumerate(zip(positions, self.bound.inputs, strict=True)):
             where = self.where[schema_position]

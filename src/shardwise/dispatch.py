@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from .callplan import Argument, CallPlan, Constant, LOCALIZE, NEEDS_DATA, NoRule, plan_call
+from .callplan import LOCALIZE, NEEDS_DATA, Argument, CallPlan, Constant, NoRule, plan_call
 from .comm.redistribute import plan as plan_between
 from .comm.redistribute import redistribute_local
 from .errors import CommunicationError, InputError, MeshError, MixedTensorError
@@ -28,7 +28,7 @@ from .mesh import MeshView
 from .modes import modes
 from .placement import Replicate
 from .rules import Registered, rule_for
-from .rules.inverse import replacing
+from .rules.inverse import replacing, view_instead
 from .rules.registry import INSTEAD, READS_SCALARS
 from .spec import DTensorSpec, TensorMeta, contiguous_meta
 
@@ -119,7 +119,7 @@ class OpDispatcher:
         names = [argument.name for argument in func._schema.arguments]
         seen = [self._argument(func, names[i], value) for i, value in enumerate(args)]
         seen_named = {name: self._argument(func, name, value) for name, value in kwargs.items()}
-        if registered is None:
+        if registered is None or view_instead(func) is not None:
             return None
         try:
             return plan_call(func, seen, seen_named, registered, view)
@@ -146,7 +146,7 @@ class OpDispatcher:
         if isinstance(value, self.kind):
             return Argument(value._spec.tensor_meta, value._spec)
         if isinstance(value, Tensor):
-            if value.dim() > 0 and not _plain_is_replicated():
+            if value.dim() > 0 and not _plain_is_replicated() and not _is_index(func, name):
                 raise MixedTensorError(
                     f"{func} mixes distributed tensors with a plain tensor of shape {list(value.shape)}, "
                     f"its argument {name!r}",
@@ -219,6 +219,10 @@ class OpDispatcher:
         instead = INSTEAD.get(f"{func._schema.name}.{func._overloadname}")
         if instead is not None:
             return instead(*args, **kwargs)
+        as_view = view_instead(func)
+        if as_view is not None:
+            args[0].data = as_view(*args, **kwargs)
+            return args[0]
         taken_apart = func.decompose(*args, **kwargs)
         if taken_apart is not NotImplemented:
             return taken_apart
@@ -278,6 +282,12 @@ def _plain_is_replicated() -> bool:
         return True
     node = torch._C._current_autograd_node()
     return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def _is_index(func: OpOverload, name: str) -> bool:
+    """Whether an argument is one of a list of indices. A list in brackets arrives as a plain tensor: x[[0, 2]]."""
+    types = {argument.name: str(argument.type) for argument in func._schema.arguments}
+    return types.get(name.partition("[")[0]) == "List[Optional[Tensor]]"
 
 
 _BY_TYPE: dict[OpOverload, frozenset[int | str]] = {}

@@ -35,7 +35,7 @@ class Moved(NamedTuple):
     """An element that is written but not where it lies: the result at `where` goes from one spec to another."""
 
     where: Where
-    index: int
+    element: int
     source: DTensorSpec
     target: DTensorSpec
 
@@ -83,6 +83,10 @@ class _ElementPlanner(Planner):
         named = {name: listed(name, value) for name, value in kwargs.items()}
         return result_metas(self.func, [listed(i, value) for i, value in enumerate(args)], named)[0]
 
+    def _structured(self, specs: Any) -> Any:
+        made = super()._structured(specs)
+        return [made] if specs and isinstance(specs[0], int) else made  # what runs gives lists of one
+
     def _may_be_empty(self) -> bool:
         # Elementwise ops and updates take empty parts; a reduction must not see one.
         return bool(any(layout.partial for layout in self.decision.results)) and super()._may_be_empty()
@@ -93,7 +97,8 @@ class _Lists:
 
     def __init__(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
-        places: dict[Where, Any] = {**dict(enumerate(args)), **kwargs}
+        places: dict[Where, Any] = dict(enumerate(args))
+        places.update(kwargs)
         schema = {a.name: str(a.type) for a in func._schema.arguments}
         names = [a.name for a in func._schema.arguments]
         self.lists = frozenset(w for w in places if "List[" in schema[names[w] if isinstance(w, int) else w])
@@ -144,7 +149,13 @@ def plan_list(
 
 
 def _hashable(value: Any) -> Any:
-    return value if isinstance(value, Argument) else (type(value), value) if isinstance(value, (int, bool)) else type(value)
+    return (
+        value
+        if isinstance(value, Argument)
+        else (type(value), value)
+        if isinstance(value, (int, bool))
+        else type(value)
+    )
 
 
 def _put_together(
@@ -247,7 +258,9 @@ def _without_partial(
     result = None
     if func._schema.returns:
         out = planner._outputs(metas, named_metas)
-        result = DTensorSpec(view.mesh, (Replicate(),) * len(view.sizes), TensorMeta(out.shape, out.stride(), out.dtype))
+        result = DTensorSpec(
+            view.mesh, (Replicate(),) * len(view.sizes), TensorMeta(out.shape, out.stride(), out.dtype)
+        )
     writes = tuple(
         (i, 0)
         for i, value in enumerate(args)
@@ -321,7 +334,9 @@ def run_list(
     written: Callable[[Any], None],
 ) -> Any:
     """Carry out a plan."""
-    local: dict[Where, Any] = {i: treated(value, how) for i, (value, how) in enumerate(zip(args, plan.args, strict=True))}
+    local: dict[Where, Any] = {
+        i: treated(value, how) for i, (value, how) in enumerate(zip(args, plan.args, strict=True))
+    }
     local |= {name: treated(value, plan.kwargs[name]) for name, value in kwargs.items()}
     for where, index, _, _ in plan.moved:
         local[where][index] = local[where][index].clone()

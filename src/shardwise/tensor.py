@@ -328,7 +328,7 @@ class _ReplayedDTensor(DTensor):
         if seen is None or seen != self._version:
             fresh = replay.of(replay.root)
             # Just made, so it is not looked up again: an inference tensor would be made anew for ever.
-            _slot.__get__(self).copy_(redistribute_local(_slot.__get__(fresh), fresh._spec, self._spec))
+            _slot.__set__(self, redistribute_local(_slot.__get__(fresh), fresh._spec, self._spec))
             self._pending = replay, _version(self)
         return _slot.__get__(self)
 

@@ -128,7 +128,6 @@ MULTI_VIEWS: list[Program] = [
 WORLDS: list[tuple[tuple[int, ...], list[Placement]]] = [
     ((2,), [Shard(0)]),
     ((3,), [Shard(0)]),
-    ((3,), [Shard(1)]),
     ((2,), [Replicate()]),
     ((2,), [Partial()]),
     ((2, 2), [Shard(0), Shard(1)]),
@@ -256,8 +255,18 @@ def saved_for_backward(d: Tensor) -> list[Tensor]:
     return [y]
 
 
+def turned(d: Tensor) -> list[Tensor]:
+    h = d * 1
+    h.t_()
+    h.unsqueeze_(1)
+    h.transpose_(0, 2)
+    h.squeeze_()
+    h[1:3].t_()
+    return [h, h.t_() + 1, h * 2]
+
+
 @worlds
-@pytest.mark.parametrize("program", [detached, data, data_of_a_view, saved_for_backward], ids=lambda p: p.__name__)
+@pytest.mark.parametrize("program", [detached, data, data_of_a_view, saved_for_backward, turned], ids=lambda p: p.__name__)
 def test_other_names(program: Program, sizes: Sequence[int], placements: list[Placement]) -> None:
     compare(program, sizes, placements, requires_grad=True)
 

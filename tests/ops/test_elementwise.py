@@ -84,7 +84,8 @@ CASES: list[Any] = [
 
 @table(CASES)
 def test_any_placement_gives_the_one_device_answer(fn: Any, args: Any) -> None:
-    check_case(fn, args, limit=3, partial=("sum", "max", "min"), meshes=((4,), (2, 2)))
+    ordered = not any(tensor.is_complex() for tensor in args)
+    check_case(fn, args, limit=2, partial=("sum", "max", "min") if ordered else ("sum",), meshes=((4,), (2, 2)))
 
 
 WRITES: list[Any] = [
@@ -106,7 +107,7 @@ WRITES: list[Any] = [
 
 @table(WRITES)
 def test_writing_in_place(fn: Any, args: Any) -> None:
-    check_case(fn, args, limit=6, partial=("sum", "max"), meshes=((4,), (2, 2)))
+    check_case(fn, args, limit=3, partial=("sum", "max"), meshes=((4,), (2, 2)))
 
 
 @pytest.mark.parametrize("op", [torch.add, torch.mul, torch.maximum, torch.mm], ids=lambda op: op.__name__)
@@ -120,7 +121,7 @@ def test_errors_of_type_promotion_are_the_one_device_ones() -> None:
         target = on(mesh, whole_numbers, Shard(0))
         with pytest.raises(RuntimeError, match="can't be cast"):
             target.mul_(0.5)
-        with pytest.raises(RuntimeError, match="must match the size"):
+        with pytest.raises(RuntimeError, match="broadcast"):
             on(mesh, x, Shard(0)).add(on(mesh, r(3), Replicate()))
 
 

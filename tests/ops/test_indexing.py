@@ -121,6 +121,9 @@ CASES: list[Case] = [
         lambda x, y: torch.searchsorted(x, y),
         (i(9, 5, 3).sort().values.float(), i(9, 5, 2).float()),
     ),
+    ("index list", lambda x: x[[0, 4]] + x[:, [-1, 0, 1], None].sum(), (r(5, 3),)),
+    ("index plain", lambda x: x[torch.tensor([0, 4])], (r(5, 3),)),
+    ("setitem list", lambda x: (x.__setitem__([0, 3], 1.0), x)[1], (r(5, 3),)),
     ("index of mask", lambda x: x[x > 0], (r(5, 3),)),
     ("masked_select", lambda x: x.masked_select(x > 0), (r(5, 3),)),
 ]

@@ -63,6 +63,7 @@ CASES: list[Case] = [
     ("instance_norm", lambda x: F.instance_norm(x), (r(5, 4, 3),)),
     ("normalize", lambda x: F.normalize(x, dim=0), (r(5, 4),)),
     ("weight_norm", lambda v, g: torch._weight_norm(v, g, 0), (r(5, 4), r(5, 1))),
+    ("renorm", lambda x: torch.renorm(x, 2, 0, 1.0), (r(5, 4),)),
     ("weight_norm last", lambda v, g: torch._weight_norm(v, g, 1), (r(5, 4), r(1, 4))),
 ]
 

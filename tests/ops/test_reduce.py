@@ -67,6 +67,7 @@ CASES: list[Case] = [
     ("any", lambda x: x.any(), (torch.tensor([0, 0, 0, 1, 0]).bool(),)),
     ("any dim", lambda x: x.any(0), (r(5, 4, dtype=torch.bool),)),
     ("any dims", lambda x: x.any(dim=(0, 1)), (r(5, 4),)),
+    ("any of no dims", lambda x: x.any(dim=()), (r(5, 4).round(),)),
     ("all dim", lambda x: x.all(1, True), (r(5, 4, dtype=torch.bool),)),
     ("any uint8", lambda x: x.any(0), (r(5, 4, dtype=torch.uint8),)),
     ("count_nonzero", lambda x: x.count_nonzero(), (r(5, 4).round(),)),

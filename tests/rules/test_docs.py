@@ -9,15 +9,21 @@ import pytest
 import torch
 
 from shardwise import rules
+from shardwise.layout import Factor, Layout
 from shardwise.rules.frame import make_frame
 
-MODULES = ["notation", "rule", "frame", "solve", "bind", "build", "schema", "registry"]
+MODULES = ["notation", "rule", "frame", "solve", "bind", "refine", "build", "schema", "registry"]
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name: str) -> None:
     module = importlib.import_module(f"shardwise.rules.{name}")
-    known = {name: getattr(rules, name) for name in rules.__all__} | {"torch": torch, "make_frame": make_frame}
+    known = {name: getattr(rules, name) for name in rules.__all__} | {
+        "torch": torch,
+        "make_frame": make_frame,
+        "Layout": Layout,
+        "Factor": Factor,
+    }
     result = doctest.testmod(module, extraglobs=known)
     assert result.attempted
     assert not result.failed

@@ -30,6 +30,7 @@ from .transport import (
     reduce_locally,
     reduces_natively,
     to_wire,
+    travels_as_is,
     wire_op,
 )
 
@@ -203,9 +204,9 @@ def _reduce_scatter_move(step: Step, view: MeshView, dtype: torch.dtype) -> Move
     pack = _local_to_grouped(step, _slotted(step))
     op, shape = wire_op(dtype, step.op), step.after.local_shape((0,) * len(view.sizes))
     return Move(
-        lambda local: reduce_scatter(to_wire(pack(local)), op, ranks, name),
+        lambda local: reduce_scatter(to_wire(pack(local), step.op), op, ranks, name),
         True,
-        lambda received: from_wire(received, dtype).view(shape),
+        lambda received: from_wire(received, dtype, step.op).view(shape),
     )
 
 
@@ -213,12 +214,12 @@ def _all_reduce_move(step: Step, view: MeshView, dtype: torch.dtype) -> Move:
     name, ranks = _group(step, view)
     if reduces_natively(dtype, step.op):
         op = wire_op(dtype, step.op)
-        if moves_natively(dtype) and dtype is not torch.bool:
+        if travels_as_is(dtype, step.op):
             return Move(lambda local: all_reduce(local.contiguous(), op, name), True, None)
         return Move(
-            lambda local: all_reduce(to_wire(local.contiguous()), op, name),
+            lambda local: all_reduce(to_wire(local.contiguous(), step.op), op, name),
             True,
-            lambda received: from_wire(received, dtype),
+            lambda received: from_wire(received, dtype, step.op),
         )
 
     def reduce(at: Coordinate, received: Tensor) -> Tensor:

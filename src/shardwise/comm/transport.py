@@ -43,18 +43,44 @@ def wire_op(dtype: torch.dtype, op: str) -> str:
     return _BOOL_OPS[op] if dtype is torch.bool else op
 
 
-def to_wire(tensor: Tensor) -> Tensor:
+def travels_as_is(dtype: torch.dtype, op: str) -> bool:
+    """Whether `to_wire` has nothing to do."""
+    return not (dtype is torch.bool or dtype.is_complex or _is_ordered(dtype, op))
+
+
+def to_wire(tensor: Tensor, op: str = "sum") -> Tensor:
     """A contiguous tensor as one that a backend reduces."""
     if tensor.dtype is torch.bool:
         return tensor.view(torch.uint8)
+    if _is_ordered(tensor.dtype, op):
+        return _ordered(tensor, op)
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def from_wire(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def from_wire(tensor: Tensor, dtype: torch.dtype, op: str = "sum") -> Tensor:
     """Back from `to_wire`."""
     if dtype is torch.bool:
         return tensor.view(torch.bool)
+    if _is_ordered(dtype, op):
+        return _by_order(tensor).view(torch.float64 if dtype is torch.float64 else torch.float32).to(dtype)
     return torch.view_as_complex(tensor) if dtype.is_complex else tensor
+
+
+def _is_ordered(dtype: torch.dtype, op: str) -> bool:
+    """Whether numbers travel as integers in the same order: as floats, backends lose a NaN on the way to an extreme."""
+    return op in ("max", "min") and dtype.is_floating_point and dtype.itemsize > 1
+
+
+def _ordered(tensor: Tensor, op: str) -> Tensor:
+    wide = tensor if tensor.dtype is torch.float64 else tensor.float()
+    whole = torch.int64 if wide.dtype is torch.float64 else torch.int32
+    limits = torch.iinfo(whole)
+    return _by_order(wide.view(whole)).masked_fill(tensor.isnan(), limits.max if op == "max" else limits.min)
+
+
+def _by_order(bits: Tensor) -> Tensor:
+    """The bits of floats as integers in the order of the floats, and back: those of negative ones run backwards."""
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
 
 
 def check_reducible(dtype: torch.dtype, op: str) -> None:

@@ -13,12 +13,12 @@ from .requests import LocalCall
 
 def conjugate(call: LocalCall) -> Tensor:
     """The conjugate, in memory of its own."""
-    return call["self"].conj_physical()  # type: ignore[no-any-return]
+    return call["self"].conj_physical()
 
 
 def negative(call: LocalCall) -> Tensor:
     """The negative, in memory of its own."""
-    return call["self"].neg()  # type: ignore[no-any-return]
+    return call["self"].neg()
 
 
 LOCAL["aten::_conj"], LOCAL["aten::_neg_view"] = conjugate, negative

@@ -108,7 +108,8 @@ def backward(call: LocalCall, cut: Cut) -> KernelRun:
         window = rows if windows.transposed else windows.padded(rows, cut.piece)
         if windows.transposed:
             length = (rows.shape[dim] - 1) * windows.stride + windows.reach + 1
-            gradient = _padded(gradient, dim, tuple(-n for n in windows.trim(cut.piece, length)))
+            before, after = windows.trim(cut.piece, length)
+            gradient = _padded(gradient, dim, (-before, -after))
         found = call.run(grad_output=gradient, input=window, **windows.arguments())
         if windows.transposed and mask[2]:
             # Rows that output_padding adds are cropped from the window, but not from the bias's gradient.
@@ -136,7 +137,7 @@ def channels_backward(call: LocalCall, cut: Cut) -> KernelRun:
 def local_forward(call: LocalCall) -> Tensor:
     """The op, unless this rank has nothing to convolve: then the bias is all."""
     if call["input"].numel() and call["weight"].numel():
-        return call.run()  # type: ignore[no-any-return]
+        return call.run()
     return _nothing(call, call["input"], call.local_shape())
 
 

@@ -121,8 +121,8 @@ def _perform(pieces: Pieces, request: Request, own: int | list[int]) -> Any:
         gathered = from_wire(wait(all_gather(to_wire(tensor).unsqueeze(0), pieces.count, pieces.group)), tensor.dtype)
         return gathered if pieces.in_order else gathered[pieces.order]
     if isinstance(request, Reduce):
-        reduced = wait(all_reduce(to_wire(tensor), wire_op(tensor.dtype, request.op), pieces.group))
-        return from_wire(reduced, tensor.dtype)
+        reduced = wait(all_reduce(to_wire(tensor, request.op), wire_op(tensor.dtype, request.op), pieces.group))
+        return from_wire(reduced, tensor.dtype, request.op)
     return _move_rows(pieces, request, own)
 
 

@@ -7,6 +7,7 @@ With fewer heads of keys than of queries, each group of query heads shares one: 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from .registry import Call
 from .schema import operands_of
@@ -17,7 +18,7 @@ _LIKE_OUTPUT = ("grad_out", "grad_out_", "out")
 
 def texts(call: Call, padded: bool = False) -> dict[str, str]:
     """The patterns of queries, keys, values, the output and the mask of one call, by name."""
-    arguments = {name: call.arguments.get(name) for name in ("query", "key", "value", *_MASKS)}
+    arguments: dict[str, Any] = {name: call.arguments.get(name) for name in ("query", "key", "value", *_MASKS)}
     query, key = tuple(arguments["query"].shape), tuple(arguments["key"].shape)
     grouped = query[1] != key[1]
     heads, shared = ("(g r)", "g") if grouped else ("h", "h")
@@ -33,8 +34,10 @@ def texts(call: Call, padded: bool = False) -> dict[str, str]:
     mask = next((arguments[name] for name in _MASKS if arguments[name] is not None), None)
     if mask is not None and len(mask.shape):
         sizes, names = (*query[:3], key[2]), ("b", heads, rows, "[t]")
-        there = list(zip(mask.shape, sizes, names, strict=False)) if len(mask.shape) == 4 else list(
-            zip(mask.shape, sizes[-len(mask.shape) :], names[-len(mask.shape) :], strict=True)
+        there = (
+            list(zip(mask.shape, sizes, names, strict=False))
+            if len(mask.shape) == 4
+            else list(zip(mask.shape, sizes[-len(mask.shape) :], names[-len(mask.shape) :], strict=True))
         )
         # A dim of size 1 holds for all.
         found["mask"] = " ".join("1" if size == 1 and whole != 1 else name for size, whole, name in there)

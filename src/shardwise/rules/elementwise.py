@@ -58,16 +58,40 @@ _ONE = {
 }
 
 # Backward formulas: linear in the gradient, which comes first.
-_BACKWARD = (
-    "threshold silu gelu sigmoid tanh elu leaky_relu hardtanh logit softplus mish hardswish hardsigmoid softshrink "
-    "hardshrink native_dropout"
-).split()
+_BACKWARD = [
+    "threshold",
+    "silu",
+    "gelu",
+    "sigmoid",
+    "tanh",
+    "elu",
+    "leaky_relu",
+    "hardtanh",
+    "logit",
+    "softplus",
+    "mish",
+    "hardswish",
+    "hardsigmoid",
+    "softshrink",
+    "hardshrink",
+    "native_dropout",
+]
 
 # Elementwise ops without the tag.
-_UNTAGGED = frozenset(
-    "hardswish floor_divide copysign fill nan_to_num lerp polar sgn float_power _prelu_kernel "
-    "_prelu_kernel_backward log_sigmoid_forward frexp".split()
-)
+_UNTAGGED = [
+    "hardswish",
+    "floor_divide",
+    "copysign",
+    "fill",
+    "nan_to_num",
+    "polar",
+    "sgn",
+    "float_power",
+    "_prelu_kernel",
+    "_prelu_kernel_backward",
+    "log_sigmoid_forward",
+    "frexp",
+]
 
 
 def _passing(operands: int, clauses: str) -> Callable[[Call], str]:

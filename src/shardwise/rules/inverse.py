@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -74,6 +75,20 @@ def _split(given: dict[str, Any]) -> Put:
 def _diagonal(given: dict[str, Any]) -> Put:
     where = [given[name] for name in ("offset", "dim1", "dim2")]
     return lambda root, value: aten.diagonal_scatter.default(root, value, *where)
+
+
+@lru_cache(maxsize=4096)
+def view_instead(func: OpOverload) -> OpOverload | None:
+    """For an op that turns a tensor into a view of itself, such as `t_`, the one that makes the view."""
+    if torch.Tag.inplace_view not in func.tags:
+        return None
+    names = [argument.name for argument in func._schema.arguments]
+    packet = getattr(aten, func._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    for overload in packet.overloads() if packet is not None else ():
+        view = getattr(packet, overload)
+        if view in _PUTS and [argument.name for argument in view._schema.arguments] == names:
+            return view  # type: ignore[no-any-return]
+    return None
 
 
 _PUTS: dict[OpOverload, Callable[[dict[str, Any]], Put]] = {

@@ -47,6 +47,12 @@ def _weight(call: Call) -> tuple[str, str]:
     return dims_text("x", ndim, {dim: f"[x{dim}]" for dim in others}), dims_text("x", ndim, dict.fromkeys(others, "1"))
 
 
+def renorm(call: Call) -> str:
+    """Each slice along one dim is made no longer than a limit."""
+    slices, _ = _weight(call)
+    return f"{slices} -> {slices}"
+
+
 def weight_norm(call: Call) -> str:
     """A weight as direction and length, for each index of one dim."""
     weight, length = _weight(call)
@@ -63,6 +69,7 @@ register_table(
     {
         "aten::native_group_norm": group_norm,
         "aten::native_group_norm_backward": group_norm_backward,
+        "aten::renorm": renorm,
         "aten::_weight_norm_interface": weight_norm,
         "aten::_weight_norm_interface_backward": weight_norm_backward,
         # With given statistics a normalization is elementwise; it saves none of its own.

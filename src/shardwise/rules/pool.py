@@ -56,8 +56,8 @@ def _pools() -> dict[str, Callable[[Call], str]]:
             rules[f"aten::{name}"] = last_whole(n)
         for name in (f"avg_pool{n}d", f"_adaptive_avg_pool{n}d", f"adaptive_avg_pool{n}d"):
             rules[f"aten::{name}"] = last_whole(n, "linear 0")
-        for name in (f"max_pool{n}d_with_indices", f"adaptive_max_pool{n}d", f"avg_pool{n}d", f"_adaptive_avg_pool{n}d"):
-            rules[f"aten::{name}_backward"] = last_whole(n, "linear 0")
+        for name in ("max_pool{}d_with_indices", "adaptive_max_pool{}d", "avg_pool{}d", "_adaptive_avg_pool{}d"):
+            rules[f"aten::{name.format(n)}_backward"] = last_whole(n, "linear 0")
         rules[f"aten::max_unpool{n}d"] = last_whole(n)
     rules["aten::avg_pool1d"] = rules["aten::adaptive_avg_pool1d"] = last_whole(1, "linear 0")
     return rules

@@ -55,6 +55,12 @@ def reduce_by(op: str, linear: bool = True) -> Callable[[Call], str]:
     return rule
 
 
+def truth(op: str) -> Callable[[Call], str]:
+    """`any` and `all`: over no dims at all they only cast."""
+    reduces = reduce_by(op, linear=False)
+    return lambda call: "x.. -> x.." if call.arg("dim", None) in ((), []) else reduces(call)
+
+
 def min_and_max(call: Call) -> str:
     """`aminmax`: two reductions at once."""
     text = reduction(call.ndim(0), call.arg("dim"), call.arg("keepdim"), linear=False)
@@ -85,10 +91,10 @@ register_table(
         "aten::amin": reduce_by("min"),
         "aten::max.default": reduce_by("max"),
         "aten::min.default": reduce_by("min"),
-        "aten::max.other": "b?.., b?.. -> b.. ; monotone 0+1",
-        "aten::min.other": "b?.., b?.. -> b.. ; monotone 0+1",
-        "aten::any": reduce_by("max", linear=False),
-        "aten::all": reduce_by("min", linear=False),
+        "aten::max.other": "b?.., b?.. -> b.. ; monotone 0+1 ; reduce max",
+        "aten::min.other": "b?.., b?.. -> b.. ; monotone 0+1 ; reduce min",
+        "aten::any": truth("max"),
+        "aten::all": truth("min"),
         "aten::aminmax": min_and_max,
         "aten::sort": along_dim(2),
         "aten::argsort": along_dim(1),

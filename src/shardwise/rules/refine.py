@@ -1,7 +1,7 @@
 """Finer factors where an operand is cut inside a dim, such as the rows of a flattened `(batch, seq@tp)` dim.
 
-The ranks' parts of a factor may be any index sets, as long as they are the same for all tensors that have it. So a factor
-may be taken apart wherever an operand's layout takes its dim apart, and the op then follows that cut as it is.
+The ranks' parts of a factor may be any index sets, as long as they are the same for all tensors that have it. So a
+factor may be taken apart wherever an operand's layout takes its dim apart, and the op then follows that cut as it is.
 
 >>> bound = bind(parse("m k, k n -> m n"), [(10, 6), (6, 8)])
 >>> layout = Layout.make((4,), ((Factor(2, ()), Factor(5, (0,))), (Factor(6, ()),)))
@@ -19,7 +19,7 @@ from .bind import Bound, BoundFactor, BoundTensor
 
 
 def refine(bound: Bound, cut: Iterable[tuple[BoundTensor, Layout]]) -> Bound:
-    """The same rule with factors split as these tensors' layouts split their dims; the first that splits one decides."""
+    """The same rule with factors split as these tensors' layouts split their dims; the first that does decides."""
     splits: dict[int, tuple[int, ...]] = {}
     for tensor, layout in cut:
         for factors, dim in zip(tensor.dims, layout.dims, strict=True):
@@ -36,8 +36,10 @@ def _split(bound: Bound, splits: dict[int, tuple[int, ...]]) -> Bound:
     for index, factor in enumerate(bound.factors):
         sizes = splits.get(index, (factor.size,))
         renumbered[index] = tuple(range(len(factors), len(factors) + len(sizes)))
-        many = len(sizes) > 1
-        factors += [factor._replace(name=f"{factor.name}_{i}" if many else factor.name, size=s) for i, s in enumerate(sizes)]
+        if index not in splits:
+            factors.append(factor)
+        else:
+            factors += [factor._replace(name=f"{factor.name}_{i}", size=size) for i, size in enumerate(sizes)]
 
     def expanded(dim: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(new for old in dim for new in renumbered[old])

@@ -13,6 +13,7 @@ outputs that lack it become Partial. The clauses, all optional:
     reduce max           what an output that lacks a cut factor becomes, for all outputs or one each: `reduce sum, max`.
                          `none`: what such an output lacks may not be cut, unless by a kernel that completes it
     ragged               a factor whose sizes differ between tensors is whole, instead of an error
+    unread               operands only lend their dtype and device: they stay as they are, and results are whole
     a=2                  the size of a factor that shapes alone do not tell
     size=(a (b c) 1 _)   the argument `size` holds the sizes of these dims (`_`: some other number)
     kernel v, t          these factors are cut with the help of a local kernel only
@@ -71,6 +72,7 @@ class Rule:
     antitone: tuple[Positions, ...]
     reduce: tuple[str, ...]
     ragged: bool
+    unread: bool
     sizes: tuple[tuple[str, int], ...]
     size_arguments: tuple[SizeArgument, ...]
     kernel: tuple[str, ...]
@@ -147,7 +149,7 @@ class _Clauses:
         self.scanner, self.inputs, self.outputs = scanner, inputs, outputs
         self.sets: dict[str, tuple[Positions, ...]] = {}
         self.reduce: tuple[str, ...] = ("sum",) * outputs
-        self.ragged = False
+        self.ragged = self.unread = False
         self.sizes: dict[str, int] = {}
         self.size_arguments: dict[str, tuple[Entry, ...]] = {}
         self.kernel: list[str] = []
@@ -167,12 +169,14 @@ class _Clauses:
             self.reduce = self._read_reduce(word)
         elif word.text == "ragged":
             self.ragged = True
+        elif word.text == "unread":
+            self.unread = True
         elif word.text == "kernel":
             self.kernel = [self._read_factor()]
             while scanner.take(","):
                 self.kernel.append(self._read_factor())
         else:
-            known = "linear, monotone, antitone, reduce, ragged, kernel, or name=(dims)"
+            known = "linear, monotone, antitone, reduce, ragged, unread, kernel, or name=(dims)"
             scanner.fail(f"unknown clause {word.text!r}", f"a clause is {known}", word.position)
 
     def _read_factor(self) -> str:
@@ -250,6 +254,7 @@ class _Clauses:
             antitone=self.sets.get("antitone", ()),
             reduce=self.reduce,
             ragged=self.ragged,
+            unread=self.unread,
             sizes=tuple(sorted(self.sizes.items())),
             size_arguments=tuple(SizeArgument(*item) for item in sorted(self.size_arguments.items())),
             kernel=tuple(sorted(set(self.kernel))),
@@ -275,6 +280,7 @@ def _clause_texts(rule: Rule) -> dict[str, str]:
     reduce = rule.reduce[:1] if len(ops) == 1 else rule.reduce
     texts["reduce"] = "" if ops == {"sum"} else f"reduce {', '.join(reduce)}"
     texts["ragged"] = "ragged" if rule.ragged else ""
+    texts["unread"] = "unread" if rule.unread else ""
     texts.update({name: f"{name}={size}" for name, size in rule.sizes})
     texts.update({argument.name: str(argument) for argument in rule.size_arguments})
     texts["kernel"] = f"kernel {', '.join(rule.kernel)}" if rule.kernel else ""

@@ -99,7 +99,7 @@ def new_strided(call: Call) -> str:
     size = tuple(call.arg("size"))
     if size == call.shape(0):
         return "x.. -> x.. ; size=(x..)"
-    return f"[x..] -> {' '.join('_' for _ in size)}"
+    return f"x.. -> {' '.join('_' for _ in size)} ; unread"
 
 
 register_table(

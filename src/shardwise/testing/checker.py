@@ -55,7 +55,7 @@ def check(
     tried, chosen by `seed`. Floating tensors are tried as Partial too. With `grad`, gradients of a random
     weighting of all floating results are compared as well, and so are tensors that `fn` writes to.
     """
-    plain = _plain_run(fn, args, kwargs, grad, seed)
+    plain = plain_run(fn, args, kwargs, grad, seed)
     tensors = [value for value in _leaves((args, kwargs)) if isinstance(value, Tensor)]
     cases = skipped = 0
     for mesh_sizes in meshes:
@@ -105,7 +105,8 @@ class _Run(NamedTuple):
     inputs: list[Tensor]
 
 
-def _plain_run(fn: Callable[..., Any], args: Any, kwargs: Any, grad: bool, seed: int) -> _Run:
+def plain_run(fn: Callable[..., Any], args: Any, kwargs: Any, grad: bool, seed: int) -> _Run:
+    """The one-device answer: results, gradients, and the arguments as the function left them."""
     copies = {id(t): _leaf(t.detach().clone(), grad) for t in _leaves((args, kwargs)) if isinstance(t, Tensor)}
     return _run(fn, args, kwargs, copies, list(copies.values()), grad, seed)
 

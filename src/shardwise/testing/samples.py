@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .checker import plain_run
 from .own_samples import OWN
 
 DTYPES = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128)
@@ -30,11 +31,12 @@ SKIPPED = ("empty", "jiterator", "sparse", "quant", "uniform", "resize_", "to_sp
 
 
 class Sample(NamedTuple):
-    """One call: a function and its arguments."""
+    """One call: a function and its arguments, and whether gradients of it can be compared."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    grad: bool = True
 
 
 @lru_cache(maxsize=1)
@@ -55,7 +57,27 @@ def samples(name: str, count: int, seed: int) -> list[Sample]:
     found = [Sample(*row) for row in OWN[name]()] if name in OWN else list(_from_database(name))
     if len(found) > count:
         found = random.Random(f"{seed} {name}").sample(found, count)
-    return found
+    return [differentiable for sample in found if (differentiable := _as_far_as_possible(sample))]
+
+
+def _as_far_as_possible(sample: Sample) -> Sample | None:
+    """The sample with gradients for all tensors, for the first alone, or none; None if PyTorch itself refuses it."""
+    for tried in (sample, sample._replace(fn=_in_first_alone(sample.fn)), sample._replace(grad=False)):
+        try:
+            plain_run(*tried, 0)
+        except Exception:
+            continue
+        return tried
+    return None
+
+
+def _in_first_alone(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def call(first: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+        return fn(first, *args, **kwargs)
+
+    call.__name__ = getattr(fn, "__name__", str(fn))
+    return call
 
 
 def _from_database(name: str) -> Iterator[Sample]:

@@ -1,0 +1,146 @@
+"""What a rule could allow but does not, found by trying: cut the inputs along a whole factor and see what comes out.
+
+>>> probe(call)          # of aten::foo with the rule "a [b] -> a [b]"
+[Suggestion(key='aten::foo', factor='b', found='concat 1', rule='a [b] -> a [b]')]
+
+Agreement on a few inputs proves nothing, so these are hints for whoever writes rules. Run it in a process that may
+crash: some ops do, on cut inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..mesh import MeshView
+from .calls import BoundCall, Recorded, Where, bound_call
+
+SMALLEST = 4  # the least size of a factor that says something
+REDUCTIONS = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+
+
+class Suggestion(NamedTuple):
+    """A factor that a rule keeps whole, and how each result could be put together from pieces cut along it."""
+
+    key: str
+    factor: str
+    found: str
+    rule: str
+
+
+def probe(call: Recorded, view: MeshView) -> list[Suggestion]:
+    """The whole factors of a call's rule that could be cut, judged by this call and by others of the same shapes."""
+    found = bound_call(call, view)
+    if found is None or found.registered.variant != "functional":
+        return []
+    suggestions = []
+    for index, factor in enumerate(found.bound.factors):
+        sized = any(index in (entry or ()) for _, entries in found.bound.size_args for entry in entries if entry != 1)
+        if not factor.whole or factor.kernel or factor.size < SMALLEST or sized:
+            continue
+        ways = _ways(call, found, index, factor.size)
+        if ways and any(way != "same" for way in ways):
+            text = f"{found.registered.key}", factor.name, ", ".join(ways), str(found.bound.rule)
+            suggestions.append(Suggestion(*text))
+    return suggestions
+
+
+def _ways(call: Recorded, found: BoundCall, factor: int, size: int) -> list[str]:
+    """For each result the way that puts it together for all cuts and all data; nothing if some result has none."""
+    left: list[set[str]] | None = None
+    for data in (call, *_other_data(call)):
+        for bounds in _bounds(size):
+            ways = _ways_of_one(data, found, factor, bounds)
+            if ways is None:
+                return []
+            left = ways if left is None else [old & new for old, new in zip(left, ways, strict=True)]
+            if not all(left):
+                return []
+    # A result that is the same for all pieces may as well be their maximum.
+    return ["same" if "same" in ways else min(ways) for ways in left or []]
+
+
+def _bounds(size: int) -> Iterator[list[int]]:
+    yield [0, 1, size]
+    yield [0, size // 2, size]
+    yield [0, 1, size // 2 + 1, size]
+
+
+def _other_data(call: Recorded) -> Iterator[Recorded]:
+    for seed in (1, 2):
+        generator = torch.Generator().manual_seed(seed)
+
+        def shuffled(tensor: Tensor, generator: torch.Generator = generator) -> Tensor:
+            # The same numbers in another order are as legal as before, for most ops.
+            order = torch.randperm(tensor.numel(), generator=generator)
+            return tensor.flatten()[order].view(tensor.shape)
+
+        yield Recorded(call.func, *pytree.tree_map_only(Tensor, shuffled, (call.args, call.kwargs)))
+
+
+def _ways_of_one(call: Recorded, found: BoundCall, factor: int, bounds: list[int]) -> list[set[str]] | None:
+    cut = _dims_to_cut(found, factor)
+    if not cut:
+        return None
+    try:
+        whole = _tensors(call.func(*call.args, **call.kwargs))
+        pieces = [
+            _tensors(_on_piece(call, cut, start, stop)) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+        ]
+    except Exception:
+        return None
+    if not whole or any(len(piece) != len(whole) for piece in pieces):
+        return None
+    return [set(_ways_together(want, [piece[i] for piece in pieces])) for i, want in enumerate(whole)]
+
+
+def _dims_to_cut(found: BoundCall, factor: int) -> dict[Where, int] | None:
+    cut: dict[Where, int] = {}
+    for operand, place in zip(found.operands, found.places, strict=True):
+        dims = [dim for dim, factors in enumerate(operand.tensor.dims) if factor in factors]
+        if any(len(operand.tensor.dims[dim]) > 1 for dim in dims) or len(dims) > 1:
+            return None
+        if dims:
+            cut[place] = dims[0]
+    return cut
+
+
+def _on_piece(call: Recorded, cut: dict[Where, int], start: int, stop: int) -> Any:
+    def piece(where: int | str, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [part(element, cut.get((where, i))) for i, element in enumerate(value)]
+        return part(value, cut.get((where, None)))
+
+    def part(value: Any, dim: int | None) -> Any:
+        return value if dim is None else value.narrow(dim, start, stop - start).clone()
+
+    args = [piece(i, value) for i, value in enumerate(call.args)]
+    return call.func(*args, **{name: piece(name, value) for name, value in call.kwargs.items()})
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [value for value in pytree.tree_leaves(result) if isinstance(value, Tensor)]
+
+
+def _ways_together(whole: Tensor, pieces: Sequence[Tensor]) -> Iterator[str]:
+    if all(_same(piece, whole) for piece in pieces):
+        yield "same"
+    for dim in range(whole.dim()):
+        others = [(*piece.shape[:dim], *piece.shape[dim + 1 :]) for piece in pieces]
+        if all(piece.dim() == whole.dim() for piece in pieces) and len({*others}) == 1:
+            if _same(torch.cat(list(pieces), dim), whole):
+                yield f"concat {dim}"
+    if all(piece.shape == whole.shape for piece in pieces) and not whole.is_complex() and whole.dtype is not torch.bool:
+        stacked = torch.stack(list(pieces))
+        for name, reduce in REDUCTIONS.items():
+            if whole.numel() and _same(reduce(stacked, 0), whole):
+                yield name
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    close = one.shape == other.shape and one.dtype == other.dtype
+    return close and torch.allclose(one, other, rtol=1e-6, atol=1e-9, equal_nan=True)
