@@ -131,10 +131,10 @@ class Planner:
         metas = [_meta_of(value) for value in self.args], {n: _meta_of(v) for n, v in self.kwargs.items()}
         call = Call.make(self.func, *metas, self.registered)
         self.call = call
-        if NEEDS_DATA & set(self.func.tags):
-            # Only a rule that sees the call can know that this one does not depend on data.
-            if not callable(self.registered.source) or self.registered.rule(call) is None:
-                raise NoRule(f"the result of {self.func} depends on data")
+        # Only a rule that sees the call can know that this one does not depend on data.
+        knows = callable(self.registered.source) and self.registered.rule(call) is not None
+        if NEEDS_DATA & set(self.func.tags) and not knows:
+            raise NoRule(f"the result of {self.func} depends on data")
         self.outputs = self._outputs(*metas)
         rule = self.registered.rule(call)
         if rule is None:
@@ -171,7 +171,8 @@ class Planner:
         return bind(rule, shapes, outputs[: len(rule.outputs)], sizes or None)
 
     def _operands(self, call: Call) -> tuple[list[Operand], list[tuple[int | str, int | None]]]:
-        operands, places = [], []
+        operands: list[Operand] = []
+        places: list[tuple[int | str, int | None]] = []
         if self.bound.rule.unread:
             return operands, places
         positions = [p for p in self.registered.operands if p is not None]

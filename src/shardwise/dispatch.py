@@ -82,7 +82,7 @@ class OpDispatcher:
         if plan.communication and modes.explicit:
             raise_explicit(plan)
         if type(plan) is ListPlan:
-            return run_list(plan, args, kwargs, _treated, self.wrap, self.written)
+            return run_list(plan, args, kwargs, _treated, self.kind, self.wrap, self.written)
         return self._run(plan, args, kwargs)
 
     # ---- the key ----------------------------------------------------------------------------------------------
@@ -101,7 +101,8 @@ class OpDispatcher:
         if kind is self.kind:
             return value._spec
         if kind in (list, tuple, torch.Size):
-            return tuple([self._key_of(element, by_type) for element in value])
+            ours = self.kind
+            return tuple([e._spec if type(e) is ours else self._key_of(e, by_type) for e in value])
         if isinstance(value, Tensor):
             return value._spec if isinstance(value, self.kind) else (tuple(value.shape), value.dtype, _plain_is_replicated())
         if by_type or kind is torch.Generator:

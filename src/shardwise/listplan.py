@@ -1,8 +1,8 @@
 """Ops on lists of tensors: the optimizers' foreach and fused ops.
 
-Such an op does to every element what another op does to one tensor. Each distinct element is planned once, like a call of
-its own; the op then runs once on the local lists, whatever meshes their elements are on. Where an element cannot join
-(a reduction of an empty part), it is run apart. Some ops need the whole list to communicate well (`LISTS`).
+Such an op does to every element what another op does to one tensor. Each distinct element is planned once, like a
+call of its own; the op then runs once on the local lists, whatever meshes their elements are on. Where an element
+cannot join (a reduction of an empty part), it is run apart. Some ops need the whole list to communicate well (`LISTS`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from .spec import DTensorSpec, TensorMeta
 from .world import common
 
 Where = int | str
+ALL_LOCAL = object()
+"""The mark of a list whose local parts are passed as they are."""
 
 
 class Moved(NamedTuple):
@@ -57,7 +59,7 @@ class ListPlan(NamedTuple):
     communication: tuple[str, ...]
 
 
-# ---- planning ---------------------------------------------------------------------------------------------------------
+# ---- planning -------------------------------------------------------------------------------------------------------
 
 
 class _ElementPlanner(Planner):
@@ -124,7 +126,7 @@ def plan_list(
     view_of: Callable[[Sequence[Any]], MeshView],
     argument: Callable[[str, Any], Any],
 ) -> ListPlan:
-    """The plan of an op on lists. `argument` says how planning sees a value, `view_of` which mesh some of them share."""
+    """The plan of an op on lists. `argument` says how planning sees a value, `view_of` which mesh tensors share."""
     lists = _Lists(func, args, kwargs)
     planned: dict[Any, CallPlan | None] = {}
     elements: list[CallPlan | None] = []
@@ -166,6 +168,8 @@ def _put_together(
         if where not in lists.lists:
             return next(how for plan, how in zip(elements, hows, strict=True) if plan is not None)
         value = lists.args[where] if isinstance(where, int) else lists.kwargs[where]
+        if len(value) and all(how is LOCALIZE for how in hows):
+            return ALL_LOCAL
         return hows if len(value) and any(how is not None for how in hows) else None
 
     for where in (*range(len(lists.args)), *lists.kwargs):
@@ -223,7 +227,7 @@ def _of_one(plan: CallPlan) -> Callable[..., Any]:
     return run
 
 
-# ---- ops that take lists as a whole -----------------------------------------------------------------------------------
+# ---- ops that take lists as a whole ---------------------------------------------------------------------------------
 
 
 def _without_partial(
@@ -322,7 +326,7 @@ def _list_run(func: OpOverload, view: MeshView, axes: tuple[int, ...], kernel: L
     return _RUNS.setdefault((func, view, axes), run)
 
 
-# ---- running ----------------------------------------------------------------------------------------------------------
+# ---- running --------------------------------------------------------------------------------------------------------
 
 
 def run_list(
@@ -330,14 +334,18 @@ def run_list(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     treated: Callable[[Any, Treatment], Any],
+    kind: type[Any],
     wrap: Callable[[Tensor, DTensorSpec], Any],
     written: Callable[[Any], None],
 ) -> Any:
     """Carry out a plan."""
-    local: dict[Where, Any] = {
-        i: treated(value, how) for i, (value, how) in enumerate(zip(args, plan.args, strict=True))
-    }
-    local |= {name: treated(value, plan.kwargs[name]) for name, value in kwargs.items()}
+    local: dict[Where, Any] = {}
+    for i, value in enumerate(args):
+        how = plan.args[i]
+        local[i] = [t._local_tensor for t in value] if how is ALL_LOCAL else treated(value, how)
+    for name, value in kwargs.items():
+        how = plan.kwargs[name]
+        local[name] = [t._local_tensor for t in value] if how is ALL_LOCAL else treated(value, how)
     for where, index, _, _ in plan.moved:
         local[where][index] = local[where][index].clone()
     results: list[Any] = [None] * plan.length
@@ -355,7 +363,7 @@ def run_list(
         owner._local_tensor.copy_(redistribute_local(local[where][index], source, target))
     for where in plan.writes:
         for tensor in args[where] if isinstance(where, int) else kwargs[where]:
-            if hasattr(tensor, "_spec"):
+            if type(tensor) is not kind and isinstance(tensor, kind):  # views, which know what they view
                 written(tensor)
     if plan.results is None:
         return None

@@ -266,7 +266,9 @@ def turned(d: Tensor) -> list[Tensor]:
 
 
 @worlds
-@pytest.mark.parametrize("program", [detached, data, data_of_a_view, saved_for_backward, turned], ids=lambda p: p.__name__)
+@pytest.mark.parametrize(
+    "program", [detached, data, data_of_a_view, saved_for_backward, turned], ids=lambda p: p.__name__
+)
 def test_other_names(program: Program, sizes: Sequence[int], placements: list[Placement]) -> None:
     compare(program, sizes, placements, requires_grad=True)
 

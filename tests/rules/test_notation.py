@@ -46,6 +46,7 @@ a k -> a ; monotone 0 ; reduce max
 a? -> a ; antitone 0
 a k -> a, a, a 1 ; reduce sum, max, none
 x.., x.. -> x.. ; ragged
+x.. -> _ _ ; unread
 (a b) -> (a [c]) ; a=2 ; size=((a c))
 i.. d, i.. -> v d ; num_weights=(v) ; kernel v
 a b -> a b ; linear 0 ; monotone 0 ; antitone 0 ; reduce avg ; ragged ; a=2 ; p=(a) ; q=(2 _ b) ; kernel a, b

@@ -49,8 +49,20 @@ __all__ = [
     "Return",
 ]
 
-from . import attention, conjugate, conv, optim, random  # noqa: E402, F401  the families register their kernels
-
-from . import batch_norm, extremes, loss, norm, reduce, scan, softmax  # noqa: E402, F401  the families register their kernels
-
-from . import indexing, shapes  # noqa: E402, F401  the families register their kernels
+# The families register their kernels.
+from . import (  # noqa: E402, F401
+    attention,
+    batch_norm,
+    conjugate,
+    conv,
+    extremes,
+    indexing,
+    loss,
+    norm,
+    optim,
+    random,
+    reduce,
+    scan,
+    shapes,
+    softmax,
+)

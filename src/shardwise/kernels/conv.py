@@ -131,7 +131,7 @@ def channels_backward(call: LocalCall, cut: Cut) -> KernelRun:
     yield
 
 
-# ---- nothing of a dim that neighbours do not share is cut -------------------------------------------------------------
+# ---- no spatial dim is cut -------------------------------------------------------------------------------------------
 
 
 def local_forward(call: LocalCall) -> Tensor:

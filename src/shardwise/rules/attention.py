@@ -34,11 +34,8 @@ def texts(call: Call, padded: bool = False) -> dict[str, str]:
     mask = next((arguments[name] for name in _MASKS if arguments[name] is not None), None)
     if mask is not None and len(mask.shape):
         sizes, names = (*query[:3], key[2]), ("b", heads, rows, "[t]")
-        there = (
-            list(zip(mask.shape, sizes, names, strict=False))
-            if len(mask.shape) == 4
-            else list(zip(mask.shape, sizes[-len(mask.shape) :], names[-len(mask.shape) :], strict=True))
-        )
+        last = -len(mask.shape)
+        there = zip(mask.shape, sizes[last:], names[last:], strict=True)
         # A dim of size 1 holds for all.
         found["mask"] = " ".join("1" if size == 1 and whole != 1 else name for size, whole, name in there)
     return found

@@ -87,7 +87,7 @@ def view_instead(func: OpOverload) -> OpOverload | None:
     for overload in packet.overloads() if packet is not None else ():
         view = getattr(packet, overload)
         if view in _PUTS and [argument.name for argument in view._schema.arguments] == names:
-            return view  # type: ignore[no-any-return]
+            return view
     return None
 
 

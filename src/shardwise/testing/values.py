@@ -150,7 +150,7 @@ def _extreme_operands(
     for index in range(count):
         behind = _integers(wide, 0, 13, generator)
         part = (wide - behind if op == "max" else wide + behind).clamp(limits.min, limits.max)
-        parts.append(torch.where(holder == index, wide, part))
+        parts.append(torch.where((holder == index) | wide.isinf(), wide, part))  # nothing is behind an infinity
     return parts
 
 

@@ -211,22 +211,22 @@ class _Child:
 
     def __init__(self, effort: Effort, seed: int) -> None:
         self.effort, self.seed = effort, seed
-        self.process: subprocess.Popen[str] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self.said = b""
 
     def ask(self, name: str) -> Report:
         """The report of an entry; a crash or a hang is a failure of it."""
         if self.process is None or self.process.poll() is not None:
-            command = [sys.executable, "-m", __spec__.name, "--child", json.dumps([*self.effort, self.seed])]
+            command = [sys.executable, "-m", "shardwise.testing.verify", "--child", json.dumps([*self.effort, self.seed])]
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         assert self.process.stdin is not None, "it was opened with a pipe"
-        self.process.stdin.write(name + "\n")
+        self.process.stdin.write(f"{name}\n".encode())
         self.process.stdin.flush()
         line = self._line(self.effort.seconds * 4 + 60)
         if not line:
@@ -243,16 +243,24 @@ class _Child:
         return report
 
     def _line(self, patience: float) -> str:
+        """The next line of the child; an empty text if it has died or takes too long."""
         assert self.process is not None and self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], patience)
-        return self.process.stdout.readline() if ready else ""
+        deadline = time.monotonic() + patience
+        while b"\n" not in self.said:
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            more = os.read(self.process.stdout.fileno(), 1 << 16) if ready else b""
+            if not more:
+                return ""
+            self.said += more
+        line, _, self.said = self.said.partition(b"\n")
+        return line.decode()
 
     def close(self) -> None:
         """End the process."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-            self.process = None
+            self.process, self.said = None, b""
 
 
 def verify_all(chosen: Sequence[str], effort: Effort, seed: int, children: int = 2) -> Iterator[Report]:
