@@ -132,8 +132,8 @@ class Planner:
         call = Call.make(self.func, *metas, self.registered)
         self.call = call
         # Only a rule that sees the call can know that this one does not depend on data.
-        knows = callable(self.registered.source) and self.registered.rule(call) is not None
-        if NEEDS_DATA & set(self.func.tags) and not knows:
+        unknown = NEEDS_DATA & set(self.func.tags) and not callable(self.registered.source)
+        if unknown or (NEEDS_DATA & set(self.func.tags) and self.registered.rule(call) is None):
             raise NoRule(f"the result of {self.func} depends on data")
         self.outputs = self._outputs(*metas)
         rule = self.registered.rule(call)

@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from .callplan import LOCALIZE, NEEDS_DATA, Argument, CallPlan, Constant, NoRule, plan_call
+from .comm.cost import on_change
 from .comm.redistribute import plan as plan_between
 from .comm.redistribute import redistribute_local
 from .errors import CommunicationError, InputError, MeshError, MixedTensorError
@@ -31,6 +32,7 @@ from .rules import Registered, rule_for
 from .rules.inverse import replacing, view_instead
 from .rules.registry import INSTEAD, READS_SCALARS
 from .spec import DTensorSpec, TensorMeta, contiguous_meta
+from .world import RankTensor, replicate
 
 Wrap = Callable[[Tensor, DTensorSpec], Any]
 WrapView = Callable[[Tensor, DTensorSpec, Any, "Replay | None"], Any]
@@ -67,9 +69,12 @@ class OpDispatcher:
     def __init__(self, kind: type[Any], wrap: Wrap, wrap_view: WrapView, written: Callable[[Any], None]) -> None:
         self.kind, self.wrap, self.wrap_view, self.written = kind, wrap, wrap_view, written
         self.plans: dict[Any, CallPlan | ListPlan | None] = {}
+        on_change(self.plans.clear)
 
     def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the op, wrapped."""
+        if modes.implicit_replication:
+            args, kwargs = self._with_replicas(func, args, kwargs)
         key = self._key(func, args, kwargs)
         plan = self.plans.get(key, _UNKNOWN)
         if plan is _UNKNOWN:
@@ -84,6 +89,25 @@ class OpDispatcher:
         if type(plan) is ListPlan:
             return run_list(plan, args, kwargs, _treated, self.kind, self.wrap, self.written)
         return self._run(plan, args, kwargs)
+
+    def _with_replicas(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with plain tensors taken as replicated, but for those that are written."""
+        flat, tree = pytree.tree_flatten((args, kwargs))
+        view = next(value._spec.view for value in flat if isinstance(value, self.kind))
+        written = _written(func, args, kwargs)
+
+        def replica(value: Any) -> Any:
+            if not isinstance(value, Tensor) or isinstance(value, self.kind) or not value.dim() or value in written:
+                return value
+            local, spec = _as_whole(value.detach(), view)
+            if view.simulated and not isinstance(local, RankTensor):
+                local = replicate(local, view.world_size)
+            return self.wrap(local, spec)
+
+        found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(map(replica, flat), tree)
+        return found
 
     # ---- the key ----------------------------------------------------------------------------------------------
 

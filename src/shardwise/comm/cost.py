@@ -9,7 +9,7 @@ compares with the time of its bytes, and which axes are slower than others.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -71,6 +71,7 @@ _CPU = CostModel(500e-6, 20e-6, 1e-10, 2e9, 1e9)
 
 _model = CostModel()
 _generation = 0
+_listeners: list[Callable[[], None]] = []
 
 
 def cost_model() -> CostModel:
@@ -83,6 +84,13 @@ def set_cost_model(model: CostModel) -> None:
     global _model, _generation
     _model = model
     _generation += 1
+    for forget in _listeners:
+        forget()
+
+
+def on_change(forget: Callable[[], None]) -> None:
+    """Call this whenever the cost model changes: choices made by the old one are to be forgotten."""
+    _listeners.append(forget)
 
 
 def generation() -> int:

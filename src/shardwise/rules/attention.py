@@ -78,18 +78,18 @@ def _input(name: str, text: dict[str, str], logsumexp: str) -> str:
 
 
 CPU = ("aten::_scaled_dot_product_flash_attention_for_cpu", "{output}, {rows}", "{rows}", False)
-FLASH = ("aten::_scaled_dot_product_flash_attention", "{output}, {rows}, _.., _.., _.., _.., _..", "{rows}", False)
+FLASH = ("aten::_scaled_dot_product_flash_attention", "{output}, {rows}, _.., _.., _.., _.., _.. ; reduce sum, sum, same, same, same, same, same", "{rows}", False)
 # Its sums are padded to a multiple of 32 rows.
-EFFICIENT = ("aten::_scaled_dot_product_efficient_attention", "{output}, {heads} _, _.., _..", "{heads} _", True)
+EFFICIENT = ("aten::_scaled_dot_product_efficient_attention", "{output}, {heads} _, _.., _.. ; reduce sum, sum, same, same", "{heads} _", True)
 CUDNN = (
     "aten::_scaled_dot_product_cudnn_attention",
-    "{output}, {heads} _.., _.., _.., _.., _.., _..",
+    "{output}, {heads} _.., _.., _.., _.., _.., _.. ; reduce sum, sum, same, same, same, same, same",
     "{heads} _..",
     True,
 )
 OTHER = (
     "aten::_scaled_dot_product_fused_attention_overrideable",
-    "{output}, {heads} _.., _.., _.., _.., _.., _..",
+    "{output}, {heads} _.., _.., _.., _.., _.., _.. ; reduce sum, sum, same, same, same, same, same",
     "{heads} _..",
     True,
 )

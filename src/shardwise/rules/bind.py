@@ -177,7 +177,7 @@ def cut_layout(tensor: BoundTensor, bound: Bound, mesh_sizes: Sizes, cuts: Cuts,
 def output_partial(bound: Bound, index: int, cuts: Cuts) -> PartialAxes:
     """The axes on which an output holds operands of a reduction, and by which op: those that cut what it lacks."""
     output, op = bound.outputs[index], bound.reduce[index]
-    if not output or op == "none":
+    if not output or op in ("none", "same"):
         return ()
     return tuple(sorted((axis, op) for axis, factor in cuts if not _has(output, factor)))
 

@@ -11,7 +11,8 @@ outputs that lack it become Partial. The clauses, all optional:
     monotone 0           the same for Partial max and min; `antitone 0` swaps max and min on the way. With `reduce max`
                          or `min`, outputs become Partial by that op only: a maximum passes maxima, not minima
     reduce max           what an output that lacks a cut factor becomes, for all outputs or one each: `reduce sum, max`.
-                         `none`: what such an output lacks may not be cut, unless by a kernel that completes it
+                         `none`: what such an output lacks may not be cut, unless by a kernel that completes it;
+                         `same`: all ranks find the same, such as the state of a generator
     ragged               a factor whose sizes differ between tensors is whole, instead of an error
     unread               operands only lend their dtype and device: they stay as they are, and results are whole
     a=2                  the size of a factor that shapes alone do not tell
@@ -208,9 +209,9 @@ class _Clauses:
     def _read_reduce(self, word: Token) -> tuple[str, ...]:
         ops = []
         while True:
-            op = self.scanner.expect("name", f"reduce by one of {', '.join(REDUCE_OPS)}, none")
-            if op.text not in (*REDUCE_OPS, "none"):
-                fix = f"use one of {', '.join(REDUCE_OPS)}, none"
+            op = self.scanner.expect("name", f"reduce by one of {', '.join(REDUCE_OPS)}, none, same")
+            if op.text not in (*REDUCE_OPS, "none", "same"):
+                fix = f"use one of {', '.join(REDUCE_OPS)}, none, same"
                 self.scanner.fail(f"unknown reduction {op.text!r}", fix, op.position)
             ops.append(op.text)
             if not self.scanner.take(","):
