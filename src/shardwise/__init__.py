@@ -8,6 +8,7 @@ modes       explicit, implicit_replication, strict_ops
 extending   register_sharding, local_map
 """
 
+from . import experimental
 from .comm.cost import CostModel, cost_model, set_cost_model, using_cost_model
 from .creation import distribute_tensor, empty, full, ones, rand, randn, zeros
 from .extend import local_map, register_sharding
@@ -19,6 +20,7 @@ from .tensor import DTensor, plan
 from .world import RankTensor, simulate
 
 __all__ = [
+    "experimental",
     "DTensor",
     "distribute_tensor",
     "Shard",

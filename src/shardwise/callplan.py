@@ -26,7 +26,7 @@ from .mesh import MeshView
 from .propagate import Decision, KernelCost, Operand, Propagator, Result
 from .random import draw_key
 from .rules import Bound, BoundTensor, Call, Registered, bind, local_size, refine, tensor_arguments
-from .rules.registry import COPES_WITH_EMPTY
+from .rules.registry import COPES_WITH_EMPTY, UNREAD
 from .spec import DTensorSpec, TensorMeta, in_memory_order, memory_order
 from .world import RankTensor, map_ranks, rank_int, values_of
 
@@ -192,7 +192,8 @@ class Planner:
 
     def _layout(self, argument: Argument) -> Layout:
         if argument.spec is not None:
-            return argument.spec.layout
+            layout = argument.spec.layout
+            return layout.without_partial() if self.registered.key in UNREAD else layout
         return Layout.make(self.view.sizes, tuple((Factor(size, ()),) for size in argument.meta.shape))
 
     def _results(self) -> list[Result]:
@@ -230,7 +231,7 @@ class Planner:
 
     def _write_down(self) -> CallPlan:
         decision = self.decision
-        treatments = {place: layout for place, layout in zip(self.operand_places, decision.operands, strict=True)}
+        treatments = dict(zip(self.operand_places, decision.operands, strict=True))
         communication: list[str] = []
         args = tuple(self._treat(i, value, treatments, communication) for i, value in enumerate(self.args))
         kwargs = {n: self._treat(n, value, treatments, communication) for n, value in self.kwargs.items()}
@@ -274,7 +275,7 @@ class Planner:
     ) -> Treatment:
         if argument.spec is None:
             return None
-        if layout is None or layout is argument.spec.layout:
+        if layout is None or layout is self._layout(argument):
             return LOCALIZE
         target = DTensorSpec.from_layout(self.view, layout, argument.meta)
         steps = plan(argument.spec, target).plan
@@ -353,7 +354,7 @@ class Planner:
         """Whether what runs gives new tensors, even for an op that writes: kernels know of no `out=`."""
         cut = any(self.bound.factors[factor].kernel for _, factor in self.decision.cuts)
         key = self.registered.key
-        return cut or key in COPIED or (self.registered.variant == "out" and key in LOCAL)
+        return cut or key in COPIED or (self.registered.variant == "out" and (key in LOCAL or key in DRAWS))
 
     def _may_be_empty(self) -> bool:
         if self.registered.key in COPES_WITH_EMPTY:

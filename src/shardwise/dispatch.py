@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from .advice import redistributions
 from .callplan import LOCALIZE, NEEDS_DATA, Argument, CallPlan, Constant, NoRule, plan_call
 from .comm.cost import on_change
 from .comm.redistribute import plan as plan_between
@@ -85,7 +86,7 @@ class OpDispatcher:
         if plan is None:
             return self._without_rule(func, args, kwargs)
         if plan.communication and modes.explicit:
-            raise_explicit(plan)
+            self._refuse(func, args, kwargs, plan)
         if type(plan) is ListPlan:
             return run_list(plan, args, kwargs, _treated, self.kind, self.wrap, self.written)
         return self._run(plan, args, kwargs)
@@ -264,7 +265,7 @@ class OpDispatcher:
             if not isinstance(tensor, self.kind):
                 raise InputError(f"{func} would write a distributed result into a plain tensor", "write into a DTensor")
         if modes.explicit:
-            _check_explicit(func, list(ours.values()))
+            self._refuse_moving(func, args, kwargs)
         whole = {key: _gathered(tensor, writable=tensor in written) for key, tensor in ours.items()}
         local_args, local_kwargs = pytree.tree_unflatten([whole.get(id(value), value) for value in flat], tree)
         result = func(*local_args, **local_kwargs)
@@ -287,6 +288,67 @@ class OpDispatcher:
             return self.wrap_view(local, spec, args[0], Replay(args[0], func, args, kwargs, index))
 
         return pytree.tree_map_only(Tensor, wrap, result)
+
+
+    # ---- explicit mode ------------------------------------------------------------------------------------------
+
+    def _refuse(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], plan: CallPlan | ListPlan
+    ) -> None:
+        """Refuse communication that the user did not ask for."""
+        treatments = [*plan.args, *(plan.kwargs[name] for name in kwargs)]
+        wanted = [how if type(how) is DTensorSpec else None for how in self._of_tensors(args, kwargs, treatments)]
+        raise CommunicationError(
+            f"{func} needs communication in explicit mode ({'; '.join(plan.communication)})",
+            "redistribute first: " + self._advice(func, args, kwargs, wanted),
+        )
+
+    def _refuse_moving(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse to gather the arguments of an op that runs whole."""
+        specs = [spec for _, spec in self._named_specs(func, args, kwargs)]
+        if _any_moves(specs):
+            moving = ", ".join(repr(spec) for spec in specs if _any_moves([spec]))
+            raise CommunicationError(
+                f"{func} runs whole, which needs {moving} gathered, in explicit mode",
+                "redistribute first: " + self._advice(func, args, kwargs, [replicated(spec) for spec in specs]),
+            )
+
+    def _advice(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: list[DTensorSpec | None]
+    ) -> str:
+        flat, tree = pytree.tree_flatten((args, kwargs))
+
+        def communicates(specs: list[DTensorSpec]) -> bool:
+            left = iter(specs)
+            with_specs = [self.wrap(v._local_tensor, next(left)) if isinstance(v, self.kind) else v for v in flat]
+            plan = self._plan(func, *pytree.tree_unflatten(with_specs, tree))
+            return _any_moves(specs) if plan is None else bool(plan.communication)
+
+        return "; ".join(redistributions(self._named_specs(func, args, kwargs), wanted, communicates))
+
+    def _named_specs(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[str, DTensorSpec]]:
+        """The distributed arguments by the names in the schema, elements of lists with their index."""
+        found = []
+        names = [argument.name for argument in func._schema.arguments]
+        for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+            elements = enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)]
+            for index, element in elements:
+                if isinstance(element, self.kind):
+                    found.append((name if index is None else f"{name}[{index}]", element._spec))
+        return found
+
+    def _of_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any], treatments: list[Any]) -> list[Any]:
+        """The treatments of the distributed arguments, in the same order."""
+        found = []
+        for value, how in zip([*args, *kwargs.values()], treatments, strict=True):
+            if isinstance(value, self.kind):
+                found.append(how)
+            elif isinstance(value, (list, tuple)):
+                parts = how if isinstance(how, (list, tuple)) else [how] * len(value)
+                found += [part for element, part in zip(value, parts, strict=True) if isinstance(element, self.kind)]
+        return found
 
 
 def _treated(value: Any, how: Any) -> Any:
@@ -390,27 +452,6 @@ def _tell_no_rule(func: OpOverload) -> None:
         warnings.warn(f"{func} has no rule: its inputs are gathered and it runs whole; {advice}", GatherWarning, stacklevel=2)
 
 
-def raise_explicit(plan: CallPlan | ListPlan) -> None:
-    """Refuse communication that the user did not ask for."""
-    raise CommunicationError(
-        f"{plan.func} needs communication in explicit mode ({'; '.join(plan.communication)})",
-        "redistribute first: " + "; ".join(_fixes(plan)),
-    )
-
-
-def _fixes(plan: CallPlan | ListPlan) -> list[str]:
-    names = [argument.name for argument in plan.func._schema.arguments]
-    fixes = []
-    for name, how in [*zip(names, plan.args, strict=False), *plan.kwargs.items()]:
-        if type(how) is DTensorSpec:
-            fixes.append(f"{name} = {name}.redistribute(placements={list(how.placements)})")
-    return fixes or ["give the operands placements on which this op is local"]
-
-
-def _check_explicit(func: OpOverload, tensors: Sequence[Any]) -> None:
-    moving = [t for t in tensors if plan_between(t._spec, replicated(t._spec)).plan.collectives]
-    if moving:
-        raise CommunicationError(
-            f"{func} runs whole, which needs {', '.join(repr(t._spec) for t in moving)} gathered, in explicit mode",
-            "redistribute them to Replicate first",
-        )
+def _any_moves(specs: Sequence[DTensorSpec]) -> bool:
+    """Whether gathering these takes communication."""
+    return any(plan_between(spec, replicated(spec)).plan.collectives for spec in specs)

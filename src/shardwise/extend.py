@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,7 +18,8 @@ from torch.utils import _pytree as pytree
 from .errors import InputError, PlacementError
 from .kernels.requests import Kernel
 from .placement import Partial, Placement, Placements, Shard
-from .rules import Call, register, tensor_arguments
+from .rules import Call, Rule, RuleError, parse, register, tensor_arguments
+from .rules.rule import NO_DIMS
 from .spec import normalize_placements
 from .tensor import DTensor
 
@@ -43,6 +43,9 @@ def register_sharding(
     """
     ops = op if isinstance(op, list) else [op]
     if rule is not None:
+        if isinstance(rule, str):
+            for each in ops:
+                _check_rule(each, parse(rule))
         for each in ops:
             register(each, rule, kernels)
         _forget_plans()
@@ -61,6 +64,17 @@ def _forget_plans() -> None:
     DTensor._op_dispatcher.plans.clear()
 
 
+def _check_rule(op: OpOverload, rule: Rule) -> None:
+    """Refuse a rule that speaks of more or fewer tensors than the op has."""
+    operands = sum(not argument.out for argument in tensor_arguments(op))
+    if not rule.fits(operands):
+        raise RuleError(f"the rule {rule!s} has {len(rule.inputs)} operands, {op} has {operands}", f"see {op._schema}")
+    results = sum("Tensor" in str(result.type) for result in op._schema.returns)
+    written = sum(argument.write for argument in tensor_arguments(op))
+    if len(rule.outputs) not in (results, results or written) and not (results == 0 and rule.outputs == (NO_DIMS,)):
+        raise RuleError(f"the rule {rule!s} has {len(rule.outputs)} results, {op} has {results}", f"see {op._schema}")
+
+
 class _Seen:
     """A tensor as a sharding function sees it."""
 
@@ -69,47 +83,103 @@ class _Seen:
 
 
 def _rule_from_rows(rows_of: Callable[..., Sequence[Row]], call: Call) -> str:
-    """The one-line rule that rows of placements mean: each row with a cut input is a factor."""
-    schema = call.op._schema.arguments
-    tensors = [argument.position for argument in tensor_arguments(call.op) if not argument.out]
-    values = [call.arg(argument.name) for argument in schema]
-    seen = [_Seen(value) if i in tensors and value is not None else value for i, value in enumerate(values)]
-    rows = rows_of(*seen)
-    inputs = [["_"] * len(call.arg(schema[i].name).shape) for i in tensors if call.arg(schema[i].name) is not None]
+    """The one-line rule that rows of placements mean.
+
+    A row with a cut input is a factor, one with Partial inputs a way in which they pass. A row that says neither (a cut
+    input and a replicated result, cut and Partial inputs together) is left out: that call is then brought to another.
+    """
+    named = {argument.name for argument in call.op._schema.arguments if argument.kwarg_only}
+    tensors = {argument.name: argument.kind for argument in tensor_arguments(call.op) if not argument.out}
+    given = [a.name for a in call.op._schema.arguments if a.name in call.arguments]
+    seen = {name: _as_seen(call.arg(name)) if name in tensors else call.arg(name) for name in given}
+    keywords = {name: value for name, value in seen.items() if name in named}
+    rows = rows_of(*(value for name, value in seen.items() if name not in named), **keywords)
+    inputs = _Inputs([name for name in tensors if call.arg(name, None) is not None], call)
     outputs: list[dict[int, str]] = [{} for _ in call.op._schema.returns]
-    reduce = ["sum"] * len(outputs)
-    linear = []
+    reduce = [""] * len(outputs)
     for number, (row_outputs, row_inputs) in enumerate(rows):
-        given = [row_inputs[i] for i in tensors if values[i] is not None]
-        name = f"f{number}"
-        if any(isinstance(placement, Shard) for placement in given):
-            _add_factor(name, given, row_outputs, inputs, outputs, reduce)
-        elif any(isinstance(placement, Partial) for placement in given):
-            linear.append("+".join(str(i) for i, placement in enumerate(given) if isinstance(placement, Partial)))
-    sides = ", ".join(" ".join(dims) for dims in inputs)
+        if len(row_inputs) != len(given) or len(row_outputs) != len(outputs):
+            raise RuleError(
+                f"a sharding of {call.op} has {len(row_outputs)} output and {len(row_inputs)} input placements",
+                f"give {len(outputs)} and {len(given)}: one for each result and each argument of this call, "
+                "None for those that are no tensors",
+            )
+        by_name = {name: placement for name, placement in zip(given, row_inputs, strict=True) if name in inputs.names}
+        if any(isinstance(placement, Shard) for placement in by_name.values()):
+            _add_factor(f"f{number}", [by_name[name] for name in inputs.names], row_outputs, inputs, outputs, reduce)
+        else:
+            inputs.add_passing([by_name[name] for name in inputs.names], row_outputs)
     results = ", ".join(_output_text(dims) for dims in outputs)
-    clauses = [f"linear {' | '.join(linear)}"] if linear else []
-    return " ; ".join([f"{sides} -> {results}", *clauses, f"reduce {', '.join(reduce)}"])
+    clauses = [f"{word} {' | '.join(sets)}" for word, sets in inputs.passing.items() if sets]
+    return " ; ".join([f"{inputs.text()} -> {results}", *clauses, f"reduce {', '.join(op or 'sum' for op in reduce)}"])
+
+
+def _as_seen(value: Any) -> Any:
+    if isinstance(value, (list, tuple)) and not hasattr(value, "shape"):
+        return [_as_seen(element) for element in value]
+    return None if value is None else _Seen(value)
+
+
+class _Inputs:
+    """The operands of a rule in the making: the factor of each dim, and how Partial ones pass."""
+
+    def __init__(self, names: list[str], call: Call) -> None:
+        self.names = names
+        self.optional = [argument.name for argument in tensor_arguments(call.op) if not argument.out]
+        self.dims: list[list[str] | None] = []
+        for name in names:
+            shape = getattr(call.arg(name), "shape", None)  # a list of tensors has none
+            self.dims.append(None if shape is None else ["_"] * len(shape))
+        self.passing: dict[str, list[str]] = {"linear": [], "monotone": []}
+
+    def add_passing(self, given: Sequence[Placement | None], results: Sequence[Placement | None]) -> None:
+        """A row without cuts: Partial operands that pass together."""
+        partial = [placement for placement in given if isinstance(placement, Partial)]
+        ops = {placement.reduce_op for placement in (*partial, *results) if isinstance(placement, Partial)}
+        if not partial or len(ops) != 1 or not all(isinstance(result, Partial) for result in results):
+            return
+        word = {"sum": "linear", "avg": "linear"}.get(ops.pop(), "monotone")
+        places = [self.optional.index(name) for name in self.names]
+        members = "+".join(str(place) for place, p in zip(places, given, strict=True) if isinstance(p, Partial))
+        if members not in self.passing[word]:
+            self.passing[word].append(members)
+
+    def text(self) -> str:
+        """The left side of the rule."""
+        by_name = dict(zip(self.names, self.dims, strict=True))
+        texts = []
+        for name in self.optional:
+            dims = by_name.get(name, [])
+            texts.append("{_..}" if dims is None else " ".join(dims))
+        return ", ".join(texts)
 
 
 def _add_factor(
     name: str,
     given: Sequence[Placement | None],
-    row_outputs: Sequence[Placement | None],
-    inputs: list[list[str]],
+    results: Sequence[Placement | None],
+    inputs: _Inputs,
     outputs: list[dict[int, str]],
     reduce: list[str],
 ) -> None:
-    dims = [(i, p.dim) for i, p in enumerate(given) if isinstance(p, Shard)]
-    if any(inputs[i][dim] != "_" for i, dim in dims):
-        return  # the dim has a factor already: the first row that names it counts
-    for i, dim in dims:
-        inputs[i][dim] = name
-    for i, placement in enumerate(row_outputs):
-        if isinstance(placement, Shard):
-            outputs[i][placement.dim] = name
-        elif isinstance(placement, Partial):
-            reduce[i] = placement.reduce_op
+    """A row with cuts; the first row that names a dim counts."""
+    cut = [(dims, p.dim) for dims, p in zip(inputs.dims, given, strict=True) if isinstance(p, Shard)]
+    if any(dims is None or dims[dim] != "_" for dims, dim in cut) or any(isinstance(p, Partial) for p in given):
+        return
+    for i, result in enumerate(results):
+        if isinstance(result, Shard):
+            if result.dim in outputs[i]:
+                return
+        elif not isinstance(result, Partial) or reduce[i] not in ("", result.reduce_op):
+            return
+    for dims, dim in cut:
+        assert dims is not None, "lists were refused above"
+        dims[dim] = name
+    for i, result in enumerate(results):
+        if isinstance(result, Shard):
+            outputs[i][result.dim] = name
+        elif isinstance(result, Partial):
+            reduce[i] = result.reduce_op
 
 
 def _output_text(dims: dict[int, str]) -> str:

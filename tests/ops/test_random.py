@@ -112,6 +112,18 @@ def test_dropout_has_gradients() -> None:
         torch.testing.assert_close(whole(given.grad) * x, whole(result))
 
 
+def test_drawing_into_out() -> None:
+    with ranks(2) as mesh:
+        drawn = []
+        for placement in (Replicate(), Shard(0), Partial()):
+            target, chance = on(mesh, x, placement), on(mesh, x.sigmoid(), Shard(1))
+            torch.manual_seed(0)
+            torch.bernoulli(chance, out=target)
+            drawn.append(whole(target))
+        assert drawn[0].unique().tolist() == [0.0, 1.0]
+        assert all(torch.equal(value, drawn[0]) for value in drawn[1:])
+
+
 def test_partial_tensors_are_filled_whole() -> None:
     with ranks(2) as mesh:
         drawn = []

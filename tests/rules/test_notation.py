@@ -45,6 +45,7 @@ a b ->
 a k -> a ; monotone 0 ; reduce max
 a? -> a ; antitone 0
 a k -> a, a, a 1 ; reduce sum, max, none
+a k -> a, _ ; reduce sum, same
 x.., x.. -> x.. ; ragged
 x.. -> _ _ ; unread
 (a b) -> (a [c]) ; a=2 ; size=((a c))

@@ -76,7 +76,7 @@ __all__ = [
 ]
 
 # The families register their rules.
-from . import (  # noqa: E402, F401
+from . import (  # noqa: F401
     copies,
     elementwise,
     indexing,

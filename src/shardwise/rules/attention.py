@@ -77,20 +77,19 @@ def _input(name: str, text: dict[str, str], logsumexp: str) -> str:
     return text.get(name, "_..")
 
 
-CPU = ("aten::_scaled_dot_product_flash_attention_for_cpu", "{output}, {rows}", "{rows}", False)
-FLASH = ("aten::_scaled_dot_product_flash_attention", "{output}, {rows}, _.., _.., _.., _.., _.. ; reduce sum, sum, same, same, same, same, same", "{rows}", False)
-# Its sums are padded to a multiple of 32 rows.
-EFFICIENT = ("aten::_scaled_dot_product_efficient_attention", "{output}, {heads} _, _.., _.. ; reduce sum, sum, same, same", "{heads} _", True)
-CUDNN = (
-    "aten::_scaled_dot_product_cudnn_attention",
-    "{output}, {heads} _.., _.., _.., _.., _.., _.. ; reduce sum, sum, same, same, same, same, same",
-    "{heads} _..",
-    True,
+def _kept(count: int) -> str:
+    """So many more results that all ranks find alike: lengths, and states of the generator."""
+    return ", _.." * count + f" ; reduce {', '.join(['sum', 'sum', *['same'] * count])}"
+
+
+_FUSED = "{output}, {heads} _.."
+
+KERNELS = (
+    ("aten::_scaled_dot_product_flash_attention_for_cpu", "{output}, {rows}", "{rows}", False),
+    ("aten::_scaled_dot_product_flash_attention", "{output}, {rows}" + _kept(5), "{rows}", False),
+    # Its sums are padded to a multiple of 32 rows.
+    ("aten::_scaled_dot_product_efficient_attention", "{output}, {heads} _" + _kept(2), "{heads} _", True),
+    ("aten::_scaled_dot_product_cudnn_attention", _FUSED + _kept(5), "{heads} _..", True),
+    ("aten::_scaled_dot_product_fused_attention_overrideable", _FUSED + _kept(5), "{heads} _..", True),
 )
-OTHER = (
-    "aten::_scaled_dot_product_fused_attention_overrideable",
-    "{output}, {heads} _.., _.., _.., _.., _.., _.. ; reduce sum, sum, same, same, same, same, same",
-    "{heads} _..",
-    True,
-)
-KERNELS = (CPU, FLASH, EFFICIENT, CUDNN, OTHER)
+"""The kernels: their name, their results, the pattern of the sums they keep for backward, whether these are padded."""

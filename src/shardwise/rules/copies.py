@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from .registry import Call, register, register_table
+from .registry import Call, register_table
 
 _ANY_PARTIAL = "linear 0 ; monotone 0"
 

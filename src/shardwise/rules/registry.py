@@ -109,6 +109,10 @@ READS_SCALARS: set[str] = {"aten::constant_pad_nd"}
 COPES_WITH_EMPTY: set[str] = set()
 """Rules of ops that may be called on empty parts: those whose results there cannot be told from their metadata."""
 
+UNREAD: set[str] = {f"aten::{name}" for name in ("ones_like", "empty_like", "full_like", "rand_like", "randn_like")}
+UNREAD |= {f"aten::new_{name}" for name in ("zeros", "ones", "empty", "full")}
+"""Rules of ops that look at an operand's shape alone: a Partial one need not be reduced for them."""
+
 INSTEAD: dict[str, Callable[..., Any]] = {}
 """Ops that are expressed by others, which have rules: a function of the op's arguments, by the name of the overload."""
 

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..callplan import Argument, NoRule, Planner
+from ..callplan import NEEDS_DATA, Argument, NoRule, Planner
 from ..comm.groups import adopt
 from ..errors import ShardwiseError
 from ..layout import Layout, PartialAxes
@@ -43,6 +43,10 @@ Where = tuple[int | str, int | None]
 
 INDEFINITE = ("empty", "resize")
 """Parts of names of ops whose results are left undefined."""
+
+
+HALF = (torch.float16, torch.bfloat16, torch.complex32)
+"""Sums in these round visibly, in another order otherwise."""
 
 
 class Recorded(NamedTuple):
@@ -131,6 +135,8 @@ def bound_call(call: Recorded, view: MeshView) -> BoundCall | None:
     metas = pytree.tree_map_only(Tensor, lambda t: _argument(t).meta, (call.args, call.kwargs))
     planner = Planner(call.func, list(args), kwargs, registered, view)
     seen = Call.make(call.func, *metas, registered)
+    if NEEDS_DATA & set(call.func.tags):
+        return None
     try:
         rule = registered.rule(seen)
         if rule is None:
@@ -261,4 +267,5 @@ def _compare(wanted: list[Any], found: list[Any]) -> None:
             assert want == have or want != want, f"{have!r} instead of {want!r}"
             continue
         whole = assemble(have) if isinstance(have, DTensor) else have
-        torch.testing.assert_close(whole, want, rtol=1e-4, atol=1e-5, equal_nan=True, check_stride=False)
+        close = {"rtol": 5e-2, "atol": 5e-2} if want.dtype in HALF else {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(whole, want, **close, equal_nan=True, check_stride=False)

@@ -53,10 +53,10 @@ CALLS_OF_AN_OP = 10  # with different shapes, in one process
 class Effort(NamedTuple):
     """How much is tried: samples of an entry, placements of a sample on a mesh, seconds for an entry."""
 
-    samples: int = 4
+    samples: int = 3
     limit: int = 4
     meshes: tuple[tuple[int, ...], ...] = MESHES
-    seconds: float = 20.0
+    seconds: float = 10.0
     probing: bool = True
 
 
@@ -122,6 +122,7 @@ def _check_function(sample: Sample, effort: Effort, seed: int, report: Report) -
                 grad=sample.grad,
                 seed=seed,
                 partial=("sum", "max"),
+                **({"rtol": 5e-2, "atol": 5e-2} if any(c in report.entry for c in ("half", "bfloat16")) else {}),
                 **sample.kwargs,
             )
             report.cases += done.cases
