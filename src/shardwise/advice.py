@@ -31,7 +31,9 @@ def redistributions(
     for candidate in _candidates(specs, [spec if want is None else want for spec, want in zip(specs, wanted)]):
         if not communicates(candidate):
             pairs = zip(given, candidate, strict=True)
-            return [f"{name} = {name}.redistribute(placements={_text(new)})" for (name, old), new in pairs if new is not old]
+            return [
+                f"{name} = {name}.redistribute(placements={_text(new)})" for (name, old), new in pairs if new is not old
+            ]
     return ["give the operands placements on which this op is local"]
 
 

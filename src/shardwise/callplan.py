@@ -64,6 +64,8 @@ class CallPlan(NamedTuple):
     """Whether views share memory with the local part of what they view: then writes need no care."""
     communication: tuple[str, ...]
     """What is communicated without being asked for, in words."""
+    direct: Callable[..., Any] | None = None
+    """The op, where it runs on the local parts as they are, for one result: the hot path needs to know no more."""
 
 
 class NoRule(Exception):
@@ -179,9 +181,9 @@ class Planner:
         for position, (schema_position, bound) in enumerate(zip(positions, self.bound.inputs, strict=True)):
             where = self.where[schema_position]
             value = self.args[where] if isinstance(where, int) else self.kwargs.get(where)
-            pairs = [(value, bound, None)] if not isinstance(bound, tuple) or isinstance(bound, BoundTensor) else [
-                (element, tensor, index) for index, (element, tensor) in enumerate(zip(value, bound, strict=True))
-            ]
+            pairs: list[tuple[Any, BoundTensor | None, int | None]] = [(value, bound, None)]
+            if isinstance(bound, tuple) and not isinstance(bound, BoundTensor):
+                pairs = [(e, tensor, i) for i, (e, tensor) in enumerate(zip(value or (), bound, strict=True))]
             for element, tensor, index in pairs:
                 if tensor is not None:
                     argument = element if isinstance(element, Argument) else NUMBER
@@ -198,7 +200,7 @@ class Planner:
 
     def _results(self) -> list[Result]:
         written = [self._at(where) for where in self.written]
-        results = []
+        results: list[Result] = []
         flat = self.outputs if isinstance(self.outputs, (tuple, list)) else (self.outputs,)
         metas = [value for value in flat if isinstance(value, Tensor)]
         for index, bound in enumerate(self.bound.outputs):
@@ -242,17 +244,22 @@ class Planner:
             run = _ordered_as(specs, run)
         in_place = in_place and not self._makes_new()
         is_view = _is_view(self.func)
+        results = self._structured(specs)
+        local_view = is_view and args[0] is LOCALIZE and not self._makes_new()
+        as_they_are = all(how is None or how is LOCALIZE for how in args) and not any(kwargs.values())
+        simple = as_they_are and run is self.func and not writes and is_view == local_view
         return CallPlan(
             self.func,
             args,
             kwargs,
             run,
-            self._structured(specs),
+            results,
             writes,
             in_place,
             is_view,
-            is_view and args[0] is LOCALIZE and not self._makes_new(),
+            local_view,
             tuple(communication),
+            self.func._op if simple and isinstance(results, DTensorSpec) else None,
         )
 
     def _treat(self, where: int | str, value: Any, layouts: dict[Any, Layout], communication: list[str]) -> Treatment:

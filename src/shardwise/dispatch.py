@@ -76,8 +76,15 @@ class OpDispatcher:
         """The result of the op, wrapped."""
         if modes.implicit_replication:
             args, kwargs = self._with_replicas(func, args, kwargs)
-        key = self._key(func, args, kwargs)
+        # The hot path: one key, one look-up, the op on the local parts as they are, one wrap.
+        ours, by_type = self.kind, _BY_TYPE[func]
+        parts = [v._spec if type(v) is ours else self._key_of(v, i in by_type) for i, v in enumerate(args)]
+        key = (func, *parts, *self._named(kwargs, by_type)) if kwargs else (func, *parts)
         plan = self.plans.get(key, _UNKNOWN)
+        direct = plan.direct if plan is not _UNKNOWN and plan is not None else None
+        if direct is not None and not (plan.is_view and torch.is_inference_mode_enabled()):
+            local = direct(*[v._local_tensor if type(v) is ours else v for v in args], **kwargs)
+            return self.wrap(local, plan.results)
         if plan is _UNKNOWN:
             plan = self._plan(func, args, kwargs)
             if len(self.plans) >= _MAX_PLANS:
@@ -112,14 +119,8 @@ class OpDispatcher:
 
     # ---- the key ----------------------------------------------------------------------------------------------
 
-    def _key(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        key: list[Any] = [func]
-        by_type = _keyed_by_type(func)
-        for position, value in enumerate(args):
-            key.append(self._key_of(value, position in by_type))
-        for name, value in kwargs.items():
-            key.append((name, self._key_of(value, name in by_type)))
-        return tuple(key)
+    def _named(self, kwargs: dict[str, Any], by_type: frozenset[int | str]) -> list[Any]:
+        return [(name, self._key_of(value, name in by_type)) for name, value in kwargs.items()]
 
     def _key_of(self, value: Any, by_type: bool) -> Any:
         kind = type(value)
@@ -129,7 +130,9 @@ class OpDispatcher:
             ours = self.kind
             return tuple([e._spec if type(e) is ours else self._key_of(e, by_type) for e in value])
         if isinstance(value, Tensor):
-            return value._spec if isinstance(value, self.kind) else (tuple(value.shape), value.dtype, _plain_is_replicated())
+            if isinstance(value, self.kind):
+                return value._spec
+            return tuple(value.shape), value.dtype, _plain_is_replicated()
         if by_type or kind is torch.Generator:
             return kind
         return kind, value
@@ -231,7 +234,10 @@ class OpDispatcher:
             results = result if isinstance(result, (tuple, list)) else (result,)
             for target, spec, local in zip(targets, specs, results, strict=False):
                 if spec.shape != target._spec.shape:
-                    raise InputError(f"{plan.func} would change the shape of {target._spec!r}", "write into a tensor of the result's shape")
+                    raise InputError(
+                        f"{plan.func} would change the shape of {target._spec!r}",
+                        "write into a tensor of the result's shape",
+                    )
                 source = spec.with_meta(target._spec.tensor_meta._replace(dtype=spec.dtype))
                 goal = target._spec.with_meta(source.tensor_meta)
                 target._local_tensor.copy_(redistribute_local(local, source, goal))
@@ -271,7 +277,9 @@ class OpDispatcher:
         result = func(*local_args, **local_kwargs)
         for tensor in written:
             if whole[id(tensor)].shape != tensor._spec.shape:
-                raise InputError(f"{func} would change the shape of {tensor._spec!r}", "use the op that makes a new tensor")
+                raise InputError(
+                    f"{func} would change the shape of {tensor._spec!r}", "use the op that makes a new tensor"
+                )
             new = redistribute_local(whole[id(tensor)], replicated(tensor._spec), tensor._spec)
             tensor._local_tensor.copy_(new)
             self.written(tensor)
@@ -288,7 +296,6 @@ class OpDispatcher:
             return self.wrap_view(local, spec, args[0], Replay(args[0], func, args, kwargs, index))
 
         return pytree.tree_map_only(Tensor, wrap, result)
-
 
     # ---- explicit mode ------------------------------------------------------------------------------------------
 
@@ -364,7 +371,7 @@ def _treated(value: Any, how: Any) -> Any:
 
 
 def _plain_is_replicated() -> bool:
-    """Whether plain tensors are the same on all ranks: the user said so, or PyTorch's own backward formulas made them."""
+    """Whether plain tensors are the same on all ranks: the user said so, or PyTorch's backward formulas made them."""
     if modes.implicit_replication:
         return True
     node = torch._C._current_autograd_node()
@@ -377,20 +384,20 @@ def _is_index(func: OpOverload, name: str) -> bool:
     return types.get(name.partition("[")[0]) == "List[Optional[Tensor]]"
 
 
-_BY_TYPE: dict[OpOverload, frozenset[int | str]] = {}
-
-
-def _keyed_by_type(func: OpOverload) -> frozenset[int | str]:
+class _KeyedByType(dict[OpOverload, frozenset[int | str]]):
     """The arguments whose value no rule reads, so that a changing learning rate does not make a new plan."""
-    found = _BY_TYPE.get(func)
-    if found is None:
+
+    def __missing__(self, func: OpOverload) -> frozenset[int | str]:
         scalars: set[int | str] = set()
         reads = func._schema.name in READS_SCALARS
         for position, argument in enumerate(() if reads else func._schema.arguments):
             if "number" in str(argument.type) or "float" in str(argument.type):
                 scalars |= {position, argument.name}
-        found = _BY_TYPE[func] = frozenset(scalars)
-    return found
+        self[func] = frozenset(scalars)
+        return self[func]
+
+
+_BY_TYPE = _KeyedByType()
 
 
 class _Written(list[Any]):
@@ -449,7 +456,8 @@ def _tell_no_rule(func: OpOverload) -> None:
         raise CommunicationError(f"{func} has no rule, and strict_ops is on", advice)
     if func not in _told:
         _told.add(func)
-        warnings.warn(f"{func} has no rule: its inputs are gathered and it runs whole; {advice}", GatherWarning, stacklevel=2)
+        problem = f"{func} has no rule: its inputs are gathered and it runs whole"
+        warnings.warn(f"{problem}; {advice}", GatherWarning, stacklevel=2)
 
 
 def _any_moves(specs: Sequence[DTensorSpec]) -> bool:

@@ -168,9 +168,7 @@ class _RowPlan:
         self.needed = sum(stop - start for start, stop in wanted[mine])
 
     def pack(self, tensor: Tensor, dim: int) -> Tensor:
-        rows = [
-            tensor.narrow(dim, overlap.source, overlap.rows).reshape(-1) for peer in self.send for overlap in peer
-        ]
+        rows = [tensor.narrow(dim, overlap.source, overlap.rows).reshape(-1) for peer in self.send for overlap in peer]
         return torch.cat(rows) if rows else tensor.new_empty(0)
 
     def unpack(self, buffer: Tensor, like: Tensor, dim: int, add: bool) -> Tensor:

@@ -133,8 +133,8 @@ class Kernel:
     """A kernel and what it costs.
 
     `run(call, cut)` is the generator: `call` holds the local arguments, `cut` says how the factor is cut. It returns
-    what the op returns, for this rank's part. `rounds` is the number of its collectives, `traffic` the bytes it receives
-    as a multiple of the bytes of its local outputs.
+    what the op returns, for this rank's part. `rounds` is the number of its collectives, `traffic` the bytes it
+    receives as a multiple of the bytes of its local outputs.
 
     A `joint` kernel merges what any ranks found, so that several of its factors may be cut at once: `cut` then counts
     the elements of all of them together, and its pieces are in no order.

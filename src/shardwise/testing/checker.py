@@ -63,7 +63,8 @@ def check(
             mesh = init_device_mesh("cpu", mesh_sizes, mesh_dim_names=("a", "b", "c", "d")[: len(mesh_sizes)])
             for choice in _choices(tensors, mesh_sizes, partial, limit, seed, placements):
                 try:
-                    made = [make_dtensor(t.detach(), mesh, p, seed=i) for i, (t, p) in enumerate(zip(tensors, choice))]
+                    pairs = zip(tensors, choice, strict=True)
+                    made = [make_dtensor(t.detach(), mesh, p, seed=i) for i, (t, p) in enumerate(pairs)]
                 except LayoutError:
                     skipped += 1
                     continue
