@@ -6,7 +6,7 @@ READY  := .venv/.ready
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: demo test lint bench clean help
+.PHONY: demo test lint verify bench clean help
 
 demo: $(READY)  ## run the tour in examples/demo.py
 	@$(BIN)/python examples/demo.py
@@ -23,6 +23,9 @@ lint: $(READY)  ## style, types and layers
 	@$(BIN)/mypy
 	@echo "== import-linter"
 	@$(BIN)/lint-imports --no-logo
+
+verify: $(READY)  ## every rule against the one-device op, in some 20 minutes; ARGS="--quick", ARGS="--only norm"
+	@$(BIN)/python -m shardwise.testing.verify $(ARGS)
 
 bench: $(READY)  ## run every script in benchmarks/
 	@set -e; for script in $(sort $(wildcard benchmarks/*.py)); do \

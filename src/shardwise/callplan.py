@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .comm.redistribute import links_of, plan
@@ -84,6 +85,35 @@ def result_metas(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) 
             return func(*map(_on_meta, args), **{n: _on_meta(v, n) for n, v in kwargs.items()})
         except NotImplementedError as error:
             raise NoRule(f"{func} has no meta kernel") from error
+        except Exception as error:
+            own = _own_error(func, args, kwargs)
+            if own is None:
+                raise
+            raise own from error
+
+
+_OWN_ERRORS = 1 << 24  # elements up to which a call that fails is made with real tensors
+
+
+def _own_error(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Exception | None:
+    """The error of a call that has failed without data, in the words that the op itself has for it."""
+    metas = [value for value in pytree.tree_leaves((args, kwargs), is_leaf=_is_meta) if _is_meta(value)]
+    if sum(meta.shape.numel() for meta in metas) > _OWN_ERRORS:
+        return None
+
+    def zeros(value: Any) -> Any:
+        return torch.zeros((), dtype=value.dtype).expand(value.shape) if _is_meta(value) else value
+
+    try:
+        given, named = pytree.tree_map(zeros, (list(args), kwargs), is_leaf=_is_meta)
+        func(*given, **{name: value for name, value in named.items() if name != "device"})
+    except Exception as error:
+        return error
+    return None
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, TensorMeta)
 
 
 def _on_meta(value: Any, name: str = "") -> Any:

@@ -83,10 +83,12 @@ class OpDispatcher:
         plan = self.plans.get(key, _UNKNOWN)
         direct = plan.direct if plan is not _UNKNOWN and plan is not None else None
         if direct is not None and not (plan.is_view and torch.is_inference_mode_enabled()):
-            local = direct(*[v._local_tensor if type(v) is ours else v for v in args], **kwargs)
+            local = direct(*[v._local_tensor if isinstance(v, ours) else v for v in args], **kwargs)
             return self.wrap(local, plan.results)
         if plan is _UNKNOWN:
             plan = self._plan(func, args, kwargs)
+            if plan is not None and any(isinstance(v, ours) and type(v) is not ours for v in args):
+                plan = plan._replace(direct=None)
             if len(self.plans) >= _MAX_PLANS:
                 self.plans.clear()
             self.plans[key] = plan
@@ -131,7 +133,7 @@ class OpDispatcher:
             return tuple([e._spec if type(e) is ours else self._key_of(e, by_type) for e in value])
         if isinstance(value, Tensor):
             if isinstance(value, self.kind):
-                return value._spec
+                return kind, value._spec  # its data must be fetched or made again first: no plan of the hot path
             return tuple(value.shape), value.dtype, _plain_is_replicated()
         if by_type or kind is torch.Generator:
             return kind
@@ -451,7 +453,7 @@ _told: set[OpOverload] = set()
 
 def _tell_no_rule(func: OpOverload) -> None:
     """Say once that an op is run whole, or refuse it where the user asked for that."""
-    advice = f'give it a rule: shardwise.register_sharding({func}, "...")'
+    advice = f'give it a rule: shardwise.register_sharding(torch.ops.{func}, "...")'
     if modes.strict_ops:
         raise CommunicationError(f"{func} has no rule, and strict_ops is on", advice)
     if func not in _told:

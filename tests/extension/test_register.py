@@ -89,7 +89,7 @@ def test_a_function_of_the_call() -> None:
 
 
 def test_without_a_rule_it_runs_whole() -> None:
-    with pytest.warns(GatherWarning, match=r"shardwise.register_sharding\(shardwise_tests.weighted.default"):
+    with pytest.warns(GatherWarning, match=r"shardwise.register_sharding\(torch.ops.shardwise_tests.weighted.default"):
         check(weighted, X, WEIGHT, limit=2, grad=False, meshes=((2,),))
 
 

@@ -60,6 +60,9 @@ OPS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "tril": (torch.tril, (r(4, 6),)),
     "t": (torch.t, (r(4, 6),)),
 }
+OTHER_OPS = {"rms_norm"}
+"""PyTorch itself calls other ops for these where gradients are needed; only their values are the same."""
+
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 
 
@@ -74,7 +77,7 @@ def test_the_same_choice(name: str) -> None:
     wanted = _leaves(fn(*tensors))
     with ranks(2) as mesh:
         for first in placements_for(tensors[0].dim()):
-            for rest in [[Replicate()]] if len(tensors) == 1 else placements_for(min(t.dim() for t in tensors[1:]))[:3]:
+            for rest in [[Replicate()]] if len(tensors) == 1 else placements_for(min(t.dim() for t in tensors[1:]))[:-1]:
                 found = {}
                 for mode, entered in MODES.items():
                     # Leaves of each mode: inference tensors in inference mode.
@@ -84,7 +87,8 @@ def test_the_same_choice(name: str) -> None:
                         found[mode] = [result.placements for result in results]
                         for result, want in zip(results, wanted, strict=True):
                             torch.testing.assert_close(assemble(result.detach()), want, rtol=1e-4, atol=1e-4)
-                assert found["grad"] == found["no_grad"] == found["inference"], (first, rest)
+                if name not in OTHER_OPS:
+                    assert found["grad"] == found["no_grad"] == found["inference"], (first, rest)
 
 
 def _leaves(result: Any) -> list[Any]:
