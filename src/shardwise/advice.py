@@ -28,7 +28,8 @@ def redistributions(
     `communicates` says whether the op would still communicate with other specs.
     """
     specs = [spec for _, spec in given]
-    for candidate in _candidates(specs, [spec if want is None else want for spec, want in zip(specs, wanted)]):
+    aim = [spec if want is None else want for spec, want in zip(specs, wanted, strict=True)]
+    for candidate in _candidates(specs, aim):
         if not communicates(candidate):
             pairs = zip(given, candidate, strict=True)
             return [

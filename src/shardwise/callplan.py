@@ -13,8 +13,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .comm.redistribute import links_of, plan
 from .comm.transport import identity
@@ -24,9 +22,10 @@ from .kernels.drive import JointPieces, Pieces, drive
 from .kernels.requests import Kernel, LocalCall
 from .layout import Coordinate, Factor, Layout
 from .mesh import MeshView
+from .metadata import NEEDS_DATA, NoRule, memory_key, recall, remember, result_metas
 from .propagate import Decision, KernelCost, Operand, Propagator, Result
 from .random import draw_key
-from .rules import Bound, BoundTensor, Call, Registered, bind, local_size, refine, tensor_arguments
+from .rules import BindError, Bound, BoundTensor, Call, Registered, bind, local_size, refine, tensor_arguments
 from .rules.registry import COPES_WITH_EMPTY, UNREAD
 from .spec import DTensorSpec, TensorMeta, in_memory_order, memory_order
 from .world import RankTensor, map_ranks, rank_int, values_of
@@ -67,63 +66,6 @@ class CallPlan(NamedTuple):
     """What is communicated without being asked for, in words."""
     direct: Callable[..., Any] | None = None
     """The op, where it runs on the local parts as they are, for one result: the hot path needs to know no more."""
-
-
-class NoRule(Exception):
-    """The op has no rule that fits this call; it is run whole."""
-
-
-# ---- metadata -----------------------------------------------------------------------------------------------------
-
-NEEDS_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-
-
-def result_metas(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The results of the call on tensors without data: shapes, strides and dtypes, or the op's own error."""
-    with _disable_current_modes(), torch.no_grad():
-        try:
-            return func(*map(_on_meta, args), **{n: _on_meta(v, n) for n, v in kwargs.items()})
-        except NotImplementedError as error:
-            raise NoRule(f"{func} has no meta kernel") from error
-        except Exception as error:
-            own = _own_error(func, args, kwargs)
-            if own is None:
-                raise
-            raise own from error
-
-
-_OWN_ERRORS = 1 << 24  # elements up to which a call that fails is made with real tensors
-
-
-def _own_error(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Exception | None:
-    """The error of a call that has failed without data, in the words that the op itself has for it."""
-    metas = [value for value in pytree.tree_leaves((args, kwargs), is_leaf=_is_meta) if _is_meta(value)]
-    if sum(meta.shape.numel() for meta in metas) > _OWN_ERRORS:
-        return None
-
-    def zeros(value: Any) -> Any:
-        return torch.zeros((), dtype=value.dtype).expand(value.shape) if _is_meta(value) else value
-
-    try:
-        given, named = pytree.tree_map(zeros, (list(args), kwargs), is_leaf=_is_meta)
-        func(*given, **{name: value for name, value in named.items() if name != "device"})
-    except Exception as error:
-        return error
-    return None
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, TensorMeta)
-
-
-def _on_meta(value: Any, name: str = "") -> Any:
-    if isinstance(value, TensorMeta):
-        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
-    if isinstance(value, (list, tuple)):
-        return [_on_meta(element) for element in value]
-    if isinstance(value, torch.device) or (name == "device" and value is not None):
-        return torch.device("meta")
-    return value
 
 
 # ---- planning -----------------------------------------------------------------------------------------------------
@@ -167,11 +109,21 @@ class Planner:
         unknown = NEEDS_DATA & set(self.func.tags) and not callable(self.registered.source)
         if unknown or (NEEDS_DATA & set(self.func.tags) and self.registered.rule(call) is None):
             raise NoRule(f"the result of {self.func} depends on data")
-        self.outputs = self._outputs(*metas)
+        plain = self.registered.variant == "functional" and not _is_view(self.func)
+        key = memory_key(self.func, *metas) if plain else None
+        operands = self.registered.tensors(call)
+        recalled = recall(key, operands)
+        self.outputs = self._outputs(*metas) if recalled is None else recalled
         rule = self.registered.rule(call)
         if rule is None:
             raise NoRule(f"{self.func} has no rule for this call")
-        self.bound = self._bind(rule, call)
+        try:
+            self.bound = self._bind(rule, call)
+        except BindError:
+            self._outputs(*metas)  # shapes that do not fit: the op has its own words for that
+            raise
+        if recalled is None and key is not None:
+            remember(key, self.bound, self.outputs)
         self.operands, self.operand_places = self._operands(call)
         self.results = self._results()
         cut = [(operand.tensor, operand.layout) for operand in self.operands]
@@ -459,11 +411,18 @@ def _ordered_as(specs: Sequence[DTensorSpec], run: Callable[..., Any]) -> Callab
             if isinstance(result, (list, tuple)):
                 return type(result)(place(element) for element in result)
             order = next(remaining) if isinstance(result, Tensor) else None
-            return result if order is None else in_memory_order(result, order)
+            return result if order is None else _in_order(result, order)
 
         return place(run(*args, **kwargs))
 
     return ordered
+
+
+def _in_order(local: Tensor, order: tuple[int, ...]) -> Tensor:
+    if isinstance(local, RankTensor):  # rank by rank: an empty part has no order of its own
+        mapped: Tensor = map_ranks(lambda rank, part: in_memory_order(part, order), local)
+        return mapped
+    return in_memory_order(local, order)
 
 
 # ---- small parts ----------------------------------------------------------------------------------------------------

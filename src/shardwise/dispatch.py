@@ -20,13 +20,14 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from .advice import redistributions
-from .callplan import LOCALIZE, NEEDS_DATA, Argument, CallPlan, Constant, NoRule, plan_call
+from .callplan import LOCALIZE, Argument, CallPlan, Constant, plan_call
 from .comm.cost import on_change
 from .comm.redistribute import plan as plan_between
 from .comm.redistribute import redistribute_local
 from .errors import CommunicationError, InputError, MeshError, MixedTensorError
 from .listplan import ListPlan, plan_list, run_list
 from .mesh import MeshView
+from .metadata import NEEDS_DATA, NoRule
 from .modes import modes
 from .placement import Replicate
 from .rules import Registered, rule_for

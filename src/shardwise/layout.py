@@ -88,7 +88,8 @@ class Layout:
 
     def runs(self, coordinate: Coordinate) -> tuple[tuple[Run, ...], ...]:
         """For each dim the contiguous global `[start, stop)` runs held, in local order."""
-        return tuple(dim_runs(dim, ranges) for dim, ranges in zip(self.dims, self.ranges(coordinate), strict=True))
+        places = (tuple([coordinate[axis] for factor in dim for axis in factor.axes]) for dim in self.dims)
+        return tuple([_runs_at(self.mesh_sizes, dim, place) for dim, place in zip(self.dims, places, strict=True)])
 
     def max_local_numel(self) -> int:
         """The most elements any rank holds."""
@@ -208,6 +209,19 @@ def dim_runs(dim: Dim, ranges: Sequence[Run]) -> tuple[Run, ...]:
         else:
             spans = [(i * size + start, i * size + stop) for low, high in spans for i in range(low, high)]
     return tuple(spans)
+
+
+@lru_cache(maxsize=65536)
+def _runs_at(sizes: Sizes, dim: Dim, place: tuple[int, ...]) -> tuple[Run, ...]:
+    """The runs of one dim for a rank with these indices on the axes that cut it; many ranks share them."""
+    indices = iter(place)
+    ranges = []
+    for factor in dim:
+        start, stop = 0, factor.size
+        for axis in factor.axes:
+            start, stop = chunk_range(start, stop, sizes[axis], next(indices))
+        ranges.append((start, stop))
+    return dim_runs(dim, ranges)
 
 
 def cut(sizes: Sizes, dim: Dim, axis: int, blocks: int = 1) -> Dim:

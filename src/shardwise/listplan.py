@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from .callplan import LOCALIZE, Argument, CallPlan, NoRule, Planner, Treatment, _of_rank, result_metas
+from .callplan import LOCALIZE, Argument, CallPlan, Planner, Treatment, _of_rank
 from .comm.redistribute import redistribute_local
 from .errors import InputError
 from .kernels import LISTS, ListKernel
@@ -23,6 +23,7 @@ from .kernels.drive import Pieces, drive
 from .kernels.requests import LocalCall
 from .layout import Coordinate, Factor, Layout
 from .mesh import MeshView
+from .metadata import NoRule, result_metas
 from .placement import Replicate
 from .rules import Registered
 from .spec import DTensorSpec, TensorMeta

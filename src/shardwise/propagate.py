@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .comm.cost import Links
@@ -103,8 +103,17 @@ class Propagator:
             return self._decide(followed)  # nothing is communicated now or later: the usual case
         if math.prod(len(choices) for choices in options) > _TRY_ALL:
             return self._decide(self._sweep(options, followed))
-        everything: list[tuple[Option, ...]] = list(itertools.product(*options))
-        return self._decide(min(everything, key=self._price))
+        return self._decide(self._cheapest(itertools.product(*options)))
+
+    def _cheapest(self, choices: Iterable[tuple[Option, ...]]) -> tuple[Option, ...]:
+        """The choice of least price; of equally cheap ones the first with least memory."""
+        best: tuple[Option, ...] = ()
+        price = math.inf, math.inf
+        for choice in choices:
+            its_price = self._price(choice, price[0])
+            if not best or its_price < price:
+                best, price = choice, its_price
+        return best
 
     def _sweep(self, options: Sequence[Sequence[Option]], start: tuple[Option, ...]) -> tuple[Option, ...]:
         """Improve a choice axis by axis, given all the others, at most thrice."""
@@ -113,8 +122,7 @@ class Propagator:
             before = chosen
             for axis, choices in enumerate(options):
                 if len(choices) > 1:
-                    tried: list[tuple[Option, ...]] = [(*chosen[:axis], o, *chosen[axis + 1 :]) for o in choices]
-                    chosen = min(tried, key=self._price)
+                    chosen = self._cheapest((*chosen[:axis], option, *chosen[axis + 1 :]) for option in choices)
             if chosen == before:
                 break
         return chosen
@@ -198,14 +206,16 @@ class Propagator:
             return False
         return len(kernels) <= 1 or all(kernel.joint for kernel in kernels)
 
-    def _price(self, options: tuple[Option, ...]) -> tuple[float, float]:
-        """Seconds and bytes of a choice."""
+    def _price(self, options: tuple[Option, ...], limit: float = math.inf) -> tuple[float, float]:
+        """Seconds and bytes of a choice; infinite as soon as they are seen to exceed a limit."""
         found = self._priced.get(options)
         if found is None:
-            found = self._priced[options] = self._make_price(options)
+            found = self._make_price(options, limit)
+            if found[0] < math.inf:
+                self._priced[options] = found
         return found
 
-    def _make_price(self, options: tuple[Option, ...]) -> tuple[float, float]:
+    def _make_price(self, options: tuple[Option, ...], limit: float) -> tuple[float, float]:
         cuts = self._cuts(options)
         if not self._allowed(cuts):
             return math.inf, math.inf
@@ -216,6 +226,8 @@ class Propagator:
                 return math.inf, math.inf
             seconds += price
             memory += nbytes
+            if seconds > limit:
+                return math.inf, math.inf
         for i in range(len(self.results)):
             _, price, nbytes = self._result(i, cuts, options)
             seconds += price

@@ -53,7 +53,7 @@ def test_values(mesh: DeviceMesh, given: Any, result: Any) -> None:
 
 
 def test_gradients(mesh: DeviceMesh) -> None:
-    """A replicated operand of a cut product gets a gradient from each rank: in_grad_placements says that they add up."""
+    """A replicated operand of a cut product gets a gradient from each rank; in_grad_placements says: they add up."""
     mapped = local_map(product, out_placements=ROW, in_placements=(ROW, WHOLE), in_grad_placements=(ROW, SUM))
     x, w = on(mesh, X, ROW, grad=True), on(mesh, W, WHOLE, grad=True)
     plain = X.clone().requires_grad_(), W.clone().requires_grad_()
@@ -125,7 +125,12 @@ def test_without_in_placements_anything_goes(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize(
     ("options", "given", "error", "said"),
     [
-        ({"in_placements": (ROW,)}, (ROW, WHOLE), InputError, "1 in_placements for 2 arguments of product: give one each"),
+        (
+            {"in_placements": (ROW,)},
+            (ROW, WHOLE),
+            InputError,
+            "1 in_placements for 2 arguments of product: give one each",
+        ),
         (
             {"in_placements": (ROW, WHOLE), "in_grad_placements": (ROW,)},
             (ROW, WHOLE),
@@ -142,7 +147,8 @@ def test_without_in_placements_anything_goes(mesh: DeviceMesh) -> None:
             {"in_placements": (ROW, WHOLE)},
             (COLUMN, WHOLE),
             PlacementError,
-            "argument 0 of product is f32[5, 4@0], not [Shard(dim=0)]: redistribute it, or pass redistribute_inputs=True",
+            "argument 0 of product is f32[5, 4@0], not [Shard(dim=0)]: "
+            "redistribute it, or pass redistribute_inputs=True",
         ),
         (
             {"out_placements": (ROW, ROW)},

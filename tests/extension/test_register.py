@@ -67,7 +67,9 @@ def placements_of(*given, mesh_size: int = 2):
     """The placements of the result, with no communication allowed."""
     with shardwise.simulate(mesh_size):
         mesh = init_device_mesh("cpu", (mesh_size,))
-        x, weight = (make_dtensor(t, mesh, [p], seed=i) for i, (t, p) in enumerate(zip((X, WEIGHT), given, strict=True)))
+        x, weight = (
+            make_dtensor(t, mesh, [p], seed=i) for i, (t, p) in enumerate(zip((X, WEIGHT), given, strict=True))
+        )
         with shardwise.explicit():
             result = weighted(x, weight)
         torch.testing.assert_close(assemble(result), weighted(X, WEIGHT))

@@ -77,12 +77,16 @@ def test_the_same_choice(name: str) -> None:
     wanted = _leaves(fn(*tensors))
     with ranks(2) as mesh:
         for first in placements_for(tensors[0].dim()):
-            for rest in [[Replicate()]] if len(tensors) == 1 else placements_for(min(t.dim() for t in tensors[1:]))[:-1]:
+            for rest in (
+                [[Replicate()]] if len(tensors) == 1 else placements_for(min(t.dim() for t in tensors[1:]))[:-1]
+            ):
                 found = {}
                 for mode, entered in MODES.items():
                     # Leaves of each mode: inference tensors in inference mode.
                     with entered():
-                        given = [on(mesh, t, *(rest if i else first), grad=mode == "grad") for i, t in enumerate(tensors)]
+                        given = [
+                            on(mesh, t, *(rest if i else first), grad=mode == "grad") for i, t in enumerate(tensors)
+                        ]
                         results = _leaves(fn(*given))
                         found[mode] = [result.placements for result in results]
                         for result, want in zip(results, wanted, strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..layout import Coordinate, Layout, Run
@@ -51,13 +52,14 @@ def members(mesh_sizes: tuple[int, ...], coordinate: Coordinate, axes: Sequence[
     return result
 
 
-def intersection(have: Sequence[Sequence[Run]], need: Sequence[Sequence[Run]]) -> tuple[Box, ...]:
+def intersection(have: Sequence[tuple[Run, ...]], need: Sequence[tuple[Run, ...]]) -> tuple[Box, ...]:
     """The boxes that both hold, given the runs of every dim on each side."""
     by_dim = [_common_runs(one, other) for one, other in zip(have, need, strict=True)]
     return tuple(itertools.product(*by_dim)) if all(by_dim) else ()
 
 
-def _common_runs(have: Sequence[Run], need: Sequence[Run]) -> list[tuple[int, int, int]]:
+@lru_cache(maxsize=65536)
+def _common_runs(have: tuple[Run, ...], need: tuple[Run, ...]) -> list[tuple[int, int, int]]:
     result = []
     i = j = have_offset = need_offset = 0
     while i < len(have) and j < len(need):

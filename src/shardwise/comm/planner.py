@@ -100,6 +100,8 @@ class _Search:
             if state in done:
                 continue
             done.add(state)
+            if state != start and len(done) == 2 and best.get(end, math.inf) <= self._two_collectives():
+                return self._path(arrived_by)  # one collective reaches the target, and any two cost more
             for edge in moves_from(task, state, capacity):
                 after = edge.after
                 cost = best[state] + self.seconds(edge)
@@ -122,6 +124,12 @@ class _Search:
             fixed = _seconds(self.links, self.task.mesh_sizes, *key, 0.0)
             price = self.prices[key] = fixed, _seconds(self.links, self.task.mesh_sizes, *key, self.nbytes) - fixed
         return price[0] + edge.fraction * price[1]
+
+    def _two_collectives(self) -> float:
+        """A time that no way with two or more collectives can undercut."""
+        smallest = min((size for size in self.task.mesh_sizes if size > 1), default=1)
+        latency = self.links.latency + self.links.peer_latency * (smallest - 1)
+        return self._at_least(self.task.source) - self.links.latency + 2 * latency
 
     def _at_least(self, state: DistState) -> float:
         """A time that no path from this state can undercut."""

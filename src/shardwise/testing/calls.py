@@ -25,13 +25,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..callplan import NEEDS_DATA, Argument, NoRule, Planner
+from ..callplan import Argument, Planner
 from ..comm.groups import adopt
 from ..errors import ShardwiseError
 from ..layout import Layout, PartialAxes
 from ..mesh import MeshView
+from ..metadata import NEEDS_DATA, NoRule
+from ..placement import Replicate
 from ..propagate import Operand
-from ..rules import Bound, Call, Passing, Registered, cut_layout, passes, rule_for, summands
+from ..rules import Bound, Call, Passing, Registered, cut_layout, passes, rule_for, summands, tensor_arguments
 from ..spec import DTensorSpec, TensorMeta, contiguous_meta
 from ..tensor import DTensor
 from ..world import simulate
@@ -40,6 +42,8 @@ from .values import assemble, with_spec
 
 Where = tuple[int | str, int | None]
 """An argument by position or name, and its index where the argument is a list."""
+
+AVERAGED = 1e30  # the largest number that averages are tried with
 
 INDEFINITE = ("empty", "resize")
 """Parts of names of ops whose results are left undefined."""
@@ -114,7 +118,7 @@ def _is_definite(call: Recorded) -> bool:
     return bool(tensors) and not any(part in call.func._schema.name for part in INDEFINITE)
 
 
-# ---- a rule bound to a call -------------------------------------------------------------------------------------------
+# ---- a rule bound to a call -----------------------------------------------------------------------------------------
 
 
 class BoundCall(NamedTuple):
@@ -132,9 +136,11 @@ def bound_call(call: Recorded, view: MeshView) -> BoundCall | None:
     if registered is None or registered.variant == "foreach":
         return None
     args, kwargs = pytree.tree_map_only(Tensor, _argument, (call.args, call.kwargs))
-    metas = pytree.tree_map_only(Tensor, lambda t: _argument(t).meta, (call.args, call.kwargs))
+    metas: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
+        Tensor, lambda t: _argument(t).meta, (call.args, call.kwargs)
+    )
     planner = Planner(call.func, list(args), kwargs, registered, view)
-    seen = Call.make(call.func, *metas, registered)
+    seen = Call.make(call.func, metas[0], metas[1], registered)
     if NEEDS_DATA & set(call.func.tags):
         return None
     try:
@@ -152,7 +158,7 @@ def _argument(tensor: Tensor) -> Argument:
     return Argument(TensorMeta(tensor.shape, tensor.stride(), tensor.dtype), None)
 
 
-# ---- the placements it allows -----------------------------------------------------------------------------------------
+# ---- the placements it allows ---------------------------------------------------------------------------------------
 
 Option = int | tuple[str, Passing] | None
 """What an axis does: cut a factor, hold operands as Partial by an op, or nothing."""
@@ -191,7 +197,7 @@ def layouts(found: BoundCall, mesh_sizes: tuple[int, ...], chosen: Sequence[Opti
     return result
 
 
-# ---- trying them ------------------------------------------------------------------------------------------------------
+# ---- trying them ----------------------------------------------------------------------------------------------------
 
 
 def try_call(call: Recorded, mesh_sizes: tuple[int, ...], limit: int = 12, seed: int = 0) -> Tried:
@@ -236,10 +242,18 @@ def _distributed(call: Recorded, found: BoundCall, view: MeshView, wanted: list[
         value = call.args[where] if isinstance(where, int) else call.kwargs[where]
         tensor = value if index is None else value[index]
         if isinstance(tensor, Tensor) and (tensor.dim() or layout.partial):
+            averaged = any(op == "avg" for _, op in layout.partial)
+            if averaged and not bool((tensor.to(torch.complex128).abs() < AVERAGED).all()):
+                raise ShardwiseError("an average of numbers so large overflows")
             spec = DTensorSpec.from_layout(view, layout, contiguous_meta(tensor.shape, tensor.dtype))
             made[where, index] = with_spec(tensor, spec, seed=number)
     if not made:
         raise ShardwiseError("no operand to distribute")
+    for argument in tensor_arguments(call.func):
+        value = call.kwargs.get(argument.name) if argument.out else None
+        if isinstance(value, Tensor):
+            spec = DTensorSpec(view.mesh, [Replicate()] * len(view.sizes), contiguous_meta(value.shape, value.dtype))
+            made[argument.name, None] = with_spec(value, spec, seed=0)
     return made
 
 
@@ -267,5 +281,5 @@ def _compare(wanted: list[Any], found: list[Any]) -> None:
             assert want == have or want != want, f"{have!r} instead of {want!r}"
             continue
         whole = assemble(have) if isinstance(have, DTensor) else have
-        close = {"rtol": 5e-2, "atol": 5e-2} if want.dtype in HALF else {"rtol": 1e-4, "atol": 1e-5}
-        torch.testing.assert_close(whole, want, **close, equal_nan=True, check_stride=False)
+        rtol, atol = (5e-2, 5e-2) if want.dtype in HALF else (1e-4, 1e-5)
+        torch.testing.assert_close(whole, want, rtol=rtol, atol=atol, equal_nan=True, check_stride=False)

@@ -154,6 +154,44 @@ def _views() -> list[Row]:
     return rows
 
 
+def _direct() -> list[Row]:
+    """Ops that functions reach on other devices, without gradients, or not at all."""
+    x, y, image = _random(5, 4), _random(5, 4, seed=1), _random(2, 3, 4, 6)
+    rows = _integers(5, 3)
+    return [
+        (aten._fused_rms_norm, (_random(3, 4, 5), [5], _random(5), 1e-6), {}),
+        (aten._weight_norm_interface, (x, _random(5, 1).abs(), 0), {}),
+        (aten.linear, (_random(2, 3, 4), _random(6, 4), _random(6)), {}),
+        (aten.max.other, (x, y), {}),
+        (aten.min.other, (x, y), {}),
+        (aten.argsort, (x, 0), {}),
+        (aten.msort, (x,), {}),
+        (aten.slice_scatter, (x, y[:2], 0, 1, 3), {}),
+        (aten.slice_copy, (x, 0, 1, 4), {}),
+        (aten.select_copy, (x, 0, 2), {}),
+        (aten.view, (x, torch.int64), {}),
+        (aten.clip, (x, -0.5, 0.5), {}),
+        (aten.equal, (x, x.clone()), {}),
+        (aten.positive, (x,), {}),
+        (aten.relu6, (x,), {}),
+        (aten._unsafe_index, (x, [rows, None]), {}),
+        (aten._unsafe_index_put, (x, [rows], y[:3], True), {}),
+        (aten.unsafe_split_with_sizes, (x, [2, 3]), {}),
+        (aten.scatter, (x, 0, rows[:, None], 2.0), {"reduce": "add"}),
+        (aten.avg_pool1d, (image[0], [2]), {}),
+        (aten.adaptive_avg_pool1d, (image[0], [3]), {}),
+        (aten.adaptive_avg_pool2d, (image, [2, 3]), {}),
+        (aten.native_channel_shuffle, (_random(2, 6, 3), 2), {}),
+        (aten._upsample_bicubic2d_aa, (image, [3, 4], False), {}),
+        (aten._int_mm, (_integers(5, 5, 4).to(torch.int8), _integers(5, 4, 3).to(torch.int8)), {}),
+        (aten._euclidean_dist, (x, y), {}),
+        (aten.nanmedian, (x,), {}),
+        (aten.bincount, (rows,), {}),
+        (aten.masked_select, (x, x > 0), {}),
+        (aten._foreach_powsum, (_lists(1)[0], 2), {}),
+    ]
+
+
 OWN: dict[str, Callable[[], list[Row]]] = {
     "own:foreach": _foreach,
     "own:foreach_in_place": _foreach_in_place,
@@ -163,5 +201,6 @@ OWN: dict[str, Callable[[], list[Row]]] = {
     "own:losses": _losses,
     "own:norms": _norms,
     "own:views": _views,
+    "own:direct": _direct,
 }
 """What there are samples of, by the name of the entry."""

@@ -9,7 +9,8 @@ crash: some ops do, on cut inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from ..mesh import MeshView
 from .calls import BoundCall, Recorded, Where, bound_call
 
 SMALLEST = 4  # the least size of a factor that says something
-REDUCTIONS = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+REDUCTIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
 
 class Suggestion(NamedTuple):
@@ -39,7 +40,8 @@ def probe(call: Recorded, view: MeshView) -> list[Suggestion]:
         return []
     suggestions = []
     for index, factor in enumerate(found.bound.factors):
-        sized = any(index in (entry or ()) for _, entries in found.bound.size_args for entry in entries if entry != 1)
+        entries = [entry for _, entries in found.bound.size_args for entry in entries if isinstance(entry, tuple)]
+        sized = any(index in entry for entry in entries)
         if not factor.whole or factor.kernel or factor.size < SMALLEST or sized:
             continue
         ways = _ways(call, found, index, factor.size)
@@ -88,9 +90,7 @@ def _ways_of_one(call: Recorded, found: BoundCall, factor: int, bounds: list[int
         return None
     try:
         whole = _tensors(call.func(*call.args, **call.kwargs))
-        pieces = [
-            _tensors(_on_piece(call, cut, start, stop)) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
-        ]
+        pieces = [_tensors(_on_piece(call, cut, start, stop)) for start, stop in itertools.pairwise(bounds)]
     except Exception:
         return None
     if not whole or any(len(piece) != len(whole) for piece in pieces):
@@ -131,9 +131,9 @@ def _ways_together(whole: Tensor, pieces: Sequence[Tensor]) -> Iterator[str]:
         yield "same"
     for dim in range(whole.dim()):
         others = [(*piece.shape[:dim], *piece.shape[dim + 1 :]) for piece in pieces]
-        if all(piece.dim() == whole.dim() for piece in pieces) and len({*others}) == 1:
-            if _same(torch.cat(list(pieces), dim), whole):
-                yield f"concat {dim}"
+        fitting = all(piece.dim() == whole.dim() for piece in pieces) and len({*others}) == 1
+        if fitting and _same(torch.cat(list(pieces), dim), whole):
+            yield f"concat {dim}"
     if all(piece.shape == whole.shape for piece in pieces) and not whole.is_complex() and whole.dtype is not torch.bool:
         stacked = torch.stack(list(pieces))
         for name, reduce in REDUCTIONS.items():

@@ -26,6 +26,9 @@ DTYPES = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex12
 
 LARGEST = 4000  # elements of all tensors of a sample
 
+STEPS = {torch.float64: 2.0**20, torch.complex128: 2.0**20, torch.float32: 2.0**12, torch.complex64: 2.0**12}
+"""Into how many steps a unit is divided."""
+
 SKIPPED = ("empty", "jiterator", "sparse", "quant", "uniform", "resize_", "to_sparse", "as_strided", "_refs", "chalf")
 """Parts of names of entries without a definite result, or for another kind of tensor."""
 
@@ -55,6 +58,7 @@ def names() -> list[str]:
 def samples(name: str, count: int, seed: int) -> list[Sample]:
     """A few samples of an entry: with tensors, small, and chosen by the seed."""
     found = [Sample(*row) for row in OWN[name]()] if name in OWN else list(_from_database(name))
+    count = count if name not in OWN or count == 1 else len(found)  # each of ours is there for a reason
     if len(found) > count:
         found = random.Random(f"{seed} {name}").sample(found, count)
     return [differentiable for sample in found if (differentiable := _as_far_as_possible(sample))]
@@ -95,8 +99,8 @@ def _from_database(name: str) -> Iterator[Sample]:
 def exact(value: Tensor) -> Tensor:
     """The value with few enough digits that the operands of a sum add up to it exactly, contiguous."""
     value = value.detach().clone(memory_format=torch.contiguous_format)
-    if value.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128) and value.layout is torch.strided:
-        steps = 2.0**20 if value.dtype in (torch.float64, torch.complex128) else 2.0**12
+    steps = STEPS.get(value.dtype)
+    if steps and value.layout is torch.strided:
         real = torch.view_as_real(value.resolve_conj().resolve_neg()) if value.is_complex() else value
         real.copy_((real * steps).round() / steps)
     return value

@@ -149,6 +149,8 @@ def _extreme_operands(
     parts = []
     for index in range(count):
         behind = _integers(wide, 0, 13, generator)
+        if not dtype.is_floating_point:  # the widest integers have nowhere to go
+            behind = torch.where((wide > limits.max - 13) | (wide < limits.min + 13), 0, behind)
         part = (wide - behind if op == "max" else wide + behind).clamp(limits.min, limits.max)
         parts.append(torch.where((holder == index) | wide.isinf(), wide, part))  # nothing is behind an infinity
     return parts
