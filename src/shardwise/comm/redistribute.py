@@ -21,7 +21,7 @@ from ..mesh import MeshView
 from ..spec import DTensorSpec, in_memory_order, memory_order
 from .cost import Links, cost_model, generation
 from .groups import adopt
-from .moves import LocalOp, Move, bind, wait
+from .moves import LocalOp, Move, bind, on_ranks, wait
 from .plan import SpecPlan
 from .planner import make_plan
 
@@ -64,7 +64,7 @@ def _moves(source: DTensorSpec, target: DTensorSpec, generation: int) -> tuple[M
     order = memory_order(target.tensor_meta)
     if moves and order is not None:
         # Moved data is row-major. Where the target is not, views that are legal on one device must stay so here.
-        moves += (Move(lambda local: in_memory_order(local, order), False, None),)
+        moves += (Move(on_ranks(source.view, lambda at, local: in_memory_order(local, order)), False, None),)
     return moves
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..rules import Call, register
 from ..rules.norm import kernel_clause, normalized_dims
-from ..rules.registry import COPES_WITH_EMPTY
+from ..rules.registry import COPES_WITH_EMPTY, KEEPS_SIZES
 from . import LOCAL
 from .reduce import moments, wide
 from .requests import Cut, Kernel, KernelRun, LocalCall, Reduce
@@ -156,3 +156,4 @@ for _name, _rule, _run in (
     register(f"aten::{_name}", _rule, {"k": Kernel(_run, traffic=_TRAFFIC, joint=True)})
 # On CPU they save statistics in another dtype than on meta.
 COPES_WITH_EMPTY |= {"aten::native_layer_norm", "aten::native_layer_norm_backward"}
+KEEPS_SIZES |= {"aten::native_layer_norm", "aten::native_layer_norm_backward"}

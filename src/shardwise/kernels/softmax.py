@@ -10,6 +10,7 @@ from torch import Tensor
 from ..rules import Call, dims_text, register
 from ..rules.build import normalized
 from ..rules.reduce import merged
+from ..rules.registry import KEEPS_SIZES
 from .reduce import over, wide
 from .requests import Cut, Gather, Kernel, KernelRun, LocalCall, Reduce
 
@@ -112,3 +113,5 @@ for _name, _run in (("_softmax", softmax), ("_log_softmax", log_softmax), ("_saf
     register(f"aten::{_name}", along_kernel(1), {"k": Kernel(_run, traffic=_FORWARD)})
 for _name, _run in (("_softmax_backward_data", softmax_backward), ("_log_softmax_backward_data", log_softmax_backward)):
     register(f"aten::{_name}", along_kernel(2, "linear 0"), {"k": Kernel(_run, traffic=_BACKWARD)})
+KEEPS_SIZES |= {f"aten::{_name}" for _name in ("_softmax", "_log_softmax", "_softmax_backward_data")}
+KEEPS_SIZES.add("aten::_log_softmax_backward_data")

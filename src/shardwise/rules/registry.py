@@ -106,6 +106,9 @@ Source = str | Rule | Callable[[Call], str | Rule | None]
 READS_SCALARS: set[str] = {"aten::constant_pad_nd"}
 """Ops whose rules look at the value of a number, such as the p of a norm: each value has a plan of its own."""
 
+KEEPS_SIZES: set[str] = set()
+"""Ops whose results have the sizes of their operands' dims, though a kernel or a size argument is in their rules."""
+
 COPES_WITH_EMPTY: set[str] = set()
 """Rules of ops that may be called on empty parts: those whose results there cannot be told from their metadata."""
 
