@@ -64,7 +64,7 @@ def _own_error(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) ->
 def refuse_what_fails(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Raise the error of a call that its meta kernel lets pass: operands of dtypes that do not go together."""
     metas = [value for value in (*args, *kwargs.values()) if _is_meta(value)]
-    if len({meta.dtype for meta in metas}) > 1:
+    if len({meta.dtype for meta in metas if meta.dtype.is_floating_point or meta.dtype.is_complex}) > 1:
         error = _own_error(func, args, kwargs)
         if error is not None:
             raise error
