@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
 from shardwise.comm.cost import Links
-from shardwise.comm.planner import make_plan
+from shardwise.comm.planner import make_plan, shortest
 from shardwise.comm.states import common_slots, lacking, talking_axes
 from shardwise.layout import Layout, aligned, canonical, from_placements
 
@@ -204,7 +204,7 @@ def planning() -> list[float]:
     links = Links(500e-6, 20e-6, 1e-10, (2e9,) * 3)
 
     def once(source: Layout, target: Layout) -> float:
-        for cache in (make_plan, aligned, canonical):
+        for cache in (make_plan, shortest, aligned, canonical):
             cache.cache_clear()
         return timed(lambda: make_plan(source, target, 4, links))
 

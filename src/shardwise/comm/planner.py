@@ -37,7 +37,7 @@ def make_plan(
     nbytes = math.prod(source.shape) * itemsize
     # Sizes matter only as bytes, and bytes only by their order of magnitude: a new batch size needs no new search.
     about = 1 << max(0, nbytes - 1).bit_length()
-    path = _shortest(source.mesh_sizes, slots.source, slots.target, about, links, groups)
+    path = shortest(source.mesh_sizes, slots.source, slots.target, about, links, groups)
     if path is None:
         raise CommunicationError(
             f"no way from {source} to {target} over single axes", "use a mesh that spans the whole world"
@@ -50,7 +50,7 @@ Path = tuple[tuple[DistState, Edge], ...]
 
 
 @lru_cache(maxsize=16384)
-def _shortest(
+def shortest(
     mesh_sizes: tuple[int, ...],
     source: DistState,
     target: DistState,
@@ -58,6 +58,7 @@ def _shortest(
     links: Links,
     groups: frozenset[Axes] | None,
 ) -> Path | None:
+    """The cheapest way between two states of a tensor of about so many bytes; None if there is none."""
     task = Task(mesh_sizes, source, target, links.bandwidth, groups)
     search = _Search(task, nbytes, links)
     found = search.run(task.capacity)
