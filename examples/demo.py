@@ -53,7 +53,7 @@ def check(what: str, ours: torch.Tensor, one_device: torch.Tensor) -> None:
 def move(x: DTensor, placements: P) -> DTensor:
     """Redistribute, and show the plan that does it."""
     y = x.redistribute(placements=placements)
-    show(plan(x._spec, y._spec))
+    show(plan(x.spec, y.spec))
     return y
 
 
@@ -98,7 +98,7 @@ def tour() -> None:
     w = distribute_tensor(data, mesh, P("dp", "tp")).requires_grad_()
     whole = w.redistribute(placements=P(None, ("tp", "dp"))).full_tensor()
     (whole * whole).sum().backward()
-    show(f"w is {w._spec}, its gradient {w.grad._spec}")
+    show(f"w is {w.spec}, its gradient {w.grad.spec}")
     check("the gradient", w.grad, weight.grad)
 
     title("7. Random numbers belong to the tensor, not to the ranks.")
@@ -115,7 +115,7 @@ def tour() -> None:
         other = init_device_mesh("cpu", (8,), mesh_dim_names=("all",))
         loaded = {"x": zeros(16, 32, device_mesh=other, placements=[Shard(1)])}
         dcp.load(loaded, checkpoint_id=folder, no_dist=True)
-    show(f"saved as {x._spec}, loaded as {loaded['x']._spec}")
+    show(f"saved as {x.spec}, loaded as {loaded['x'].spec}")
     check("the loaded tensor", loaded["x"], data)
 
 

@@ -5,6 +5,7 @@ agree with, and this process brings the parts of all ranks itself.
 """
 
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -132,11 +133,13 @@ def test_async_save(tmp_path) -> None:
 
 def test_without_no_dist_it_is_refused(tmp_path) -> None:
     """The fake group has no peers: each simulated rank would be given a share of which only one is written."""
+    # Before 2.13 PyTorch reads the fake group's answers before it tells what went wrong.
+    refused = (CheckpointException, pickle.UnpicklingError)
     with shardwise.simulate(4):
-        with pytest.raises(CheckpointException, match="pass no_dist=True"):
+        with pytest.raises(refused, match=r"pass no_dist=True|invalid load key"):
             dcp.save(state(mesh_of((4,)), "first dim"), checkpoint_id=tmp_path)
         save(tmp_path, (4,), "first dim")
-        with pytest.raises(CheckpointException, match="pass no_dist=True"):
+        with pytest.raises(refused, match=r"pass no_dist=True|invalid load key"):
             dcp.load(blank(mesh_of((4,)), "last dim"), checkpoint_id=tmp_path)
 
 

@@ -80,6 +80,7 @@ _BACKWARD = [
 # Elementwise ops without the tag.
 _UNTAGGED = [
     "hardswish",
+    "leaky_relu",
     "floor_divide",
     "copysign",
     "fill",

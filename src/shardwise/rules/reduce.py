@@ -109,6 +109,7 @@ register_table(
         "aten::histc": "[x..] -> _",
         # Their results depend on data, so each rank looks at everything.
         "aten::bincount": "[x..], [x..] -> _",
+        "aten::_unique": "[x..] -> _, _..",
         "aten::_unique2": "[x..] -> _, _.., _..",
         "aten::unique_dim": "[x..] -> _.., _, _",
         "aten::unique_consecutive": "[x..] -> _.., _.., _",
