@@ -23,7 +23,7 @@ from .kernels.requests import Kernel, LocalCall
 from .layout import Coordinate, Factor, Layout
 from .mesh import MeshView
 from .metadata import NEEDS_DATA, NoRule, memory_key, recall, refuse_what_fails, remember, result_metas
-from .propagate import Decision, KernelCost, Operand, Propagator, Result
+from .propagate import Decision, KernelCost, Operand, Result, ShardingPropagator
 from .random import draw_key
 from .rules import BindError, Bound, BoundTensor, Call, Registered, bind, local_size, refine, tensor_arguments
 from .rules.registry import COPES_WITH_EMPTY, UNREAD
@@ -206,7 +206,7 @@ class Planner:
         groups = frozenset(self.view.groups)
         links = links_of(self.view)
         arguments = (self.bound, self.operands, self.results, self.view.sizes, links, kernels, groups)
-        return Propagator(*arguments).choose()
+        return ShardingPropagator(*arguments).choose()
 
     def _kernel(self, factor: int) -> Kernel:
         return cast(Kernel, self.registered.kernel(self.bound.factors[factor].name))

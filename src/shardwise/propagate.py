@@ -71,7 +71,7 @@ Option = int | Passing | None
 """What one axis does: cut a factor, pass Partial operands on, or nothing."""
 
 
-class Propagator:
+class ShardingPropagator:
     """Chooses for one bound rule on one mesh."""
 
     def __init__(
