@@ -15,20 +15,19 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from .comm.redistribute import links_of, plan
-from .comm.transport import identity
 from .errors import InputError
 from .kernels import COPIED, DRAWS, LOCAL
 from .kernels.drive import JointPieces, Pieces, drive
 from .kernels.requests import Kernel, LocalCall
 from .layout import Coordinate, Factor, Layout
+from .localrun import drawing, fill, of_rank, on_each, ordered_as, skipping_empty, tensors_in
 from .mesh import MeshView
 from .metadata import NEEDS_DATA, NoRule, memory_key, recall, refuse_what_fails, remember, result_metas
 from .propagate import Decision, KernelCost, Operand, Result, ShardingPropagator
-from .random import draw_key
-from .rules import BindError, Bound, BoundTensor, Call, Registered, bind, local_size, refine, tensor_arguments
+from .rules import BindError, Bound, BoundTensor, Call, Registered, bind, local_size, refine
 from .rules.registry import COPES_WITH_EMPTY, UNREAD
-from .spec import DTensorSpec, TensorMeta, in_memory_order, memory_order
-from .world import RankTensor, map_ranks, rank_int, values_of
+from .spec import DTensorSpec, TensorMeta
+from .world import rank_int
 
 
 class Constant(NamedTuple):
@@ -223,7 +222,7 @@ class Planner:
         writes, in_place = self._writes(specs, args, kwargs, communication)
         run = self._local_run(communication)
         if run is not self.func and not writes:
-            run = _ordered_as(specs, run)
+            run = ordered_as(specs, run)
         in_place = in_place and not self._makes_new()
         is_view = _is_view(self.func)
         results = self._structured(specs)
@@ -322,24 +321,24 @@ class Planner:
 
     def _local_run(self, communication: list[str]) -> Callable[..., Any]:
         """What runs on local arguments: the op, its kernel, or its local implementation; never on empty parts."""
-        drawing = DRAWS.get(self.registered.key)
-        if drawing is not None:
-            return _drawing(_on_each(self.view, self._bind_local_call(None), lambda call, at: drawing(call)))
+        draw = DRAWS.get(self.registered.key)
+        if draw is not None:
+            return drawing(on_each(self.view, self._bind_local_call(None), lambda call, at: draw(call)))
         local = LOCAL.get(self.registered.key)
         layouts = self.decision.results
         for factor in dict.fromkeys(factor for _, factor in self.decision.cuts):
             if self.bound.factors[factor].kernel:
                 return self._kernel_run(factor, communication)
         if local is not None:
-            return _on_each(self.view, self._bind_local_call(None), lambda call, at: local(call))
+            return on_each(self.view, self._bind_local_call(None), lambda call, at: local(call))
         if self._may_be_empty():
-            dtypes = [t.dtype for t in _tensors(self.outputs)]
-            identities = [_fill(layout, dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
+            dtypes = [t.dtype for t in tensors_in(self.outputs)]
+            identities = [fill(layout, dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
             structure = self._structured(list(range(len(layouts))))  # type: ignore[arg-type]
             if self.registered.variant == "functional":
                 # Ranks without data do not call the op, so an error that only data shows must show before.
                 refuse_what_fails(self.func, *self.metas)
-            return _skipping_empty(self.func, self.view, layouts, identities, dtypes, structure)
+            return skipping_empty(self.func, self.view, layouts, identities, dtypes, structure)
         return self.func
 
     def _makes_new(self) -> bool:
@@ -372,7 +371,7 @@ class Planner:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             def start(at: Coordinate, rank: int) -> Any:
-                return kernel.run(make(at, _of_rank(args, rank), _of_rank(kwargs, rank)), pieces.cut(at))
+                return kernel.run(make(at, of_rank(args, rank), of_rank(kwargs, rank)), pieces.cut(at))
 
             return drive(pieces, start)
 
@@ -394,7 +393,7 @@ class Planner:
         dims = tuple(_dim_of(operand.tensor, factor) for operand in self.operands)
         out_dims = tuple(_dim_of(result.tensor, factor) for result in self.results)
         shapes = tuple(result.tensor.shape for result in self.results)
-        dtypes = tuple(tensor.dtype for tensor in _tensors(self.outputs))
+        dtypes = tuple(tensor.dtype for tensor in tensors_in(self.outputs))
         given = self.decision.operands
 
         def make(at: Coordinate, args: Sequence[Any], kwargs: dict[str, Any]) -> LocalCall:
@@ -402,33 +401,6 @@ class Planner:
             return LocalCall(func, arguments, dims, out_dims, shapes, dtypes, layouts, at, given)
 
         return make
-
-
-def _ordered_as(specs: Sequence[DTensorSpec], run: Callable[..., Any]) -> Callable[..., Any]:
-    """Local results as the op itself would lay them out in memory, so that the same views of them are legal."""
-    orders = [memory_order(spec.tensor_meta) for spec in specs]
-    if not any(order is not None for order in orders):
-        return run
-
-    def ordered(*args: Any, **kwargs: Any) -> Any:
-        remaining = iter(orders)
-
-        def place(result: Any) -> Any:
-            if isinstance(result, (list, tuple)):
-                return type(result)(place(element) for element in result)
-            order = next(remaining) if isinstance(result, Tensor) else None
-            return result if order is None else _in_order(result, order)
-
-        return place(run(*args, **kwargs))
-
-    return ordered
-
-
-def _in_order(local: Tensor, order: tuple[int, ...]) -> Tensor:
-    if isinstance(local, RankTensor):  # rank by rank: an empty part has no order of its own
-        mapped: Tensor = map_ranks(lambda rank, part: in_memory_order(part, order), local)
-        return mapped
-    return in_memory_order(local, order)
 
 
 # ---- small parts ----------------------------------------------------------------------------------------------------
@@ -452,11 +424,6 @@ def _shapes(value: Any) -> Any:
     return tuple(value.shape)
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    values = value if isinstance(value, (list, tuple)) else (value,)
-    return [element for element in values if isinstance(element, Tensor)]
-
-
 def _is_view(func: OpOverload) -> bool:
     returns = func._schema.returns
     return any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
@@ -476,76 +443,3 @@ def _smallest(view: MeshView, factor: Factor) -> int:
         step = -(-size // view.sizes[axis])
         size = max(0, size - step * (view.sizes[axis] - 1))
     return size
-
-
-def _fill(layout: Layout, dtype: torch.dtype) -> Any:
-    """What a rank without data contributes: the identity of the reduction, or nothing at all."""
-    ops = [op for _, op in layout.partial]
-    return identity(dtype, ops[0]) if ops else 0
-
-
-def _skipping_empty(
-    func: OpOverload,
-    view: MeshView,
-    layouts: Sequence[Layout],
-    fills: Sequence[Any],
-    dtypes: Sequence[torch.dtype],
-    structure: Any,
-) -> Callable[..., Any]:
-    """The op, but on a rank that holds nothing of some operand: many kernels raise there, some crash."""
-    outs = [argument.name for argument in tensor_arguments(func) if argument.out]
-
-    def at_rank(at: Coordinate, args: Any, kwargs: Any) -> Any:
-        read = (*args, *(value for name, value in kwargs.items() if name not in outs))
-        tensors = [t for value in read for t in _tensors(value)]
-        if not any(tensor.numel() == 0 for tensor in tensors):
-            return func(*args, **kwargs)
-        made = [
-            tensors[0].new_full(layout.local_shape(at), fill, dtype=dtype)
-            for layout, fill, dtype in zip(layouts, fills, dtypes, strict=True)
-        ]
-        for name, result in zip(outs, made, strict=False):
-            if kwargs[name].shape == result.shape:
-                kwargs[name].copy_(result)
-        if isinstance(structure, (tuple, list)):
-            return type(structure)(None if index is None else made[index] for index in structure)
-        return made[structure]
-
-    return _on_each(view, lambda at, args, kwargs: (args, kwargs), lambda call, at: at_rank(at, *call))
-
-
-def _drawing(run: Callable[..., Any]) -> Callable[..., Any]:
-    """With a key in the place of the generator: drawn once a call, so that all ranks have the same."""
-
-    def draw(*args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Any:
-        return run(*args, **kwargs, generator=draw_key(generator))
-
-    return draw
-
-
-def _on_each(view: MeshView, make: Callable[..., Any], fn: Callable[[Any, Coordinate], Any]) -> Callable[..., Any]:
-    """Runs on local arguments rank by rank, with the coordinate of each rank."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not view.simulated:
-            return fn(make(view.coordinate, args, kwargs), view.coordinate)
-        coordinates = view.coordinates
-        return map_ranks(
-            lambda rank: fn(make(coordinates[rank], _of_rank(args, rank), _of_rank(kwargs, rank)), coordinates[rank])
-        )
-
-    return run
-
-
-def _of_rank(value: Any, rank: int) -> Any:
-    """Arguments as one rank sees them."""
-    if isinstance(value, RankTensor):
-        return value.shards[rank]
-    if isinstance(value, torch.SymInt):
-        values = values_of(value)
-        return value if values is None else values[rank]
-    if isinstance(value, dict):
-        return {name: _of_rank(element, rank) for name, element in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_of_rank(element, rank) for element in value)
-    return value

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from .callplan import LOCALIZE, Argument, CallPlan, Planner, Treatment, _of_rank
+from .callplan import LOCALIZE, Argument, CallPlan, Planner, Treatment
 from .comm.redistribute import redistribute_local
 from .errors import InputError
 from .kernels import LISTS, ListKernel
 from .kernels.drive import Pieces, drive
 from .kernels.requests import LocalCall
 from .layout import Coordinate, Factor, Layout
+from .localrun import of_rank
 from .mesh import MeshView
 from .metadata import NoRule, result_metas
 from .placement import Replicate
@@ -321,7 +322,7 @@ def _list_run(func: OpOverload, view: MeshView, axes: tuple[int, ...], kernel: L
 
     def run(*args: Any, **kwargs: Any) -> Any:
         def start(at: Coordinate, rank: int) -> Any:
-            arguments = {**defaults, **dict(zip(names, _of_rank(args, rank), strict=False)), **_of_rank(kwargs, rank)}
+            arguments = {**defaults, **dict(zip(names, of_rank(args, rank), strict=False)), **of_rank(kwargs, rank)}
             return kernel.run(LocalCall(func, arguments, (), (), (), (), nowhere, at), pieces.cut(at))
 
         return drive(pieces, start)
