@@ -33,7 +33,18 @@ from ..mesh import MeshView
 from ..metadata import NEEDS_DATA, NoRule
 from ..placement import Replicate
 from ..propagate import Operand
-from ..rules import Bound, Call, Passing, Registered, cut_layout, passes, rule_for, summands, tensor_arguments
+from ..rules import (
+    BindError,
+    Bound,
+    Call,
+    Passing,
+    Registered,
+    cut_layout,
+    passes,
+    rule_for,
+    summands,
+    tensor_arguments,
+)
 from ..spec import DTensorSpec, TensorMeta, contiguous_meta
 from ..tensor import DTensor
 from ..world import simulate
@@ -207,6 +218,8 @@ def try_call(call: Recorded, mesh_sizes: tuple[int, ...], limit: int = 12, seed:
         view = adopt(mesh)
         try:
             found = bound_call(call, view)
+        except BindError:
+            return Tried(0, [])  # shapes that its rule does not take: the dispatcher runs such a call whole
         except Exception as error:
             return Tried(1, [_failure("error", call, "binding its rule", error)])
         if found is None:
