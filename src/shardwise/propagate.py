@@ -3,7 +3,7 @@
 Pure: layouts in, layouts out, nothing of it depends on the rank. Each axis has a few options: cut one factor, pass
 operands on as Partial where the rule allows it, or do nothing. The price of a choice is what it takes to bring the
 operands to it, what its kernels communicate, and a later reduction of outputs it leaves Partial. With one or two axes
-to decide all combinations are tried; with more, axis by axis and then two improving sweeps.
+to decide all combinations are tried; with more, axis by axis in a few improving sweeps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .comm.estimate import estimate
 from .layout import Factor, Layout, PartialAxes, Sizes, divides_evenly
 from .rules import Bound, BoundTensor, Cuts, Passing, cut_layout, output_partial, passes
 
-_TRY_ALL = 48  # combinations up to which all are tried
+_TRY_ALL = 25  # combinations up to which all are tried: two axes with a handful of options each
 _PATIENCE = 0.5  # a reduction that can wait is cheaper: it may meet another, or end in the wanted cut
 
 
