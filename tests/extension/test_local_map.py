@@ -14,6 +14,7 @@ from shardwise.errors import InputError, PlacementError
 from shardwise.testing import assemble, make_dtensor
 
 ROW, COLUMN, WHOLE, SUM = [Shard(0)], [Shard(1)], [Replicate()], [Partial()]
+torch.manual_seed(0)
 X, W = torch.randn(5, 4), torch.randn(4, 3)
 
 

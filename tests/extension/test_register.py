@@ -48,6 +48,7 @@ def _backward(ctx, grad):
 weighted.register_autograd(_backward, setup_context=_save)
 OP = torch.ops.shardwise_tests.weighted.default
 BACKWARD = torch.ops.shardwise_tests.weighted_backward.default
+torch.manual_seed(0)
 X, WEIGHT = torch.randn(5, 4), torch.randn(5)
 
 
