@@ -25,14 +25,16 @@ from .comm.cost import on_change
 from .comm.redistribute import plan as plan_between
 from .comm.redistribute import redistribute_local
 from .errors import CommunicationError, InputError, MeshError, MixedTensorError
+from .hotpath import Ready, may_enter, ready
 from .listplan import ListPlan, plan_list, run_list
 from .mesh import MeshView
 from .metadata import NEEDS_DATA, NoRule
 from .modes import modes
 from .placement import Replicate
-from .rules import Registered, rule_for
+from .rules import Registered, rule_for, served_by
+from .rules.decompositions import instead_of
 from .rules.inverse import replacing, view_instead
-from .rules.registry import INSTEAD, READS_SCALARS
+from .rules.registry import READS_SCALARS
 from .spec import DTensorSpec, TensorMeta, contiguous_meta
 from .world import RankTensor, replicate
 
@@ -71,25 +73,20 @@ class OpDispatcher:
     def __init__(self, kind: type[Any], wrap: Wrap, wrap_view: WrapView, written: Callable[[Any], None]) -> None:
         self.kind, self.wrap, self.wrap_view, self.written = kind, wrap, wrap_view, written
         self.plans: dict[Any, CallPlan | ListPlan | None] = {}
+        self.hot: dict[Any, Ready] = {}
         on_change(self.plans.clear)
+        on_change(self.hot.clear)
 
-    def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of the op, wrapped."""
+    def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], hot_key: Any = None) -> Any:
+        """The result of the op, wrapped. The hot path comes here with the key of a call that it does not know."""
         if modes.implicit_replication:
             args, kwargs = self._with_replicas(func, args, kwargs)
-        # The hot path: one key, one look-up, the op on the local parts as they are, one wrap.
-        ours, by_type = self.kind, _BY_TYPE[func]
-        parts = [v._spec if type(v) is ours else self._key_of(v, i in by_type) for i, v in enumerate(args)]
+        by_type = _BY_TYPE[func]
+        parts = [self._key_of(v, i in by_type) for i, v in enumerate(args)]
         key = (func, *parts, *self._named(kwargs, by_type)) if kwargs else (func, *parts)
         plan = self.plans.get(key, _UNKNOWN)
-        direct = plan.direct if plan is not _UNKNOWN and plan is not None else None
-        if direct is not None and not (plan.is_view and torch.is_inference_mode_enabled()):
-            local = direct(*[v._local_tensor if isinstance(v, ours) else v for v in args], **kwargs)
-            return self.wrap(local, plan.results)
         if plan is _UNKNOWN:
             plan = self._plan(func, args, kwargs)
-            if plan is not None and any(isinstance(v, ours) and type(v) is not ours for v in args):
-                plan = plan._replace(direct=None)
             if len(self.plans) >= _MAX_PLANS:
                 self.plans.clear()
             self.plans[key] = plan
@@ -99,7 +96,17 @@ class OpDispatcher:
             self._refuse(func, args, kwargs, plan)
         if type(plan) is ListPlan:
             return run_list(plan, args, kwargs, _treated, self.kind, self.wrap, self.written)
+        if hot_key is not None and may_enter(func, args, kwargs, self.kind):
+            self._enter(hot_key, plan, args, kwargs)
         return self._run(plan, args, kwargs)
+
+    def _enter(self, key: Any, plan: CallPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let the hot path make this call from now on, if it is one of its kind."""
+        left = ready(plan, args, kwargs, self.wrap)
+        if left is not None:
+            if len(self.hot) >= _MAX_PLANS:
+                self.hot.clear()
+            self.hot[key] = left
 
     def _with_replicas(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -251,7 +258,7 @@ class OpDispatcher:
     # ---- without a rule -----------------------------------------------------------------------------------------
 
     def _without_rule(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        instead = INSTEAD.get(f"{func._schema.name}.{func._overloadname}")
+        instead = instead_of(func)
         if instead is not None:
             return instead(*args, **kwargs)
         as_view = view_instead(func)
@@ -261,7 +268,7 @@ class OpDispatcher:
         taken_apart = func.decompose(*args, **kwargs)
         if taken_apart is not NotImplemented:
             return taken_apart
-        if rule_for(func) is None and not NEEDS_DATA & set(func.tags):
+        if served_by(func) != "rule" and not NEEDS_DATA & set(func.tags):
             _tell_no_rule(func)
         return self._run_whole(func, args, kwargs)
 

@@ -8,6 +8,8 @@
     refine     finer factors, where an operand is cut inside a dim
     schema     what an op's schema says: its tensors, and which op it is a variant of
     registry   which op has which rule
+    generated  rules found by probing, for ops that have none written by hand
+    served     whether an op is served by a rule, by other ops, or whole
     build      texts for rules that depend on ranks, dims and shapes
 
 >>> bind(parse("m k, k n -> m n ; linear 0 | 1"), [(4, 6), (6, 8)])
@@ -32,9 +34,10 @@ from .build import dims_text, pointwise, reduction, view_rule, whole_dims
 from .frame import BindError
 from .notation import RuleError
 from .refine import refine
-from .registry import Call, Registered, Registry, register, register_table, rule_for
+from .registry import Call, Registered, Registry, register, register_table, registry, rule_for
 from .rule import Rule, parse, without_operands
 from .schema import TensorArgument, tensor_arguments
+from .served import served_by
 
 __all__ = [
     # what an op is
@@ -62,6 +65,7 @@ __all__ = [
     "register",
     "register_table",
     "rule_for",
+    "served_by",
     "Registry",
     "Registered",
     "Call",
@@ -79,6 +83,7 @@ __all__ = [
 from . import (  # noqa: F401
     copies,
     elementwise,
+    generated,
     indexing,
     linalg,
     loss,
@@ -90,3 +95,5 @@ from . import (  # noqa: F401
     shapes,
     views,
 )
+
+registry.put_behind(generated.table)

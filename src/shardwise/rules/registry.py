@@ -180,6 +180,7 @@ class Registry:
         self._overloads: dict[str, list[str]] = {}
         self._found: dict[OpOverload, Registered | None] = {}
         self._generics: list[Callable[[OpOverload], Source | None]] = []
+        self._behind: Callable[[], Registry] | None = None
 
     def register(self, op: Op, rule: Source, kernels: Mapping[str, Kernel] | None = None) -> None:
         """Give an op its rule; text is parsed here, so that a wrong one is refused at once."""
@@ -208,8 +209,16 @@ class Registry:
     def rule_for(self, func: OpOverload) -> Registered | None:
         """The rule of an overload: its own, else its op's, else that of the op it is a variant of."""
         if func not in self._found:
-            self._found[func] = next(self._resolve(func), None) or self._generic(func)
+            self._found[func] = next(self._resolve(func), None) or self._generic(func) or self._of_table_behind(func)
         return self._found[func]
+
+    def put_behind(self, table: Callable[[], Registry]) -> None:
+        """Ask another table, made when it is first needed, for ops that have no rule in this one."""
+        self._behind = table
+        self._found.clear()
+
+    def _of_table_behind(self, func: OpOverload) -> Registered | None:
+        return None if self._behind is None else self._behind().rule_for(func)
 
     def add_generic(self, find: Callable[[OpOverload], Source | None]) -> None:
         """Ask this function for ops that have no rule of their own, after those added before it."""
