@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -147,6 +147,23 @@ def world_group_name() -> str:
 def group_name(mesh: DeviceMesh, axis: int) -> str:
     """The name of this rank's process group along one axis."""
     return mesh.get_group(axis).group_name
+
+
+_group_named: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+
+
+def group_ranks(name: str) -> tuple[int, ...]:
+    """The ranks of this rank's process group with this name."""
+    return tuple(dist.get_process_group_ranks(_group_named(name)))
+
+
+def axes_of_group(name: str) -> str:
+    """The axes that a group talks over, as printed, of the first mesh adopted with it; its name if there is none."""
+    for view in _views.get(dist.group.WORLD, {}).values():
+        for axes, its_name in view.groups.items():
+            if its_name == name:
+                return names_text([view.names[axis] for axis in axes])
+    return name
 
 
 MeshDescription = tuple[str, torch.Tensor, tuple[str, ...] | None]

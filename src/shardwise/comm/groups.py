@@ -19,13 +19,14 @@ from ..mesh import (
     adopted_view,
     flattened_meshes,
     group_name,
+    group_ranks,
     has_groups,
     remember_adopted,
     root_mesh,
     view_of,
     world_group_name,
 )
-from ..world import current_world, register_group
+from ..world import current_world, groups_of, register_group
 
 
 def adopt(mesh: DeviceMesh) -> MeshView:
@@ -132,3 +133,8 @@ def _create(groups: list[list[int]]) -> str | None:
         if dist.get_rank() in ranks:
             mine = group.group_name
     return mine
+
+
+def ranks_of_group(name: str) -> list[tuple[int, ...]]:
+    """The ranks of this process's group with this name; in the simulated world of all its parallel instances."""
+    return [group_ranks(name)] if current_world() is None else list(groups_of(name))
