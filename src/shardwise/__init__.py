@@ -5,6 +5,7 @@ tensor      DTensor, distribute_tensor; zeros, ones, empty, full, rand, randn
 worlds      init_device_mesh under torchrun, or simulate(8) in this process
 planning    plan, CostModel
 modes       explicit, implicit_replication, strict_ops
+modules     distribute_module; styles and plans in shardwise.parallel
 extending   register_sharding, local_map
 """
 
@@ -14,6 +15,7 @@ from .creation import distribute_tensor, empty, full, ones, rand, randn, zeros
 from .extend import local_map, register_sharding
 from .mesh import DeviceMesh, init_device_mesh
 from .modes import explicit, implicit_replication, strict_ops
+from .nn import distribute_module
 from .placement import InterleavedShard, P, Partial, Placement, Replicate, Shard, ShardOrder, ShardOrderEntry
 from .spec import DTensorSpec, TensorMeta
 from .tensor import DTensor, plan
@@ -23,6 +25,7 @@ __all__ = [
     "experimental",
     "DTensor",
     "distribute_tensor",
+    "distribute_module",
     "Shard",
     "Replicate",
     "Partial",

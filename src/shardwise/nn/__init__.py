@@ -1,0 +1,5 @@
+"""Modules whose parameters are distributed."""
+
+from .distribute import distribute_module
+
+__all__ = ["distribute_module"]

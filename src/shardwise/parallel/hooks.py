@@ -1,0 +1,154 @@
+"""What happens to a tensor on its way into a module, and out of it.
+
+Plain tensors become distributed by the layout that the style says they have; distributed ones are brought to the layout
+that is desired. Both are worked out once for each spec: a tensor that is right already passes at the cost of a look-up.
+
+Several modules often take the same input: q, k and v of an attention. The last tensor that was prepared is remembered,
+so that one gather serves all of them, and one reduction in the backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import MeshError
+from ..placement import Placement, Shard
+from ..spec import DTensorSpec
+from ..tensor import DTensor
+from .axis import StyleAxis
+from .sizes import KnownSizes, hand_out
+
+
+class _Prepared(NamedTuple):
+    """A tensor as it was given, and as it went in."""
+
+    given: weakref.ref[Tensor]
+    version: int
+    key: Any
+    result: Tensor
+    result_version: int
+
+
+class _Last:
+    """The last tensor prepared. It is let go with the tensor it was made from, or when the next one is prepared."""
+
+    def __init__(self) -> None:
+        self.entry: _Prepared | None = None
+
+    def find(self, given: Tensor, key: Any) -> Tensor | None:
+        entry = self.entry
+        if entry is None or entry.given() is not given or entry.key != key or given.is_inference():
+            return None
+        written = entry.version != given._version or entry.result_version != entry.result._version
+        return None if written else entry.result
+
+    def keep(self, given: Tensor, key: Any, result: Tensor) -> None:
+        if given.is_inference() or result.is_inference() or result is given:
+            self.entry = None  # writes to inference tensors are not counted
+            return
+        self.entry = _Prepared(weakref.ref(given, self._drop), given._version, key, result, result._version)
+
+    def _drop(self, given: Any) -> None:
+        if self.entry is not None and self.entry.given is given:
+            self.entry = None
+
+
+_last = _Last()
+
+
+class Entrance:
+    """One tensor's way into a module. `layout` is that of plain tensors, `desired` what the module gets."""
+
+    def __init__(
+        self,
+        axis: StyleAxis,
+        layout: Placement | None,
+        desired: Placement | None,
+        use_local: bool = False,
+        dim_size: int | None = None,
+    ) -> None:
+        self.axis, self.layout, self.desired, self.use_local = axis, layout, desired, use_local
+        self.dim_size = dim_size  # of the dim that a plain tensor is cut in, where the module knows it
+        self.targets: dict[DTensorSpec, DTensorSpec] = {}
+        cut = isinstance(layout, Shard) and axis.alone
+        self.sizes = KnownSizes(axis.view, layout) if cut else None  # type: ignore[arg-type]
+        self.key = (id(axis.view), layout, desired, use_local)
+
+    def __call__(self, value: Any) -> Any:
+        """The tensor as the module gets it. Other values pass."""
+        if not isinstance(value, Tensor):
+            return value
+        if isinstance(value, DTensor) and not self.use_local and self.targets.get(value._spec) is value._spec:
+            return value
+        key = (self.key, torch.is_grad_enabled())
+        found = _last.find(value, key)
+        if found is None:
+            found = self._prepare(value)
+            _last.keep(value, key, found)
+        return found
+
+    def _prepare(self, value: Tensor) -> Tensor:
+        tensor = self._distributed(value)
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if self.desired is not None:
+            tensor = moved(tensor, self.axis, self.desired, self.targets)
+        return self.axis.detach(tensor) if self.use_local else tensor
+
+    def _distributed(self, value: Tensor) -> Tensor:
+        if isinstance(value, DTensor) and not self.axis.is_detached(value):
+            return value
+        if self.layout is None:
+            return value
+        if self.sizes is None:
+            return self.axis.attach(value, self.layout)
+        if self.dim_size is not None:
+            shape = list(value.shape)
+            shape[self.layout.dim] = self.dim_size  # type: ignore[attr-defined]
+            return self.axis.attach(value, self.layout, tuple(shape))
+        tensor = self.axis.attach(value, self.layout, self.sizes.whole_shape(value))
+        self.sizes.learn(tensor)
+        return tensor
+
+
+class Exit:
+    """One tensor's way out of a module. `layout` is that of plain tensors, `desired` what comes out."""
+
+    def __init__(self, axis: StyleAxis, layout: Placement | None, desired: Placement, use_local: bool) -> None:
+        self.axis, self.desired, self.use_local = axis, desired, use_local
+        self.enter = Entrance(axis, layout, None)
+        self.targets: dict[DTensorSpec, DTensorSpec] = {}
+
+    def __call__(self, value: Any) -> Any:
+        """The tensor as the caller gets it. Other values pass."""
+        tensor = self.enter._distributed(value) if isinstance(value, Tensor) else value
+        if not isinstance(tensor, DTensor):
+            return tensor
+        known = len(self.targets)
+        tensor = moved(tensor, self.axis, self.desired, self.targets)
+        if not self.use_local:
+            return tensor
+        if len(self.targets) != known and self.axis.alone:
+            hand_out(tensor)
+        return self.axis.detach(tensor)
+
+
+def moved(tensor: DTensor, axis: StyleAxis, placement: Placement, targets: dict[DTensorSpec, DTensorSpec]) -> DTensor:
+    """The tensor with one axis doing this to it. `targets` remembers where each spec goes."""
+    spec = tensor._spec
+    target = targets.get(spec)
+    if target is None:
+        if spec.view is not axis.view:
+            raise MeshError(
+                f"an input {spec!r} on {spec.view!r} for a module that was parallelized over {axis.view!r}",
+                "parallelize the module over the mesh of its inputs; styles act on its axis 'tp'",
+            )
+        result = tensor.redistribute(placements=axis.placed(tensor, placement))
+        targets[spec] = result._spec
+        targets[result._spec] = result._spec
+        return result
+    return tensor if target is spec else tensor._to_spec(target)

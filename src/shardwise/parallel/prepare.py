@@ -1,0 +1,178 @@
+"""Styles that leave a module's parameters alone and lay out what goes in and comes out.
+
+>>> PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import InputError
+from ..placement import Placement
+from .axis import StyleAxis
+from .hooks import Entrance, Exit
+from .style import ParallelStyle
+
+Layouts = Placement | tuple[Placement | None, ...] | None
+
+
+class PrepareModuleInput(ParallelStyle):
+    """Make a module's inputs distributed, and bring them to the layouts it wants.
+
+    `input_layouts` says what each positional argument is, as plain tensor; None: leave it as it is.
+    `desired_input_layouts` says what the module gets. `input_kwarg_layouts` and `desired_input_kwarg_layouts` do the
+    same by name. With `use_local_output=True` the module gets local tensors.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        self.input_layouts = _as_tuple(input_layouts)
+        self.desired_input_layouts = _as_tuple(desired_input_layouts)
+        self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
+        self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
+        self.use_local_output = use_local_output
+        if self.input_layouts is not None or self.desired_input_layouts is not None:
+            _check_pairs("input_layouts", self.input_layouts, self.desired_input_layouts)
+        if self.input_kwarg_layouts.keys() != self.desired_input_kwarg_layouts.keys():
+            raise InputError(
+                f"input_kwarg_layouts names {list(self.input_kwarg_layouts)}, desired_input_kwarg_layouts "
+                f"{list(self.desired_input_kwarg_layouts)}",
+                "name the same arguments in both",
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        axis = StyleAxis(device_mesh, self.axis)
+        entrances = self._entrances(axis, self.input_layouts or (), self.desired_input_layouts or ())
+        named = self._entrances(axis, self.input_kwarg_layouts.values(), self.desired_input_kwarg_layouts.values())
+        by_name = dict(zip(self.input_kwarg_layouts, named, strict=True))
+
+        def prepare(
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            if entrances and len(args) != len(entrances):
+                raise InputError(
+                    f"{len(args)} positional arguments for input_layouts={self.input_layouts}",
+                    "give one layout for each positional argument, None for those to be left as they are",
+                )
+            if entrances:
+                args = tuple(enter(value) for enter, value in zip(entrances, args, strict=True))
+            return args, {name: by_name[name](value) if name in by_name else value for name, value in kwargs.items()}
+
+        module.register_forward_pre_hook(prepare, with_kwargs=True)
+        return module
+
+    def _entrances(self, axis: StyleAxis, layouts: Any, desired: Any) -> list[Callable[[Any], Any]]:
+        pairs = zip(layouts, desired, strict=True)
+        return [_as_it_is if of is to is None else Entrance(axis, of, to, self.use_local_output) for of, to in pairs]
+
+    def __repr__(self) -> str:
+        return _text(self)
+
+
+class PrepareModuleOutput(ParallelStyle):
+    """Make a module's outputs distributed, and bring them to the layouts that are wanted.
+
+    `output_layouts` says what each output is, as plain tensor; None: leave it as it is. The outputs have
+    `desired_output_layouts`, as local tensors, or as DTensors with `use_local_output=False`.
+    """
+
+    def __init__(
+        self,
+        *,
+        output_layouts: Placement | tuple[Placement | None, ...],
+        desired_output_layouts: Placement | tuple[Placement, ...],
+        use_local_output: bool = True,
+    ) -> None:
+        self.output_layouts = _as_tuple(output_layouts)
+        self.desired_output_layouts = _as_tuple(desired_output_layouts)
+        self.use_local_output = use_local_output
+        _check_pairs("output_layouts", self.output_layouts, self.desired_output_layouts)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        axis = StyleAxis(device_mesh, self.axis)
+        pairs = zip(self.output_layouts or (), self.desired_output_layouts or (), strict=True)
+        exits = [_as_it_is if to is None else Exit(axis, of, to, self.use_local_output) for of, to in pairs]
+
+        def finish(_: nn.Module, __: Any, output: Any) -> Any:
+            several = isinstance(output, (tuple, list))
+            outputs = output if several else (output,)
+            if len(outputs) != len(exits):
+                raise InputError(
+                    f"{len(outputs)} outputs for output_layouts={self.output_layouts}",
+                    "give one layout for each output, None for those to be left as they are",
+                )
+            done = [leave(value) for leave, value in zip(exits, outputs, strict=True)]
+            return tuple(done) if several else done[0]
+
+        module.register_forward_hook(finish)
+        return module
+
+    def __repr__(self) -> str:
+        return _text(self)
+
+
+class PrepareModuleInputOutput(ParallelStyle):
+    """`PrepareModuleInput` and `PrepareModuleOutput` in one."""
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Placement | tuple[Placement | None, ...],
+        desired_output_layouts: Placement | tuple[Placement, ...],
+        use_local_output: bool = True,
+    ) -> None:
+        self.prepare_module_input = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input,
+        )
+        self.prepare_module_output = PrepareModuleOutput(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for style in (self.prepare_module_input, self.prepare_module_output):
+            style.axis, style.src_data_rank = self.axis, self.src_data_rank
+            style._apply(module, device_mesh)
+        return module
+
+    def __repr__(self) -> str:
+        return _text(self)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _as_tuple(layouts: Layouts) -> tuple[Placement | None, ...] | None:
+    return (layouts,) if isinstance(layouts, Placement) else layouts if layouts is None else tuple(layouts)
+
+
+def _check_pairs(name: str, layouts: Layouts, desired: Layouts) -> None:
+    if not isinstance(layouts, tuple) or not isinstance(desired, tuple) or len(layouts) != len(desired):
+        raise InputError(f"{name}={layouts} and desired_{name}={desired}", "give both, with one layout for each tensor")
+
+
+def _text(style: ParallelStyle) -> str:
+    said = {name: value for name, value in vars(style).items() if value not in (None, {}) and name != "src_data_rank"}
+    return f"{type(style).__name__}({', '.join(f'{name}={value!r}' for name, value in said.items())})"
