@@ -1,0 +1,177 @@
+"""To and from PyTorch's own DTensor, without a copy.
+
+>>> ours = from_torch(theirs)          # a shardwise.DTensor on the same mesh, in the same memory
+>>> to_torch(ours)                     # and back
+
+Gradients flow through both. PyTorch's DTensor is imported when one of these is called, not before.
+
+    state = {name: from_torch(tensor) for name, tensor in their_module.state_dict().items()}
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .comm.groups import adopt
+from .errors import InputError, LayoutError
+from .placement import REDUCE_OPS, InterleavedShard, Partial, Placement, Replicate, Shard, ShardOrder
+from .spec import DTensorSpec, TensorMeta
+from .tensor import DTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor as TorchDTensor
+
+__all__ = ["from_torch", "to_torch"]
+
+
+def from_torch(dtensor: TorchDTensor) -> DTensor:
+    """PyTorch's distributed tensor as one of shardwise, on the same mesh and in the same memory. Differentiable.
+
+    A Partial that only PyTorch has, and strided shards of sizes that do not divide, are refused.
+    """
+    from torch.distributed.tensor import DTensor as TorchDTensor
+
+    if not isinstance(dtensor, TorchDTensor):
+        raise InputError(f"from_torch got a {type(dtensor).__name__}", "pass a torch.distributed.tensor.DTensor")
+    return _FromTorch.apply(dtensor, _our_spec(dtensor))
+
+
+def to_torch(dtensor: DTensor) -> TorchDTensor:
+    """A distributed tensor as one of PyTorch, on the same mesh and in the same memory. Differentiable.
+
+    A cut that PyTorch's placements cannot say is refused: redistribute first. So are tensors of a simulated world.
+    """
+    if not isinstance(dtensor, DTensor):
+        raise InputError(f"to_torch got a {type(dtensor).__name__}", "pass a shardwise.DTensor")
+    return _ToTorch.apply(dtensor, _their_placements(dtensor.spec))
+
+
+# A gradient goes the other way as it came: the cotangent of Partial is Replicate in both libraries.
+
+
+class _FromTorch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, theirs: TorchDTensor, spec: DTensorSpec) -> DTensor:
+        ctx.spec = spec
+        return DTensor(theirs.to_local(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Any, None]:
+        return to_torch(_as_gradient(grad, ctx.spec)), None
+
+
+class _ToTorch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ours: DTensor, placements: list[Any]) -> TorchDTensor:
+        from torch.distributed.tensor import DTensor as TorchDTensor
+
+        ctx.spec = ours.spec
+        return TorchDTensor.from_local(
+            ours.to_local(), ours.device_mesh, placements, run_check=False, shape=ours.shape, stride=ours.stride()
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: TorchDTensor) -> tuple[Any, None]:
+        return _as_gradient(from_torch(grad), ctx.spec), None
+
+
+def _as_gradient(grad: DTensor, spec: DTensorSpec) -> DTensor:
+    wanted = spec.cotangent()
+    return grad._to_spec(wanted.with_meta(wanted.tensor_meta._replace(dtype=grad.dtype)))
+
+
+# ---- placements ------------------------------------------------------------------------------------------------------
+
+
+def _our_spec(theirs: TorchDTensor) -> DTensorSpec:
+    view = adopt(theirs.device_mesh)
+    if view.simulated:
+        raise InputError("from_torch in a simulated world", "PyTorch's DTensor needs a process for each rank")
+    placements = [_ours(placement, theirs) for placement in theirs.placements]
+    interleaved = any(isinstance(placement, InterleavedShard) for placement in placements)
+    order: ShardOrder | None = None if interleaved else getattr(theirs._spec, "shard_order", None)
+    meta = TensorMeta(theirs.shape, theirs.stride(), theirs.dtype)
+    try:
+        spec = DTensorSpec(theirs.device_mesh, placements, meta, order)
+        uneven = interleaved and not spec.layout.is_even()
+    except LayoutError:
+        uneven = True
+    if uneven:
+        raise InputError(
+            f"from_torch of {list(theirs.placements)} on shape {list(theirs.shape)}: strided shards of uneven sizes",
+            "redistribute it to Shard or Replicate first",
+        )
+    held, expected = tuple(theirs.to_local().shape), spec.local_shape(view.coordinate)
+    if held != expected:
+        raise InputError(
+            f"from_torch of {spec!r}: this rank holds a part of shape {list(held)}, not {list(expected)}",
+            "its global shape does not fit its parts: give from_local the right shape",
+        )
+    return spec
+
+
+def _ours(placement: Any, theirs: TorchDTensor) -> Placement:
+    from torch.distributed import tensor
+
+    if isinstance(placement, tensor.Replicate):
+        return Replicate()
+    if type(placement) is tensor.Shard:
+        return Shard(placement.dim)
+    if hasattr(placement, "split_factor"):
+        return InterleavedShard(placement.dim, int(placement.split_factor))
+    if type(placement) is tensor.Partial and placement.reduce_op in REDUCE_OPS:
+        return Partial(placement.reduce_op)
+    raise InputError(
+        f"from_torch of {list(theirs.placements)}: {placement!r} has no like in shardwise",
+        "redistribute it to Shard or Replicate first",
+    )
+
+
+def _their_placements(spec: DTensorSpec) -> list[Any]:
+    from torch.distributed import tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if spec.view.simulated:
+        raise InputError("to_torch in a simulated world", "PyTorch's DTensor needs a process for each rank")
+    found: list[Any] = []
+    for placement, blocks in zip(spec.placements, _blocks(spec), strict=True):
+        if isinstance(placement, Partial):
+            found.append(tensor.Partial(placement.reduce_op))
+        elif isinstance(placement, Shard):
+            whole = tensor.Shard(placement.dim)
+            found.append(_StridedShard(placement.dim, split_factor=blocks) if blocks > 1 else whole)
+        else:
+            found.append(tensor.Replicate())
+    return found
+
+
+def _blocks(spec: DTensorSpec) -> list[int]:
+    """In how many blocks each axis cuts its dim, so that cuts made in the order of the axes give this layout.
+
+    An axis that cuts a dim after a later axis of the mesh cuts each of that one's pieces: they are its blocks.
+    """
+    blocks = [p.blocks if isinstance(p, InterleavedShard) else 1 for p in spec.placements]
+    for _, axes in spec.shard_order:
+        for place, axis in enumerate(axes):
+            blocks[axis] *= math.prod(spec.view.sizes[major] for major in axes[:place] if major > axis)
+    cut = [
+        InterleavedShard(p.dim, count) if isinstance(p, Shard) else p
+        for p, count in zip(spec.placements, blocks, strict=True)
+    ]
+    uneven = any(count > 1 for count in blocks) and not spec.layout.is_even()
+    if uneven or not _says(cut, spec):
+        raise InputError(
+            f"to_torch of {spec!r} on {spec.view!r}: PyTorch's placements cannot say this cut",
+            "redistribute to placements that cut each dim evenly, in the order of the mesh's axes",
+        )
+    return blocks
+
+
+def _says(placements: list[Placement], spec: DTensorSpec) -> bool:
+    try:
+        return DTensorSpec(spec.mesh, placements, spec.tensor_meta).layout is spec.layout
+    except LayoutError:
+        return False
