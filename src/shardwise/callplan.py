@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from .comm.redistribute import links_of, plan
 from .errors import InputError
-from .kernels import COPIED, DRAWS, LOCAL
+from .kernels import COPIED, DRAWS, LOCAL, ONLY_EMPTY, ONLY_SUMMED
 from .kernels.drive import JointPieces, Pieces, drive
 from .kernels.requests import Kernel, LocalCall
 from .layout import Coordinate, Factor, Layout
@@ -63,8 +63,6 @@ class CallPlan(NamedTuple):
     """Whether views share memory with the local part of what they view: then writes need no care."""
     communication: tuple[str, ...]
     """What is communicated without being asked for, in words."""
-    direct: Callable[..., Any] | None = None
-    """The op, where it runs on the local parts as they are, for one result: the hot path needs to know no more."""
 
 
 # ---- planning -----------------------------------------------------------------------------------------------------
@@ -221,14 +219,12 @@ class Planner:
         specs = self._result_specs()
         writes, in_place = self._writes(specs, args, kwargs, communication)
         run = self._local_run(communication)
-        if run is not self.func and not writes:
+        is_view = _is_view(self.func)
+        local_view = is_view and args[0] is LOCALIZE and not self._makes_new()
+        if run is not self.func and not writes and not local_view:  # a view in order of its own would be a copy
             run = ordered_as(specs, run)
         in_place = in_place and not self._makes_new()
-        is_view = _is_view(self.func)
         results = self._structured(specs)
-        local_view = is_view and args[0] is LOCALIZE and not self._makes_new()
-        as_they_are = all(how is None or how is LOCALIZE for how in args) and not any(kwargs.values())
-        simple = as_they_are and run is self.func and not writes and is_view == local_view
         return CallPlan(
             self.func,
             args,
@@ -240,7 +236,6 @@ class Planner:
             is_view,
             local_view,
             tuple(communication),
-            self.func._op if simple and isinstance(results, DTensorSpec) else None,
         )
 
     def _treat(self, where: int | str, value: Any, layouts: dict[Any, Layout], communication: list[str]) -> Treatment:
@@ -323,13 +318,14 @@ class Planner:
         """What runs on local arguments: the op, its kernel, or its local implementation; never on empty parts."""
         draw = DRAWS.get(self.registered.key)
         if draw is not None:
-            return drawing(on_each(self.view, self._bind_local_call(None), lambda call, at: draw(call)))
+            run = on_each(self.view, self._bind_local_call(None), lambda call, at: draw(call))
+            return drawing(run, self.view, tensors_in(self.outputs)[0])
         local = LOCAL.get(self.registered.key)
         layouts = self.decision.results
         for factor in dict.fromkeys(factor for _, factor in self.decision.cuts):
             if self.bound.factors[factor].kernel:
                 return self._kernel_run(factor, communication)
-        if local is not None:
+        if local is not None and not self._as_the_op():
             return on_each(self.view, self._bind_local_call(None), lambda call, at: local(call))
         if self._may_be_empty():
             dtypes = [t.dtype for t in tensors_in(self.outputs)]
@@ -340,6 +336,13 @@ class Planner:
                 refuse_what_fails(self.func, *self.metas)
             return skipping_empty(self.func, self.view, layouts, identities, dtypes, structure)
         return self.func
+
+    def _as_the_op(self) -> bool:
+        """Whether the local implementation would do what the op itself does, here."""
+        key = self.registered.key
+        if key in ONLY_SUMMED:
+            return not any(layout.partial for layout in self.decision.results)
+        return key in ONLY_EMPTY and not self._has_empty_part()
 
     def _makes_new(self) -> bool:
         """Whether what runs gives new tensors, even for an op that writes: kernels know of no `out=`."""
@@ -355,12 +358,12 @@ class Planner:
         if any(math.prod(operand.tensor.shape) == 0 for operand in self.operands):
             # The op itself knows what comes of nothing, unless that is nothing, too: then no part need be computed.
             return all(math.prod(result.tensor.shape) == 0 for result in self.results)
-        return any(
-            factor.axes and _smallest(self.view, factor) == 0
-            for layout in self.decision.operands
-            for dim in layout.dims
-            for factor in dim
-        )
+        return self._has_empty_part()
+
+    def _has_empty_part(self) -> bool:
+        """Whether some rank holds nothing of some operand."""
+        factors = [factor for layout in self.decision.operands for dim in layout.dims for factor in dim]
+        return any(_smallest(self.view, factor) == 0 for factor in factors)
 
     def _kernel_run(self, factor: int, communication: list[str]) -> Callable[..., Any]:
         kernel = self._kernel(factor)

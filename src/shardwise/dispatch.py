@@ -24,17 +24,19 @@ from .callplan import LOCALIZE, Argument, CallPlan, Constant, plan_call
 from .comm.cost import on_change
 from .comm.redistribute import plan as plan_between
 from .comm.redistribute import redistribute_local
+from .composites import made_by_pytorch
 from .errors import CommunicationError, InputError, MeshError, MixedTensorError
-from .hotpath import Ready, may_enter, ready
+from .hotpath import Ready, may_enter, ready, ready_list
 from .listplan import ListPlan, plan_list, run_list
 from .mesh import MeshView
 from .metadata import NEEDS_DATA, NoRule
-from .modes import modes
+from .modes import implicit_replication, modes
 from .placement import Replicate
 from .rules import Registered, rule_for, served_by
 from .rules.decompositions import instead_of
 from .rules.inverse import replacing, view_instead
 from .rules.registry import READS_SCALARS
+from .scalars import with_numbers
 from .spec import DTensorSpec, TensorMeta, contiguous_meta
 from .world import RankTensor, replicate
 
@@ -86,7 +88,16 @@ class OpDispatcher:
         key = (func, *parts, *self._named(kwargs, by_type)) if kwargs else (func, *parts)
         plan = self.plans.get(key, _UNKNOWN)
         if plan is _UNKNOWN:
-            plan = self._plan(func, args, kwargs)
+            try:
+                plan = self._plan(func, args, kwargs)
+            except (MeshError, MixedTensorError):
+                if made_by_pytorch(self.kind):
+                    with implicit_replication():
+                        return self.dispatch(func, args, kwargs)
+                numbers = with_numbers(args, kwargs, self.kind, _written(func, args, kwargs), _reduced)
+                if numbers is None:
+                    raise
+                return func(*numbers[0], **numbers[1])
             if len(self.plans) >= _MAX_PLANS:
                 self.plans.clear()
             self.plans[key] = plan
@@ -94,15 +105,16 @@ class OpDispatcher:
             return self._without_rule(func, args, kwargs)
         if plan.communication and modes.explicit:
             self._refuse(func, args, kwargs, plan)
-        if type(plan) is ListPlan:
-            return run_list(plan, args, kwargs, _treated, self.kind, self.wrap, self.written)
         if hot_key is not None and may_enter(func, args, kwargs, self.kind):
             self._enter(hot_key, plan, args, kwargs)
+        if type(plan) is ListPlan:
+            return run_list(plan, args, kwargs, _treated, self.kind, self.wrap, self.written)
         return self._run(plan, args, kwargs)
 
-    def _enter(self, key: Any, plan: CallPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, key: Any, plan: CallPlan | ListPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Let the hot path make this call from now on, if it is one of its kind."""
-        left = ready(plan, args, kwargs, self.wrap)
+        prepare = ready_list if type(plan) is ListPlan else ready
+        left = prepare(plan, args, kwargs, self.wrap)
         if left is not None:
             if len(self.hot) >= _MAX_PLANS:
                 self.hot.clear()
@@ -259,8 +271,8 @@ class OpDispatcher:
 
     def _without_rule(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         instead = instead_of(func)
-        if instead is not None:
-            return instead(*args, **kwargs)
+        if instead is not None and (result := instead(*args, **kwargs)) is not NotImplemented:
+            return result
         as_view = view_instead(func)
         if as_view is not None:
             args[0].data = as_view(*args, **kwargs)
@@ -425,6 +437,15 @@ def replicated(spec: DTensorSpec) -> DTensorSpec:
 def _gathered(tensor: Any, writable: bool) -> Tensor:
     local = redistribute_local(tensor._local_tensor, tensor._spec, replicated(tensor._spec))
     return local.clone() if writable and local is tensor._local_tensor else local
+
+
+def _reduced(tensor: Any) -> Tensor:
+    if modes.explicit and tensor._spec.layout.partial:
+        raise CommunicationError(
+            f"{tensor._spec!r} meets what is not on its mesh, which needs it reduced, in explicit mode",
+            "redistribute it first, e.g. x = x.redistribute(placements=[Replicate(), ...])",
+        )
+    return _gathered(tensor, writable=False)
 
 
 def _as_whole(local: Tensor, view: MeshView) -> tuple[Tensor, DTensorSpec]:

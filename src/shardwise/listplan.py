@@ -59,8 +59,6 @@ class ListPlan(NamedTuple):
     groups: tuple[tuple[tuple[int, ...], Callable[..., Any]], ...]
     """What runs on which elements."""
     communication: tuple[str, ...]
-    direct: None = None
-    """Lists are never the dispatcher's hot path; see `CallPlan`."""
 
 
 # ---- planning -------------------------------------------------------------------------------------------------------

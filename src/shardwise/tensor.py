@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,8 +29,11 @@ from .comm.groups import adopt
 from .comm.plan import SpecPlan
 from .comm.redistribute import plan as plan_between
 from .comm.redistribute import redistribute_local, start_redistribute
+from .composites import let_pass
 from .dispatch import OpDispatcher, Replay
 from .errors import InputError, MeshError
+from .gradients import Home
+from .hotpath import hot_path
 from .local import check_plain_tensor, copy_to_replicas, on_mesh, spec_of_local
 from .mesh import current_mesh, view_of
 from .placement import (
@@ -46,12 +48,21 @@ from .placement import (
     ShardOrderEntry,
 )
 from .saving import chunk_list, shard_at, write_items
-from .spec import DTensorSpec, TensorMeta, contiguous_meta, normalize_placements, rebuild_spec
+from .spec import (
+    DTensorSpec,
+    TensorMeta,
+    contiguous_meta,
+    in_memory_order,
+    memory_order,
+    normalize_placements,
+    rebuild_spec,
+)
 from .world import RankTensor
 
 __all__ = ["DTensor"]
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
+_strided = torch.strided
 _data: Any = torch.Tensor.data
 _requires_grad: Any = torch.Tensor.requires_grad
 
@@ -65,7 +76,7 @@ class DTensor(torch.Tensor):
     _local_tensor: Tensor
     _spec: DTensorSpec
     _pending: Any
-    _home: list[DTensorSpec]  # of a leaf: where its gradient is brought, shared with the hook that brings it
+    _home: Home  # of a leaf: where its gradient is brought, shared with the hook that brings it
     _op_dispatcher: OpDispatcher
 
     @staticmethod
@@ -78,12 +89,6 @@ class DTensor(torch.Tensor):
             )
         tensor = _wrap(local_tensor, spec)
         return tensor.requires_grad_() if requires_grad else tensor
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return DTensor._op_dispatcher.dispatch(func, args, kwargs or {})
 
     # ---- to and from local tensors ------------------------------------------------------------------------------
 
@@ -223,7 +228,7 @@ class DTensor(torch.Tensor):
             object.__setattr__(self, "__class__", DTensor)  # no longer a view of what it was
         self._local_tensor, self._spec = local, other._spec
         if hasattr(self, "_home"):
-            self._home[0] = other._spec
+            self._home.spec = other._spec
 
     @property
     def requires_grad(self) -> bool:
@@ -308,7 +313,7 @@ class DTensor(torch.Tensor):
 
 def _wrap(local: Tensor, spec: DTensorSpec) -> DTensor:
     shape, stride, dtype = spec.tensor_meta
-    tensor = _make_wrapper(DTensor, shape, stride, dtype=dtype, device=local.device)
+    tensor = _make_wrapper(DTensor, shape, stride, None, None, dtype, _strided, local.device)
     tensor._local_tensor = local
     tensor._spec = spec
     return tensor
@@ -394,6 +399,11 @@ def _replicated(spec: DTensorSpec) -> DTensorSpec:
 
 
 DTensor._op_dispatcher = OpDispatcher(DTensor, _wrap, _wrap_view, _write_back)
+DTensor.__torch_dispatch__ = staticmethod(  # type: ignore[assignment]
+    hot_path(DTensor, DTensor._op_dispatcher.hot, DTensor._op_dispatcher.dispatch)
+)
+
+let_pass(DTensor)
 
 
 def _is_param(tensor: Tensor) -> bool:
@@ -467,7 +477,10 @@ def _moved(
         source, target = (spec.with_meta(spec.tensor_meta._replace(dtype=dtype)) for spec in (source, target))
     if async_op:
         return _pending(start_redistribute(local, source, target), local.device, target)
-    return _wrap(redistribute_local(local, source, target), target)
+    moved = redistribute_local(local, source, target)
+    if moved is local and source.tensor_meta != target.tensor_meta:
+        target = target.with_meta(source.tensor_meta)  # what did not move lies in memory as it lay
+    return _wrap(moved, target)
 
 
 class _Redistribute(torch.autograd.Function):
@@ -486,6 +499,7 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
         wanted = ctx.source.cotangent()
+        grad = grad if isinstance(grad, DTensor) else _made_by_formula(grad, wanted)
         dtype = ctx.backward_dtype or grad.dtype
         target = wanted.with_meta(wanted.tensor_meta._replace(dtype=grad.dtype))
         moved = grad._to_spec(target, ctx.async_op, dtype)
@@ -502,6 +516,7 @@ class _FromLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
+        grad = grad if isinstance(grad, DTensor) else _made_by_formula(grad, ctx.grad_spec)
         local = grad._to_spec(_with_dtype(ctx.grad_spec, grad.dtype)).to_local()
         local = local * ctx.share if ctx.share != 1.0 else local
         return local.to(ctx.device), None, None, None
@@ -544,7 +559,10 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         spec = _with_dtype(ctx.grad_spec, grad.dtype)
+        # A local gradient may lie in memory in any way; views of it must be legal where they are for the whole.
+        order = memory_order(spec.tensor_meta)
         grad = on_mesh(grad, spec.view)
+        grad = grad.contiguous() if order is None else in_memory_order(grad, order)
         if torch.is_grad_enabled() and grad.requires_grad:
             return _FromLocal.apply(grad, grad.detach(), spec, spec.cotangent()), None
         return _wrap(grad, spec), None
@@ -557,17 +575,24 @@ def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 def _reduce_gradient_of(leaf: DTensor) -> None:
     """Give a leaf's gradient the leaf's own placements, once, when it arrives."""
     # The hook lives on the leaf and must not keep it alive; a weak reference would keep modules from swapping it.
-    home = leaf._home = [leaf._spec]
+    home = leaf._home = Home(leaf._spec)
 
     def hook(grad: Tensor) -> Tensor | None:
+        wanted = home.spec.cotangent()
         if not isinstance(grad, DTensor):
-            return None
-        wanted = home[0].cotangent()
+            return _made_by_formula(grad, wanted)._to_spec(_with_dtype(wanted, grad.dtype))
         if grad._spec.layout is wanted.layout:
             return None
-        return grad._to_spec(_with_dtype(wanted, grad.dtype))
+        target = home.target(grad._spec)
+        return None if target.layout is grad._spec.layout else grad._to_spec(target)
 
     leaf.register_hook(hook)
+
+
+def _made_by_formula(grad: Tensor, spec: DTensorSpec) -> DTensor:
+    """A plain gradient, such as the zeros of a constant function: PyTorch's formulas make it alike on all ranks."""
+    plain = torch.zeros_like(grad) if grad._is_zerotensor() else grad.detach()
+    return _wrap(on_mesh(plain, spec.view), _with_dtype(_replicated(spec), grad.dtype))
 
 
 # What a file of distributed tensors names, so that torch.load(..., weights_only=True) reads it.

@@ -12,6 +12,12 @@ from .requests import Cut, Fetch, Gather, Kernel, KernelRun, LocalCall, Reduce, 
 LOCAL: dict[str, Callable[[LocalCall], Any]] = {}
 """Ops with an implementation of their own for a rank's part, whatever is cut without a kernel, by their rule's key."""
 
+ONLY_SUMMED: set[str] = set()
+"""Those of them that differ from the op only where a sum over a cut dim is left Partial."""
+
+ONLY_EMPTY: set[str] = set()
+"""Those of them that differ from the op only on parts without elements."""
+
 COPIED: set[str] = set()
 """Those of them that are views, but whose local implementation makes a copy."""
 
@@ -38,6 +44,8 @@ __all__ = [
     "DRAWS",
     "LISTS",
     "LOCAL",
+    "ONLY_EMPTY",
+    "ONLY_SUMMED",
     "Cut",
     "Fetch",
     "Gather",

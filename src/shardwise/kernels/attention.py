@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..rules import register
 from ..rules.attention import KERNELS, backward, forward
-from . import LOCAL
+from . import LOCAL, ONLY_EMPTY
 from .requests import LocalCall
 
 
@@ -38,3 +38,5 @@ for _name, _outputs, _logsumexp, _padded in KERNELS:
     register(_name, forward(_outputs, _padded))
     register(f"{_name}_backward", backward(_logsumexp, _padded))
     LOCAL[_name] = LOCAL[f"{_name}_backward"] = local
+# The others are told lengths, or tell them.
+ONLY_EMPTY |= {KERNELS[0][0], f"{KERNELS[0][0]}_backward"}

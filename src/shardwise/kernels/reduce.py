@@ -12,7 +12,7 @@ from torch import Tensor
 from ..rules import Call, register
 from ..rules.reduce import merged, reduced_dims
 from ..rules.registry import INSTEAD
-from . import LOCAL
+from . import LOCAL, ONLY_SUMMED
 from .requests import Cut, Gather, Kernel, KernelRun, LocalCall, Reduce
 
 
@@ -44,6 +44,7 @@ def mean(call: LocalCall) -> Any:
 
 
 LOCAL["aten::mean"] = mean
+ONLY_SUMMED.add("aten::mean")
 
 
 # ---- variances --------------------------------------------------------------------------------------------------

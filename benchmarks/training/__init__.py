@@ -1,0 +1,123 @@
+"""The training step that `eager.py` times: 4 transformer blocks, plain, or tensor and sequence parallel."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+DIM, HEADS, HIDDEN, BLOCKS = 64, 8, 128, 4
+BATCH, LENGTH = 4, 32
+
+Step = Callable[[], None]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length = x.shape[:2]
+
+        def heads(values: Tensor) -> Tensor:  # as many as there are here: a local output has a part of them
+            return values.view(batch, length, -1, DIM // HEADS).transpose(1, 2)
+
+        y = F.scaled_dot_product_attention(heads(self.q(x)), heads(self.k(x)), heads(self.v(x)), is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, -1))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(DIM, HIDDEN, bias=False) for _ in range(2))
+        self.down = nn.Linear(HIDDEN, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
+        self.attention, self.mlp = Attention(), SwiGLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_1(x))
+        return x + self.mlp(self.norm_2(x))
+
+
+def plan(library: str, local: bool) -> dict[str, Any]:
+    """Tensor and sequence parallel: between the halves of a block the sequence is cut, inside them the features."""
+    lib, styles = importlib.import_module(library), importlib.import_module(f"{library}.parallel")
+    cut, whole = lib.Shard(1), lib.Replicate()
+    column = styles.ColwiseParallel(use_local_output=local)
+    row = styles.RowwiseParallel(output_layouts=cut, use_local_output=local)
+    gather = styles.PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(whole,))
+    return {
+        "*.norm_1": styles.SequenceParallel(),
+        "*.norm_2": styles.SequenceParallel(),
+        "*.attention": gather,
+        **{f"*.attention.{name}": column for name in "qkv"},
+        "*.attention.out": row,
+        "*.mlp": gather,
+        **{f"*.mlp.{name}": column for name in ("gate", "up")},
+        "*.mlp.down": row,
+    }
+
+
+def step(model: nn.Module, x: Tensor) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return run
+
+
+def plain(device: str) -> Step:
+    return step(_blocks(device), torch.randn(BATCH, LENGTH, DIM, device=device))
+
+
+def local_outputs(library: str, mesh: Any, device: str) -> Step:
+    """Between modules the tensors are plain: each rank's part of the sequence."""
+    styles = importlib.import_module(f"{library}.parallel")
+    model = styles.parallelize_module(_blocks(device), mesh, plan(library, local=True))
+    return step(model, torch.randn(BATCH, LENGTH // mesh.size(), DIM, device=device))
+
+
+def all_distributed(library: str, mesh: Any, device: str) -> Step:
+    """Every tensor is distributed, from the input to the loss."""
+    lib, styles = importlib.import_module(library), importlib.import_module(f"{library}.parallel")
+    model = styles.parallelize_module(_blocks(device), mesh, plan(library, local=False))
+    x = lib.distribute_tensor(torch.randn(BATCH, LENGTH, DIM, device=device), mesh, [lib.Shard(1)])
+    return step(model, x)
+
+
+def _blocks(device: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(BLOCKS))).to(device)
+
+
+def milliseconds(run: Step, device: str, warm: int = 3, steps: int = 5, repeats: int = 8) -> float:
+    """The time of a step: the best mean of several runs."""
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    for _ in range(warm):
+        run()
+    best = float("inf")
+    for _ in range(repeats):
+        wait()
+        start = time.perf_counter()
+        for _ in range(steps):
+            run()
+        wait()
+        best = min(best, (time.perf_counter() - start) / steps)
+    return best * 1e3

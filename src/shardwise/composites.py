@@ -1,0 +1,149 @@
+"""PyTorch's own functions that make plain tensors on their way.
+
+`torch.combinations(x)` is made of other ops, and builds a mask that x never was part of. Such a tensor is the same on
+all ranks, unlike one that the user brings: for that the dispatcher asks.
+
+- Functions in C++ are taken apart by autograd before a tensor class sees them. So a kernel stands above autograd, at
+  the key that tensor classes have and plain tensors lack. It lets the function run as it is, with plain tensors taken
+  as replicated; a few are replaced there by others that do the same.
+- Functions in Python are known by the frame that calls the op.
+
+>>> torch.combinations(x)                          # the mask inside is taken as replicated
+>>> torch.quantile(x, plain)                       # still an error: the plain tensor comes from outside
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+from .modes import implicit_replication
+
+COMPOSITES = (
+    "combinations",
+    "istft",
+    "stft",
+    "quantile",
+    "nanquantile",
+    "one_hot",
+    "linalg_matrix_rank",
+    "linalg_matrix_power",
+    "linalg_pinv",
+    "scaled_dot_product_attention",
+    "_scaled_dot_product_attention_math",
+)
+"""Functions in C++, made of other ops, that make tensors from numbers alone."""
+
+
+@lru_cache(maxsize=1)
+def _in_python() -> dict[CodeType, tuple[str, ...]]:
+    """Functions in Python that do so; with those of their parameters that they fill themselves where they are None."""
+    from torch import _lowrank, functional
+    from torch.masked import _ops as masked
+
+    return {
+        _lowrank.get_approximate_basis.__code__: (),
+        masked.mean.__code__: (),
+        masked._std_var.__code__: (),
+        functional._unravel_index.__code__: (),
+        F.embedding_bag.__code__: ("offsets",),
+        F.fractional_max_pool2d_with_indices.__code__: ("_random_samples",),
+        F.fractional_max_pool3d_with_indices.__code__: ("_random_samples",),
+    }
+
+
+def made_by_pytorch(kind: type[Tensor]) -> bool:
+    """Whether an op is called by a function that makes plain tensors, and was given none."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__package__", "") == __package__:
+        frame = frame.f_back
+    while frame.f_back is not None and frame.f_code not in _in_python():
+        if not frame.f_globals.get("__name__", "").startswith("torch."):
+            return False
+        frame = frame.f_back  # a helper of PyTorch's own
+    fills = _in_python().get(frame.f_code, ())
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    given = [frame.f_locals.get(name) for name in names if name not in fills]
+    return not any(isinstance(value, Tensor) and not isinstance(value, kind) and value.dim() for value in given)
+
+
+# ---- in C++ ---------------------------------------------------------------------------------------------------------
+
+
+def _split_at(tensor: Tensor, indices: Tensor, dim: int = 0) -> Any:
+    """tensor_split reads its indices from memory, which a distributed tensor has none of."""
+    return torch.tensor_split(tensor, indices.tolist(), dim)
+
+
+def _linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    ignore_index: int,
+    *_how: Any,
+) -> Tensor:
+    """The loss in chunks writes into buffers; cut over ranks, the logits are smaller as well."""
+    logits = F.linear(input, linear_weight, linear_bias)
+    return F.cross_entropy(logits, target, weight, reduction="none", ignore_index=ignore_index)
+
+
+REPLACED: dict[str, Callable[..., Any]] = {
+    "aten::tensor_split.tensor_indices_or_sections": _split_at,
+    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": _linear_cross_entropy,
+}
+"""Functions, by name and overload, that distributed tensors are given to another function for."""
+
+_libraries = [torch.library.Library(name, "IMPL", DispatchKey.PythonTLSSnapshot.name) for name in ("aten", "torch_nn")]
+
+
+def let_pass(kind: type[Tensor]) -> None:
+    """Let these functions run on tensors of this class."""
+    for name in COMPOSITES:
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads():
+            func = getattr(packet, overload)
+            if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+                _register(func, kind, _as_it_is(func))
+    for name, other in REPLACED.items():
+        found = _overload(name)
+        if found is not None:
+            _register(found, kind, lambda keys, *args, _other=other, **kwargs: _other(*args, **kwargs))
+
+
+def _overload(name: str) -> OpOverload | None:
+    space, _, op = name.partition("::")
+    packet, _, overload = op.partition(".")
+    return getattr(getattr(getattr(torch.ops, space), packet, None), overload or "default", None)
+
+
+def _as_it_is(func: OpOverload) -> Callable[..., Any]:
+    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        with implicit_replication():
+            return func.redispatch(keys, *args, **kwargs)
+
+    return run
+
+
+def _register(func: OpOverload, kind: type[Tensor], run: Callable[..., Any]) -> None:
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        below = keys.remove(DispatchKey.PythonTLSSnapshot)
+        tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if tensors and all(isinstance(tensor, kind) or tensor.dim() == 0 for tensor in tensors):
+            return run(below, *args, **kwargs)
+        return func.redispatch(below, *args, **kwargs)
+
+    library = next(library for library in _libraries if library.ns == func.namespace)
+    library.impl(func.name(), kernel, with_keyset=True)
