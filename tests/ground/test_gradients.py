@@ -484,3 +484,23 @@ class TestLeaves:
         send_back(y, w, [Partial(), Partial()]).backward()
         assert y.grad.placements == x.placements
         assert x.grad is None
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("placements", [[Replicate(), Partial()], [Replicate(), Replicate()], [Shard(0), Replicate()]])
+def test_gradients_lie_in_memory_as_their_specs_say(mesh, placements, before) -> None:
+    # A tensor that is transposed before or after it is made local gets its gradient in another order of memory; on
+    # its way back the gradient is viewed all the same, as on one device.
+    weight = torch.arange(24.0).view(6, 4)
+
+    def program(x, local):
+        y = x.view(24).view(4, 6)
+        y = local(y.transpose(0, 1)) if before else local(y).transpose(0, 1)
+        return (y * weight).sum()
+
+    data = torch.randn(4, 6)
+    whole = data.clone().requires_grad_()
+    program(whole, lambda y: y).backward()
+    x = leaf_of(data, mesh, placements)
+    program(x, lambda y: y.redistribute(placements=[Replicate(), Replicate()]).to_local()).backward()
+    assert torch.allclose(assemble(x.grad), whole.grad)

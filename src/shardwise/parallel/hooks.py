@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import MeshError
 from ..placement import Placement, Shard
-from ..spec import DTensorSpec
+from ..spec import DTensorSpec, contiguous_meta, normalize_placements
 from ..tensor import DTensor
 from .axis import StyleAxis
 from .sizes import KnownSizes, hand_out
@@ -147,8 +147,14 @@ def moved(tensor: DTensor, axis: StyleAxis, placement: Placement, targets: dict[
                 f"an input {spec!r} on {spec.view!r} for a module that was parallelized over {axis.view!r}",
                 "parallelize the module over the mesh of its inputs; styles act on its axis 'tp'",
             )
-        result = tensor.redistribute(placements=axis.placed(tensor, placement))
-        targets[spec] = result._spec
-        targets[result._spec] = result._spec
-        return result
+        target = targets[spec] = _placed(spec, axis.placed(tensor, placement))
     return tensor if target is spec else tensor._to_spec(target)
+
+
+def _placed(spec: DTensorSpec, placements: tuple[Placement, ...]) -> DTensorSpec:
+    """The same spec where these are its placements already: then there is nothing to do, in the backward neither."""
+    normal, order = normalize_placements(spec.view, placements, spec.ndim)
+    target = DTensorSpec(spec.mesh, normal, spec.tensor_meta, order)
+    if target.layout is spec.layout:
+        return spec
+    return target.with_meta(contiguous_meta(spec.shape, spec.dtype))
