@@ -14,8 +14,10 @@ all ranks, unlike one that the user brings: for that the dispatcher asks.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from types import CodeType
 from typing import Any
@@ -67,12 +69,12 @@ def made_by_pytorch(kind: type[Tensor]) -> bool:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__package__", "") == __package__:
         frame = frame.f_back
-    while frame.f_back is not None and frame.f_code not in _in_python():
-        if not frame.f_globals.get("__name__", "").startswith("torch."):
+    while frame.f_code not in _in_python():
+        helps = frame.f_globals.get("__name__", "").startswith("torch.")  # a helper of PyTorch's own
+        if frame.f_back is None or not helps:
             return False
-        frame = frame.f_back  # a helper of PyTorch's own
-    fills = _in_python().get(frame.f_code, ())
-    code = frame.f_code
+        frame = frame.f_back
+    code, fills = frame.f_code, _in_python()[frame.f_code]
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     given = [frame.f_locals.get(name) for name in names if name not in fills]
     return not any(isinstance(value, Tensor) and not isinstance(value, kind) and value.dim() for value in given)
@@ -117,6 +119,8 @@ def let_pass(kind: type[Tensor]) -> None:
             func = getattr(packet, overload)
             if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
                 _register(func, kind, _as_it_is(func))
+    with suppress(ImportError):  # PyTorch defines its ops when they are first asked for
+        importlib.import_module("torch.nn.modules.linear_cross_entropy")
     for name, other in REPLACED.items():
         found = _overload(name)
         if found is not None:

@@ -286,9 +286,14 @@ def _grid(layout: Layout, at: Coordinate) -> tuple[Tensor, ...]:
     return tuple(index.view(*shape[:dim], -1, *shape[dim + 1 :]) for dim, index in enumerate(indices))
 
 
+_INDEXED_AS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
 def _as_bytes(tensor: Tensor) -> Tensor:
     """Dtypes that torch cannot index, as ones that it can."""
-    return tensor.view(torch.uint8) if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1 else tensor
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
+        return tensor.view(torch.uint8)
+    return tensor.view(_INDEXED_AS.get(tensor.dtype, tensor.dtype))
 
 
 def _check(condition: bool, message: str) -> None:
