@@ -5,6 +5,7 @@ tensor      DTensor, distribute_tensor; zeros, ones, empty, full, rand, randn
 worlds      init_device_mesh under torchrun, or simulate(8) in this process
 planning    plan, CostModel
 modes       explicit, implicit_replication, strict_ops
+training    accumulate_gradients
 modules     distribute_module; styles and plans in shardwise.parallel
 extending   register_sharding, local_map
 """
@@ -13,6 +14,7 @@ from . import experimental
 from .comm.cost import CostModel, cost_model, set_cost_model, using_cost_model
 from .creation import distribute_tensor, empty, full, ones, rand, randn, zeros
 from .extend import local_map, register_sharding
+from .gradients import accumulate_gradients
 from .mesh import DeviceMesh, init_device_mesh
 from .modes import explicit, implicit_replication, strict_ops
 from .nn import distribute_module
@@ -47,6 +49,7 @@ __all__ = [
     "simulate",
     "RankTensor",
     "plan",
+    "accumulate_gradients",
     "explicit",
     "implicit_replication",
     "strict_ops",

@@ -18,7 +18,11 @@ from .world.mapping import same
 
 
 def with_numbers(
-    args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[Any], written: Collection[Any], reduced: Callable[..., Any]
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    kind: type[Any],
+    written: Collection[Any],
+    reduced: Callable[..., Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The arguments with distributed tensors of no dims as plain ones; None where there are none, or they are learnt.
 

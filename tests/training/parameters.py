@@ -61,9 +61,7 @@ def at_home(value: Tensor, home: Home, on: dict[str, DeviceMesh]) -> Tensor:
     return distribute_tensor(value.clone(), on[home[0]], home[1])
 
 
-def leaves(
-    kinds: Sequence[Kind], wholes: Sequence[Tensor], on: dict[str, DeviceMesh] | None
-) -> list[nn.Parameter]:
+def leaves(kinds: Sequence[Kind], wholes: Sequence[Tensor], on: dict[str, DeviceMesh] | None) -> list[nn.Parameter]:
     """The parameters; all plain where there are no meshes."""
     if on is None:
         return [nn.Parameter(whole.clone()) for whole in wholes]

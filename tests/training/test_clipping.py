@@ -51,7 +51,8 @@ def test_the_norm_of_all_gradients(kinds: list[Kind], order: float) -> None:
             one, many = with_gradients(kinds, None), with_gradients(kinds, on)
             wanted = nn.utils.clip_grad_norm_(one, 1.0, order, foreach=foreach)
             found = nn.utils.clip_grad_norm_(many, 1.0, order, foreach=foreach)
-            assert found.shape == () and found.item() == pytest.approx(wanted.item(), rel=1e-9)
+            assert found.shape == ()
+            assert found.item() == pytest.approx(wanted.item(), rel=1e-9)
             assert_same_gradients(many, one)
 
 
@@ -59,7 +60,8 @@ def test_on_several_meshes_the_norm_is_a_plain_tensor() -> None:
     with meshes() as on:
         assert not isinstance(nn.utils.clip_grad_norm_(with_gradients(EVERY_KIND, on), 1.0), DTensor)
         norm = nn.utils.clip_grad_norm_(with_gradients(ONE_MESH, on), 1.0)
-        assert isinstance(norm, DTensor) and norm.placements == (same, same)
+        assert isinstance(norm, DTensor)
+        assert norm.placements == (same, same)
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
