@@ -8,8 +8,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constr
 .DEFAULT_GOAL := help
 .PHONY: demo test lint verify bench clean help
 
-demo: $(READY)  ## run the tour in examples/demo.py
-	@$(BIN)/python examples/demo.py
+demo: $(READY)  ## train a small GPT on 8 simulated ranks, beside one device
+	@$(BIN)/python examples/train.py --simulate 8
 
 test: lint  ## lint, then all the tests; ARGS="-k mesh" narrows them
 	@echo "== pytest"

@@ -21,8 +21,7 @@ from shardwise import (
     distribute_tensor,
     init_device_mesh,
 )
-from tests.programs.language_model import new_model, train
-from tests.programs.test_language_model import PROGRAMS, distribute_parameters
+from tests.programs.training import PROGRAMS, expected_losses, losses
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -90,16 +89,12 @@ def test_attention() -> None:
                 assert all(torch.isfinite(t.grad.full_tensor()).all() for t in cut)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_language_model(program) -> None:
-    sizes, place, batch = PROGRAMS[program]
-    expected = train(new_model().cuda(), lambda tensor: tensor.cuda())
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_training(name) -> None:
+    program = PROGRAMS[name]
     with shardwise.simulate(4):
-        mesh = init_device_mesh("cuda", sizes)
-        model = new_model().cuda()
-        distribute_parameters(model, mesh, place)
-        losses = train(model, lambda tensor: distribute_tensor(tensor.cuda(), mesh, batch))
-    assert losses == pytest.approx(expected, abs=1e-3)
+        mesh = init_device_mesh("cuda", (4,) if len(program.axes) == 1 else (2, 2), mesh_dim_names=program.axes)
+        assert losses(program, mesh) == pytest.approx(expected_losses("cuda"), abs=1e-3)
 
 
 def test_nccl_with_one_rank(tmp_path) -> None:

@@ -3,9 +3,10 @@ from textwrap import dedent
 
 import pytest
 import torch
+from torch import nn
 
 import shardwise
-from shardwise import InterleavedShard, P, Partial, Replicate, Shard
+from shardwise import InterleavedShard, P, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
 from shardwise.debug import draw, visualize_sharding
 from shardwise.debug.holdings import grid, holdings, ranks_text
 
@@ -166,3 +167,27 @@ def test_aliases():
     assert device_mesh.init_device_mesh is shardwise.init_device_mesh
     for name in placement_types.__all__:
         assert getattr(placement_types, name) is getattr(shardwise, name)
+
+
+def test_module() -> None:
+    """Parameters that are alike in numbered modules share a row; plain ones are held whole."""
+    with simulate(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(8, 5) for _ in range(2)), "norm": nn.LayerNorm(8)})
+        for layer in model["layers"]:
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight.data, mesh, P("tp")))
+        model.register_buffer("table", distribute_tensor(torch.zeros(16, dtype=torch.int8), mesh, P(("dp", "tp"))))
+        assert draw(model) == MODULE
+
+
+MODULE = """\
+┌─────────────────┬───────────────────────────┬──────────┬──────────┐
+│ parameter       │ cut over mesh(dp=2, tp=2) │ whole    │ one rank │
+├─────────────────┼───────────────────────────┼──────────┼──────────┤
+│ layers.*.weight │ 2 x f32[5@tp, 8]          │    320 B │    192 B │
+│ layers.*.bias   │ 2 x plain [5]             │     40 B │     40 B │
+│ norm.weight     │ plain [8]                 │     32 B │     32 B │
+│ norm.bias       │ plain [8]                 │     32 B │     32 B │
+│ table           │ i8[16@(dp, tp)]           │     16 B │      4 B │
+│ together        │                           │    440 B │    300 B │
+└─────────────────┴───────────────────────────┴──────────┴──────────┘"""

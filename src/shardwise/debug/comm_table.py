@@ -10,6 +10,7 @@ from typing import Any
 from ..comm.plan import bytes_text
 from .comm_record import Collective, ModuleRecord, Operation, counts
 from .module_calls import ROOT
+from .table import boxed
 
 PASSES = ("forward", "backward")
 Record = Operation | Collective
@@ -26,7 +27,7 @@ def draw_table(modules: Sequence[ModuleRecord], collectives: Sequence[Collective
             label = "  " * len(_ancestors(name, parents)) + _label(name, parents)
             columns = [_totals([c for c in own if _pass(c) == which], width) for which in PASSES]
             rows += map(list, itertools.zip_longest([label], *columns, fillvalue=""))
-    return _boxed(["module", *PASSES], rows)
+    return boxed(["module", *PASSES], rows)
 
 
 def _totals(collectives: Sequence[Collective], width: int) -> list[str]:
@@ -35,19 +36,6 @@ def _totals(collectives: Sequence[Collective], width: int) -> list[str]:
     for collective in collectives:
         received[str(collective)] += collective.received
     return [f"{n:>3} {what:<{width}} {bytes_text(received[what]):>9}" for what, n in number.items()]
-
-
-def _boxed(head: list[str], rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-
-    def line(cells: Sequence[str], left: str, between: str, right: str, fill: str = " ") -> str:
-        padded = [f"{fill}{cell:{fill}<{width}}{fill}" for cell, width in zip(cells, widths, strict=True)]
-        return left + between.join(padded) + right
-
-    empty = [""] * len(head)
-    body = [line(row, "│", "│", "│") for row in [head, *rows]]
-    body.insert(1, line(empty, "├", "┼", "┤", "─"))
-    return "\n".join([line(empty, "┌", "┬", "┐", "─"), *body, line(empty, "└", "┴", "┘", "─")])
 
 
 def parents_of(modules: Sequence[ModuleRecord]) -> dict[str, str]:

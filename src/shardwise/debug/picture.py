@@ -14,8 +14,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 
+from torch import nn
+
 from ..spec import DTensorSpec
 from ..tensor import DTensor
+from .holding_table import draw_module
 from .holdings import Grid, grid, holders_text, holdings, members, part_text, ranks_text, run_text
 
 _MAX_WIDTH = 120
@@ -23,12 +26,16 @@ _MAX_CELLS = 2000
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta")
 
 
-def draw(dtensor: DTensor | DTensorSpec) -> str:
+def draw(dtensor: DTensor | DTensorSpec | nn.Module) -> str:
     """Who holds what of a tensor, as text. Each cell of the grid is a block of the tensor with the ranks that hold it.
 
     Tensors of other than one or two dims, and grids too large for a terminal, are listed instead. Nothing is
     communicated. Of a mesh sliced from another, the instance of this process's rank is drawn.
+
+    Of a module it is a table of its parameters and buffers: how each is cut, and the most that one rank holds of it.
     """
+    if isinstance(dtensor, nn.Module):
+        return draw_module(dtensor)
     spec = _spec_of(dtensor)
     lines = [f"{spec!r} on {spec.view!r}"]
     lines += _grid_lines(spec) or _list_lines(spec)

@@ -1,4 +1,4 @@
-"""A tour of shardwise on 8 simulated ranks: no GPU, no launcher. Run it with `make demo`."""
+"""A tour of shardwise on 8 simulated ranks: no GPU, no launcher. Run it with `python examples/tour.py`."""
 
 import sys
 import tempfile

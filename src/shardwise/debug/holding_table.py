@@ -1,0 +1,55 @@
+"""How the parameters and buffers of a module are cut, as a drawn table.
+
+>>> print(draw_module(model))
+┌──────────────────────┬───────────────────────────┬──────────┬──────────┐
+│ parameter            │ cut over mesh(dp=2, tp=4) │ whole    │ one rank │
+├──────────────────────┼───────────────────────────┼──────────┼──────────┤
+│ layers.*.up.weight   │ 2 x f32[64@tp, 16]        │    8 KiB │    2 KiB │
+│ layers.*.down.weight │ 2 x f32[16, 64@tp]        │    8 KiB │    2 KiB │
+│ together             │                           │   16 KiB │    4 KiB │
+└──────────────────────┴───────────────────────────┴──────────┴──────────┘
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..comm.plan import bytes_text
+from ..tensor import DTensor
+from .table import boxed
+
+
+def draw_module(module: nn.Module) -> str:
+    """The parameters and buffers of a module: how each is cut, its bytes, and the most that one rank holds of them.
+
+    Those that are alike in numbered modules share a row.
+    """
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    meshes = {repr(tensor.spec.view) for tensor in state.values() if isinstance(tensor, DTensor)}
+    several = len(meshes) > 1
+    rows: dict[tuple[str, str], list[int]] = {}
+    for name, tensor in state.items():
+        shared = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        row = rows.setdefault((shared, _cut_text(tensor, several)), [0, 0, 0])
+        row[:] = [row[0] + 1, row[1] + tensor.nbytes, row[2] + held_bytes(tensor)]
+    cells = [
+        [name, f"{count} x {cut}" if count > 1 else cut, f"{bytes_text(whole):>8}", f"{bytes_text(held):>8}"]
+        for (name, cut), (count, whole, held) in rows.items()
+    ]
+    total = [bytes_text(sum(row[column] for row in rows.values())) for column in (1, 2)]
+    cells.append(["together", "", *(f"{text:>8}" for text in total)])
+    over = f"cut over {meshes.pop()}" if len(meshes) == 1 else "cut"
+    return boxed(["parameter", over, "whole", "one rank"], cells)
+
+
+def _cut_text(tensor: Tensor, with_mesh: bool) -> str:
+    if not isinstance(tensor, DTensor):
+        return f"plain {list(tensor.shape)}"
+    return f"{tensor.spec!r} on {tensor.spec.view!r}" if with_mesh else repr(tensor.spec)
+
+
+def held_bytes(tensor: Tensor) -> int:
+    """The most bytes that one rank holds of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor.nbytes
+    return tensor.spec.layout.max_local_numel() * tensor.dtype.itemsize
