@@ -21,7 +21,7 @@ from .layout import Coordinate, cutting_sequence, from_placements
 from .local import check_plain_tensor, check_reductions, on_mesh
 from .mesh import MeshView, current_mesh, view_of
 from .placement import Placement, Placements, Replicate, Shard
-from .random import draw_key, normal, uniform
+from .random import Draw
 from .spec import DTensorSpec, contiguous_meta, normalize_placements
 from .tensor import DTensor
 
@@ -198,7 +198,7 @@ def rand(
     placements: Placements | None = None,
 ) -> DTensor:
     """Uniform numbers in [0, 1). They depend on the generator's state and the shape, not on how the tensor is cut."""
-    return _drawn(uniform, size, dtype, layout, requires_grad, device_mesh, placements)
+    return _drawn("uniform_", size, dtype, layout, requires_grad, device_mesh, placements)
 
 
 def randn(
@@ -210,7 +210,7 @@ def randn(
     placements: Placements | None = None,
 ) -> DTensor:
     """Standard normal numbers. They depend on the generator's state and the shape, not on how the tensor is cut."""
-    return _drawn(normal, size, dtype, layout, requires_grad, device_mesh, placements)
+    return _drawn("normal_", size, dtype, layout, requires_grad, device_mesh, placements)
 
 
 def _filled(
@@ -228,7 +228,7 @@ def _filled(
 
 
 def _drawn(
-    draw: Callable[..., Tensor],
+    name: str,
     size: tuple[Any, ...],
     dtype: torch.dtype | None,
     layout: torch.layout,
@@ -237,8 +237,8 @@ def _drawn(
     placements: Placements | None,
 ) -> DTensor:
     spec = _new_spec(size, dtype, layout, device_mesh, placements)
-    device, key = _device(spec.view), draw_key()
-    return _made(spec, lambda at: draw(spec.cotangent().layout, at, key, spec.dtype, device), requires_grad)
+    draw, cut = Draw(spec.view, spec.tensor_meta, _device(spec.view), None), spec.cotangent().layout
+    return _made(spec, lambda at: draw.numbers(cut, at, name, (0.0, 1.0)), requires_grad)
 
 
 def _made(spec: DTensorSpec, make: Callable[[Coordinate], Tensor], requires_grad: bool) -> DTensor:

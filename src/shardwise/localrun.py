@@ -16,9 +16,9 @@ from torch._ops import OpOverload
 from .comm.transport import identity
 from .layout import Coordinate, Layout
 from .mesh import MeshView
-from .random import draw_key
+from .random import Draw
 from .rules import tensor_arguments
-from .spec import DTensorSpec, in_memory_order, memory_order
+from .spec import DTensorSpec, TensorMeta, in_memory_order, memory_order
 from .world import RankTensor, map_ranks, values_of
 
 
@@ -87,16 +87,18 @@ def skipping_empty(
                 kwargs[name].copy_(result)
         if isinstance(structure, (tuple, list)):
             return type(structure)(None if index is None else made[index] for index in structure)
-        return made[structure]
+        return None if structure is None else made[structure]
 
     return on_each(view, lambda at, args, kwargs: (args, kwargs), lambda call, at: at_rank(at, *call))
 
 
-def drawing(run: Callable[..., Any]) -> Callable[..., Any]:
-    """With a key in the place of the generator: drawn once a call, so that all ranks have the same."""
+def drawing(run: Callable[..., Any], view: MeshView, like: Tensor) -> Callable[..., Any]:
+    """With a `Draw` in the place of the generator: made once a call, so that all ranks have the same."""
+    meta = TensorMeta(like.shape, like.stride(), like.dtype)
 
     def draw(*args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Any:
-        return run(*args, **kwargs, generator=draw_key(generator))
+        device = next(tensor.device for value in (*args, *kwargs.values()) for tensor in tensors_in(value))
+        return run(*args, **kwargs, generator=Draw(view, meta, device, generator))
 
     return draw
 

@@ -63,16 +63,6 @@ def test_gradients() -> None:
         assert torch.equal(x.grad.full_tensor(), 2 * value)
 
 
-def test_uniform_numbers_are_those_of_the_cpu() -> None:
-    drawn = []
-    for device in ("cpu", "cuda"):
-        with shardwise.simulate(4):
-            torch.manual_seed(0)
-            mesh = init_device_mesh(device, (4,))
-            drawn.append(shardwise.rand(1000, 7, device_mesh=mesh, placements=[Shard(0)]).full_tensor().cpu())
-    assert torch.equal(*drawn)
-
-
 def test_attention() -> None:
     """The kernels that a GPU has for bfloat16 and for float32."""
     for dtype in (torch.bfloat16, torch.float32):

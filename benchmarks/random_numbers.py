@@ -1,0 +1,99 @@
+"""Random numbers on a part of a distributed tensor, beside PyTorch's on a plain tensor of the part's size.
+
+    python benchmarks/random_numbers.py [--print] [--device cuda] [--numbers 100000000]
+
+The process is rank 0 of 4 on the fake process group: what is timed is what one rank does. On a GPU the part has as many
+numbers as asked for; the CPU takes fewer, with one thread and with all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from report import Report
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardwise
+from shardwise import Shard, init_device_mesh
+
+RANKS = 4
+FILLS: dict[str, Callable[[Any], Any]] = {
+    "randn_like": torch.randn_like,
+    "rand_like": torch.rand_like,
+    "normal_": lambda t: t.normal_(),
+    "uniform_": lambda t: t.uniform_(),
+    "bernoulli_(0.1)": lambda t: t.bernoulli_(0.1),
+    "exponential_": lambda t: t.exponential_(),
+    "dropout": lambda t: F.dropout(t, 0.1),
+}
+
+
+def best(call: Callable[[], Any], device: str, repeats: int) -> float:
+    """Milliseconds of the fastest of several calls."""
+    times = []
+    for _ in range(repeats):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times) * 1e3
+
+
+def shapes(numbers: int) -> dict[str, tuple[tuple[int, int], int]]:
+    """Whole shapes of which a rank holds about so many numbers, and the dim that is cut."""
+    rows = numbers // 1000
+    return {
+        "rows cut": ((rows * RANKS, 1000), 0),
+        "columns cut": ((rows, 1000 * RANKS), 1),
+        "odd columns": ((numbers // 999, 999 * RANKS), 1),
+    }
+
+
+def compare(report: Report, title: str, device: str, numbers: int, repeats: int) -> None:
+    mesh = init_device_mesh(device, (RANKS,))
+    rows = []
+    for cut, (shape, dim) in shapes(numbers).items():
+        for name, fill in FILLS.items():
+            part = shardwise.zeros(*shape, device_mesh=mesh, placements=[Shard(dim)])
+            plain = torch.zeros(part.to_local().shape, device=device)
+            fill(part)  # compiles, plans
+            with torch.no_grad():
+                ours = best(lambda: fill(part), device, repeats)  # noqa: B023
+                theirs = best(lambda: fill(plain), device, repeats)  # noqa: B023
+            rows.append([f"{name}, {cut}", f"{ours:.3f}", f"{theirs:.3f}", f"{ours / theirs:.2f}"])
+    report.table(title, ["", "shardwise ms", "PyTorch ms", "ratio"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--numbers", type=int, default=0)
+    parser.add_argument("--print", action="store_true")
+    given = parser.parse_args()
+    numbers = given.numbers or (10**8 if given.device == "cuda" else 4 * 10**6)
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    shardwise.random.set_generator_check(False)  # nobody answers in a fake world
+    report = Report("random" if given.device == "cpu" else f"random {given.device}")
+    if given.device == "cuda":
+        report.add(f"{torch.cuda.get_device_name()}, torch {torch.__version__}.")
+        compare(report, f"{numbers:.0e} numbers on a GPU", "cuda", numbers, 20)
+    else:
+        threads = torch.get_num_threads()
+        for count in sorted({1, threads}):
+            torch.set_num_threads(count)
+            compare(report, f"{numbers:.0e} numbers on a CPU, {count} thread(s)", "cpu", numbers, 5)
+    report.save()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Numbers by index: what each in-place random op of PyTorch writes, as a function of a key and global indices.
+
+A counter gives 64 bits: two numbers of up to 32 bits, for the indices 2c and 2c + 1, or one of more (float64, wide
+ranges). Work goes in pieces that stay in the cache; only the numbers of this rank's box are made.
+
+>>> fill(torch.empty(3, 4), box, key, "normal_", (0.0, 1.0))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import triton_fill
+from .bits import Key, mix
+from .box import Box, counters
+from .normal import minus_two_log, normal_pairs
+
+Maker = Callable[[Tensor, Key, Tensor], Any]
+"""Writes into its last argument the numbers of these counters, two for each or one; it may overwrite the counters."""
+
+_IN_CACHE, _AT_ONCE = 1 << 16, 1 << 24  # counters in a piece, on a CPU and on other devices
+_NARROW_RANGE = 1 << 20  # up to here 32 bits make whole numbers that are even enough
+_FRACTION = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+def fill(out: Tensor, box: Box, key: Key, name: str, arguments: tuple[Any, ...]) -> Tensor:
+    """Fill a row-major tensor that holds the elements of this box."""
+    if out.is_complex():
+        return _fill_complex(out, box, key, name, arguments)
+    if name == "random_":
+        arguments = _range(out.dtype, *arguments)
+    elif name == "native_dropout":
+        name, arguments = "bernoulli_", (1.0 - arguments[0],)
+    if triton_fill.fill(out, box, key, name, arguments):
+        return out
+    pairs = _pairs(out.dtype, name, arguments)
+    make = _MAKERS[name](out.dtype, *arguments)
+    limit = _IN_CACHE if out.device.type == "cpu" else _AT_ONCE
+    view = out.view(box.sizes)
+    if pairs:
+        _fill_pairs(view, box, key, make, limit)
+        return out
+    for place, piece in counters(box, limit, out.device):
+        make(piece.view(-1), key, view[place].view(-1))
+    return out
+
+
+def _fill_pairs(view: Tensor, box: Box, key: Key, make: Maker, limit: int) -> None:
+    """Fill a tensor of the box's sizes with numbers that come in pairs, of which it may hold but one half."""
+    if box.strides[-1] != 1:
+        return _fill_pairs(view.unsqueeze(-1), Box(box.offset, (*box.sizes, 1), (*box.strides, 1)), key, make, limit)
+    for dim, (size, stride) in enumerate(zip(box.sizes[:-1], box.strides, strict=False)):
+        if size > 1 and stride % 2:  # rows start now inside a pair, now between pairs
+            for first in (0, 1):
+                rows = view[(*[slice(None)] * dim, slice(first, None, 2))]
+                _fill_pairs(rows, box.every_other(dim, first), key, make, limit)
+            return None
+    skip, length = box.offset % 2, box.sizes[-1]
+    halves = tuple(stride // 2 for stride in box.strides[:-1])
+    touched = Box(box.offset // 2, (*box.sizes[:-1], (skip + length + 1) // 2), (*halves, 1))
+    whole = skip == 0 and length % 2 == 0 and view.is_contiguous()
+    for place, piece in counters(touched, limit, view.device):
+        if whole:
+            make(piece.view(-1), key, view.view(*touched.sizes, 2)[place].view(-1))
+            continue
+        made = view.new_empty((*piece.shape[:-1], 2 * piece.shape[-1]))
+        make(piece.view(-1), key, made.view(-1))
+        last = place[-1]
+        if len(place) < view.dim():
+            view[place] = made[..., skip : skip + length]
+        elif isinstance(last, slice):  # a part of one row
+            begin, end = 2 * last.start - skip, min(2 * last.stop - skip, length)
+            view[place[:-1]][max(begin, 0) : end] = made[max(-begin, 0) : end - begin]
+    return None
+
+
+def _fill_complex(out: Tensor, box: Box, key: Key, name: str, arguments: tuple[Any, ...]) -> Tensor:
+    """Real and imaginary parts are neighbours; a normal number shares its variance between them."""
+    parts = Box(2 * box.offset, (*box.sizes, 2), (*(2 * stride for stride in box.strides), 1))
+    if name == "normal_":
+        mean, std = arguments
+        fill(torch.view_as_real(out), parts, key, name, (0.0, std / math.sqrt(2.0)))
+        return out.add_(mean) if mean else out
+    fill(torch.view_as_real(out), parts, key, name, arguments)
+    return out
+
+
+def _range(dtype: torch.dtype, *bounds: int | None) -> tuple[int, int]:
+    """From where to where `random_` draws: up to what the dtype holds, unless told."""
+    low, high = (0, *bounds) if len(bounds) == 1 else bounds or (0, None)
+    if high is None:
+        most = 2 if dtype is torch.bool else 0 if dtype.is_floating_point else torch.iinfo(dtype).max + 1
+        high = most or 2 ** _FRACTION[dtype] + 1
+    return int(low or 0), int(high)
+
+
+def _pairs(dtype: torch.dtype, name: str, arguments: tuple[Any, ...]) -> bool:
+    """Whether a number takes 32 bits only."""
+    if name == "random_":
+        return bool(arguments[1] - arguments[0] <= _NARROW_RANGE)
+    return name == "bernoulli_" or dtype != torch.float64
+
+
+def _words(piece: Tensor, key: Key) -> Tensor:
+    """Two int32 words for each counter, low half first."""
+    return mix(piece, key).view(torch.int32)
+
+
+def _float(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to compute in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# ---- the distributions --------------------------------------------------------------------------------------------
+
+
+def _fractions(piece: Tensor, key: Key, dtype: torch.dtype) -> Tensor:
+    """Numbers in [0, 1), multiples of the largest power of two that the dtype tells from 1."""
+    bits = _FRACTION.get(dtype, 24)
+    drawn, width = (mix(piece, key), 64) if bits > 32 else (_words(piece, key), 32)
+    return drawn.bitwise_right_shift_(width - bits).to(_float(dtype)).mul_(2.0**-bits).add_(0.5)
+
+
+def _uniform(dtype: torch.dtype, low: float, high: float) -> Maker:
+    def make(piece: Tensor, key: Key, out: Tensor) -> None:
+        fractions = _fractions(piece, key, dtype)
+        out.copy_(fractions if (low, high) == (0, 1) else fractions.mul_(high - low).add_(low))
+
+    return make
+
+
+def _standard_normal(piece: Tensor, key: Key, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.float64:
+        angle = _fractions(piece.clone(), key.again(), dtype).mul_(2.0 * math.pi)
+        return _exponential_of(piece, key, dtype).mul_(2.0).sqrt_().mul_(angle.cos_())
+    words = _words(piece, key).view(-1, 2)
+    return normal_pairs(words, torch.empty_like(words, dtype=torch.float32)).view(-1)
+
+
+def _exponential_of(piece: Tensor, key: Key, dtype: torch.dtype) -> Tensor:
+    """Exponential numbers of mean 1."""
+    if dtype == torch.float64:
+        return _fractions(piece, key, dtype).neg_().log1p_().neg_()
+    return minus_two_log(_words(piece, key)).mul_(0.5)
+
+
+def _normal(dtype: torch.dtype, mean: float, std: float) -> Maker:
+    return lambda piece, key, out: out.copy_(_scaled(_standard_normal(piece, key, dtype), std, mean))
+
+
+def _scaled(numbers: Tensor, by: float, plus: float) -> Tensor:
+    return numbers if (by, plus) == (1, 0) else numbers.mul_(by).add_(plus)
+
+
+def _log_normal(dtype: torch.dtype, mean: float, std: float) -> Maker:
+    return lambda piece, key, out: out.copy_(_scaled(_standard_normal(piece, key, dtype), std, mean).exp_())
+
+
+def _exponential(dtype: torch.dtype, rate: float) -> Maker:
+    return lambda piece, key, out: out.copy_(_exponential_of(piece, key, dtype).div_(rate))
+
+
+def _geometric(dtype: torch.dtype, p: float) -> Maker:
+    """How many trials it takes. A probability of 1 takes one."""
+    rate = -math.log1p(-p) if p < 1 else math.inf
+    wide = dtype if dtype.is_floating_point else torch.float32
+
+    def make(piece: Tensor, key: Key, out: Tensor) -> None:
+        out.copy_(_exponential_of(piece, key, wide).div_(rate).ceil_().clamp_(min=1))
+
+    return make
+
+
+def _cauchy(dtype: torch.dtype, median: float, sigma: float) -> Maker:
+    def make(piece: Tensor, key: Key, out: Tensor) -> None:
+        angle = _fractions(piece, key, _float(dtype)).sub_(0.5).mul_(math.pi)
+        out.copy_(angle.tan_().mul_(sigma).add_(median))
+
+    return make
+
+
+def _bernoulli(dtype: torch.dtype, p: float) -> Maker:
+    def make(piece: Tensor, key: Key, out: Tensor) -> None:
+        if p >= 1:
+            out.fill_(1)
+        else:
+            out.copy_(_words(piece, key) < threshold(p))
+
+    return make
+
+
+def threshold(p: float) -> int:
+    """The signed word below which a share p < 1 of all words lies."""
+    return math.floor(p * 2.0**32) - 2**31
+
+
+def _integers(dtype: torch.dtype, low: int, high: int) -> Maker:
+    span = high - low
+
+    def narrow(piece: Tensor, key: Key, out: Tensor) -> None:
+        unsigned = _words(piece, key).to(torch.int64).bitwise_and_(0xFFFFFFFF)
+        out.copy_(unsigned.mul_(span).bitwise_right_shift_(32).add_(low))
+
+    def wide(piece: Tensor, key: Key, out: Tensor) -> None:
+        drawn = mix(piece, key)
+        if span < 1 << 63:
+            drawn.bitwise_right_shift_(1).bitwise_and_((1 << 63) - 1).remainder_(span).add_(low)
+        out.copy_(drawn)
+
+    return narrow if span <= _NARROW_RANGE else wide
+
+
+_MAKERS: dict[str, Callable[..., Maker]] = {
+    "uniform_": _uniform,
+    "normal_": _normal,
+    "log_normal_": _log_normal,
+    "exponential_": _exponential,
+    "geometric_": _geometric,
+    "cauchy_": _cauchy,
+    "bernoulli_": _bernoulli,
+    "random_": _integers,
+}
