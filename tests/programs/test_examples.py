@@ -1,11 +1,14 @@
 """The examples run as they are told to, and the notebook shows what its cells print."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs.notebook import NOTEBOOK, run_cells, stored_outputs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -46,3 +49,8 @@ def test_train_is_one_short_file() -> None:
 
 def test_tour() -> None:
     assert "equals the same computation on one device" in run(sys.executable, str(EXAMPLES / "tour.py"))
+
+
+def test_notebook() -> None:
+    notebook = json.loads(NOTEBOOK.read_text())
+    assert run_cells(notebook) == stored_outputs(notebook), "renew it with: python -m tests.programs.notebook"
