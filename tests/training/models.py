@@ -44,12 +44,15 @@ def network(dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> nn.Sequ
 
 
 def placed(module: nn.Module, mesh: DeviceMesh, placing: Placing) -> nn.Module:
-    """A copy whose parameters have these placements."""
+    """A copy whose parameters have these placements, and whose buffers are replicated."""
     module = copy.deepcopy(module)
     for name, parameter in list(module.named_parameters()):
         owner, _, last = name.rpartition(".")
         cut = nn.Parameter(distribute_tensor(parameter.detach(), mesh, placing(name)))
         setattr(module.get_submodule(owner), last, cut)
+    for name, buffer in list(module.named_buffers()):
+        owner, _, last = name.rpartition(".")
+        setattr(module.get_submodule(owner), last, distribute_tensor(buffer, mesh, [same] * mesh.ndim))
     return module
 
 
