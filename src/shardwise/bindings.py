@@ -1,7 +1,7 @@
 """The quickest way to call an op from Python: its binding, where that calls this op and no other.
 
-An overload unpacks its arguments by its schema, a binding (`torch.add`, `Tensor.view`) in generated code, which saves up
-to two microseconds a call. Which op a binding calls depends on the types of its arguments, so it is tried.
+An overload unpacks its arguments by its schema, a binding (`torch.add`, `Tensor.view`) in generated code. That
+saves up to two microseconds a call. Which op a binding calls depends on the types of its arguments, so it is tried.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _choose(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         for place in _PLACES:
             candidate = getattr(place, _NAMES.get(name, name), None)
             if candidate is not None and _calls(candidate, func, args, kwargs):
-                return candidate  # type: ignore[no-any-return]
+                return candidate
     return func._op
 
 

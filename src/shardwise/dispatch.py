@@ -32,6 +32,7 @@ from .mesh import MeshView
 from .metadata import NEEDS_DATA, NoRule
 from .modes import implicit_replication, modes
 from .placement import Replicate
+from .reuse import Last, state_of
 from .rules import Registered, rule_for, served_by
 from .rules.decompositions import instead_of
 from .rules.inverse import replacing, view_instead
@@ -113,8 +114,8 @@ class OpDispatcher:
 
     def _enter(self, key: Any, plan: CallPlan | ListPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Let the hot path make this call from now on, if it is one of its kind."""
-        prepare = ready_list if type(plan) is ListPlan else ready
-        left = prepare(plan, args, kwargs, self.wrap)
+        make = ready_list if isinstance(plan, ListPlan) else ready
+        left = make(plan, args, kwargs, self.wrap)  # type: ignore[arg-type]
         if left is not None:
             if len(self.hot) >= _MAX_PLANS:
                 self.hot.clear()
@@ -386,10 +387,27 @@ def _treated(value: Any, how: Any) -> Any:
     if how is LOCALIZE:
         return value._local_tensor
     if type(how) is DTensorSpec:
-        return redistribute_local(value._local_tensor, value._spec, how)
+        return _moved(value, how)
     if type(how) is Constant:
         return how.value
     return [_treated(element, its) for element, its in zip(value, how, strict=True)]
+
+
+_last = Last()
+
+
+def _moved(tensor: Any, target: DTensorSpec) -> Tensor:
+    """The local part of a tensor after redistribution. Ops in a row that want the same share it."""
+    local, base = tensor._local_tensor, tensor._base
+    # Views are made anew for each op; what they view is one tensor.
+    root = base if type(base) is type(tensor) else tensor
+    told = state_of(tensor, root)
+    found = None if told is None else _last.find(root, (tensor._spec, target, told))
+    if found is None:
+        found = redistribute_local(local, tensor._spec, target)
+        if told is not None:
+            _last.keep(root, (tensor._spec, target, told), found)
+    return found
 
 
 def _plain_is_replicated() -> bool:

@@ -88,9 +88,9 @@ def hot_path(kind: type[Any], calls: dict[Any, Ready], plan_and_run: Callable[..
         if finish is not None:
             return finish(local, args)
         shape, stride, dtype = meta  # type: ignore[misc]
-        tensor = _make_wrapper(kind, shape, stride, None, None, dtype, _strided, local.device)  # type: ignore[arg-type]
-        tensor._local_tensor = local  # type: ignore[attr-defined]
-        tensor._spec = spec  # type: ignore[attr-defined]
+        tensor = _make_wrapper(kind, shape, stride, None, None, dtype, _strided, local.device)
+        tensor._local_tensor = local
+        tensor._spec = spec
         return tensor
 
     return __torch_dispatch__
@@ -106,8 +106,8 @@ def ready(plan: CallPlan, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: W
     """What is left of a planned call without communication; None where the dispatcher has more to do."""
     if plan.communication or plan.is_view != plan.local_view or any(plan.kwargs.values()):
         return None
-    run = plan.run_local if plan.run_local is not plan.func else binding(plan.func, args, kwargs)
-    run = _treating(plan.args, run)
+    on_parts = plan.run_local if plan.run_local is not plan.func else binding(plan.func, args, kwargs)
+    run = _treating(plan.args, on_parts)
     if run is None:
         return None
     if plan.writes:

@@ -47,6 +47,7 @@ from .placement import (
     ShardOrder,
     ShardOrderEntry,
 )
+from .reuse import hand_out
 from .saving import chunk_list, shard_at, write_items
 from .spec import (
     DTensorSpec,
@@ -131,6 +132,7 @@ class DTensor(torch.Tensor):
             spec = self._spec
             grad_spec = _spec_like(spec, grad_placements) if grad_placements is not None else spec.cotangent()
             return _ToLocal.apply(self, grad_spec)
+        hand_out(self)
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
@@ -201,6 +203,7 @@ class DTensor(torch.Tensor):
     def shards(self) -> dict[int, Tensor]:
         """The local tensors that this process holds, by rank: all of them when simulated, else its own."""
         local = self._local_tensor
+        hand_out(self)
         if isinstance(local, RankTensor):
             return dict(enumerate(local.shards))
         return {dist.get_rank(): local}
@@ -399,7 +402,7 @@ def _replicated(spec: DTensorSpec) -> DTensorSpec:
 
 
 DTensor._op_dispatcher = OpDispatcher(DTensor, _wrap, _wrap_view, _write_back)
-DTensor.__torch_dispatch__ = staticmethod(  # type: ignore[assignment]
+DTensor.__torch_dispatch__ = staticmethod(
     hot_path(DTensor, DTensor._op_dispatcher.hot, DTensor._op_dispatcher.dispatch)
 )
 
@@ -554,6 +557,7 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, grad_spec: DTensorSpec) -> Tensor:
         ctx.grad_spec = grad_spec
+        hand_out(tensor)
         return tensor._local_tensor.detach()
 
     @staticmethod
@@ -577,7 +581,9 @@ def _reduce_gradient_of(leaf: DTensor) -> None:
     # The hook lives on the leaf and must not keep it alive; a weak reference would keep modules from swapping it.
     home = leaf._home = Home(leaf._spec)
 
-    def hook(grad: Tensor) -> Tensor | None:
+    def hook(grad: Tensor | None) -> Tensor | None:
+        if grad is None:
+            return None
         wanted = home.spec.cotangent()
         if not isinstance(grad, DTensor):
             return _made_by_formula(grad, wanted)._to_spec(_with_dtype(wanted, grad.dtype))
