@@ -12,6 +12,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from ..comm.plan import bytes_text
@@ -26,11 +28,11 @@ def draw_module(module: nn.Module) -> str:
     """
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     meshes = {repr(tensor.spec.view) for tensor in state.values() if isinstance(tensor, DTensor)}
-    several = len(meshes) > 1
+    cuts = {name: _cut_text(tensor, with_mesh=len(meshes) > 1) for name, tensor in state.items()}
     rows: dict[tuple[str, str], list[int]] = {}
-    for name, tensor in state.items():
-        shared = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        row = rows.setdefault((shared, _cut_text(tensor, several)), [0, 0, 0])
+    for name, shared in _row_names(cuts).items():
+        tensor = state[name]
+        row = rows.setdefault((shared, cuts[name]), [0, 0, 0])
         row[:] = [row[0] + 1, row[1] + tensor.nbytes, row[2] + held_bytes(tensor)]
     cells = [
         [name, f"{count} x {cut}" if count > 1 else cut, f"{bytes_text(whole):>8}", f"{bytes_text(held):>8}"]
@@ -40,6 +42,19 @@ def draw_module(module: nn.Module) -> str:
     cells.append(["together", "", *(f"{text:>8}" for text in total)])
     over = f"cut over {meshes.pop()}" if len(meshes) == 1 else "cut"
     return boxed(["parameter", over, "whole", "one rank"], cells)
+
+
+def _row_names(cuts: Mapping[str, str]) -> dict[str, str]:
+    """For each name that of its row: with stars for numbers, where all such names are cut alike."""
+    alike: dict[str, list[str]] = {}
+    for name in cuts:
+        shared = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        alike.setdefault(shared, []).append(name)
+    found = {}
+    for shared, names in alike.items():
+        together = len(names) > 1 and len({cuts[name] for name in names}) == 1
+        found.update({name: shared if together else name for name in names})
+    return {name: found[name] for name in cuts}
 
 
 def _cut_text(tensor: Tensor, with_mesh: bool) -> str:
