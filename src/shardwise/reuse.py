@@ -72,7 +72,8 @@ def hand_out(tensor: Tensor) -> None:
 def is_weight(tensor: Tensor) -> bool:
     """Whether a tensor is learnt. What is made of it for one op should not outlive that; and modules that are moved
     swap their weights, which a weak reference forbids."""
-    return (tensor.is_leaf and tensor.requires_grad) or getattr(tensor, "_is_param", False)
+    # A view is asked for less: to say whether it is a leaf it would look at what was written since.
+    return getattr(tensor, "_is_param", False) or (tensor._base is None and tensor.requires_grad and tensor.is_leaf)
 
 
 def state(local: Tensor) -> Any:
