@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
@@ -33,6 +33,7 @@ from .modes import implicit_replication
 
 COMPOSITES = (
     "combinations",
+    "ctc_loss",
     "istft",
     "stft",
     "quantile",
@@ -52,6 +53,7 @@ def _in_python() -> dict[CodeType, tuple[str, ...]]:
     """Functions in Python that do so; with those of their parameters that they fill themselves where they are None."""
     from torch import _lowrank, functional
     from torch.masked import _ops as masked
+    from torch.nn.modules import transformer
 
     return {
         _lowrank.get_approximate_basis.__code__: (),
@@ -59,6 +61,9 @@ def _in_python() -> dict[CodeType, tuple[str, ...]]:
         masked._std_var.__code__: (),
         functional._unravel_index.__code__: (),
         F.embedding_bag.__code__: ("offsets",),
+        F.multi_head_attention_forward.__code__: (),
+        transformer._detect_is_causal_mask.__code__: (),
+        **{module.forward.__code__: ("hx",) for module in (nn.RNN, nn.GRU, nn.LSTM, nn.RNNCell, nn.GRUCell, nn.LSTMCell)},
         F.fractional_max_pool2d_with_indices.__code__: ("_random_samples",),
         F.fractional_max_pool3d_with_indices.__code__: ("_random_samples",),
     }
@@ -83,12 +88,13 @@ def made_by_pytorch(kind: type[Tensor]) -> bool:
 # ---- in C++ ---------------------------------------------------------------------------------------------------------
 
 
-def _split_at(tensor: Tensor, indices: Tensor, dim: int = 0) -> Any:
+def _split_at(keys: Any, tensor: Tensor, indices: Tensor, dim: int = 0) -> Any:
     """tensor_split reads its indices from memory, which a distributed tensor has none of."""
     return torch.tensor_split(tensor, indices.tolist(), dim)
 
 
 def _linear_cross_entropy(
+    keys: Any,
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
@@ -102,11 +108,25 @@ def _linear_cross_entropy(
     return F.cross_entropy(logits, target, weight, reduction="none", ignore_index=ignore_index)
 
 
+def _least_squares(keys: Any, a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None) -> Any:
+    """The solution by singular values where PyTorch pivots: its pivots start from memory that nobody has written.
+
+    So the last bits of the solution differ from call to call, and from rank to rank.
+    """
+    func = torch.ops.aten.linalg_lstsq.default
+    pivots = a.device.type == "cpu" and driver in (None, "gelsy")
+    found = func.redispatch(keys, a, b, rcond, driver="gelsd" if pivots else driver)
+    if not pivots:
+        return found
+    return found[0], found[1].new_empty(0), found[2], found[3].new_empty(0)
+
+
 REPLACED: dict[str, Callable[..., Any]] = {
     "aten::tensor_split.tensor_indices_or_sections": _split_at,
+    "aten::linalg_lstsq": _least_squares,
     "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": _linear_cross_entropy,
 }
-"""Functions, by name and overload, that distributed tensors are given to another function for."""
+"""Functions, by name and overload, and what runs on distributed tensors instead; it is given the keys below, too."""
 
 _libraries = [torch.library.Library(name, "IMPL", DispatchKey.PythonTLSSnapshot.name) for name in ("aten", "torch_nn")]
 
@@ -124,7 +144,7 @@ def let_pass(kind: type[Tensor]) -> None:
     for name, other in REPLACED.items():
         found = _overload(name)
         if found is not None:
-            _register(found, kind, lambda keys, *args, _other=other, **kwargs: _other(*args, **kwargs))
+            _register(found, kind, other)
 
 
 def _overload(name: str) -> OpOverload | None:

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise import Shard
 from shardwise.errors import MixedTensorError
+from shardwise.testing import assemble
 from tests.ops.helpers import Case, check_case, on, r, ranks, table
 
 CASES: list[Case] = [
@@ -66,10 +67,20 @@ def test_other_tensors_are_left_alone() -> None:
 
 
 def test_gradients_that_are_zero_by_formula() -> None:
-    """sign is constant almost everywhere: PyTorch answers with plain zeros."""
+    """Sign is constant almost everywhere: PyTorch answers with plain zeros."""
     with ranks(3) as mesh:
         x = on(mesh, r(5, 2), Shard(0), grad=True)
         torch.sgn(x).sum().backward()
         assert x.grad is not None
         assert x.grad.placements == x.placements
         assert not x.grad.full_tensor().any()
+
+
+def test_least_squares_agree_on_all_ranks() -> None:
+    """On one device the last bits of the solution differ from call to call."""
+    with ranks(4) as mesh:
+        for seed in range(8):
+            a, b = r(4, 3, seed=seed), r(4, 2, seed=seed + 1)
+            found = torch.linalg.lstsq(on(mesh, a, Shard(1)), on(mesh, b))
+            assert [tuple(part.shape) for part in found] == [tuple(part.shape) for part in torch.linalg.lstsq(a, b)]
+            torch.testing.assert_close(assemble(found.solution), torch.linalg.lstsq(a, b).solution)

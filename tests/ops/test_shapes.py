@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import Shard
+from shardwise import Partial, Replicate, Shard
 from shardwise.dispatch import GatherWarning
-from tests.ops.helpers import check_case, communication, no_communication, on, r, ranks
+from tests.ops.helpers import check_case, communication, no_communication, on, r, ranks, whole
 
 
 @pytest.fixture(autouse=True)
@@ -211,3 +212,17 @@ def test_errors_are_those_of_plain_tensors() -> None:
             with pytest.raises(plain.type) as found:
                 wrong(x)
             assert str(found.value).partition("\n")[0] == str(plain.value).partition("\n")[0]
+
+
+@pytest.mark.parametrize("size", [(3, 4), (2, 3), (5, 4)], ids=str)
+def test_resized_in_place(size: tuple[int, ...]) -> None:
+    """As many numbers as before stay, in row-major order."""
+    with ranks(2, 2) as mesh:
+        for placements in ([Shard(0), Shard(1)], [Shard(1), Replicate()], [Replicate(), Partial()]):
+            x = on(mesh, r(4, 3), *placements)
+            same = x.resize_(size)
+            assert same is x
+            kept = min(12, math.prod(size))
+            torch.testing.assert_close(whole(x).flatten()[:kept], r(4, 3).flatten()[:kept])
+            assert x.shape == size
+            assert x.resize_as_(on(mesh, r(6), Shard(0))).shape == (6,)

@@ -70,6 +70,7 @@ from . import (  # noqa: E402, F401
     optim,
     random,
     reduce,
+    resize,
     scan,
     shapes,
     softmax,

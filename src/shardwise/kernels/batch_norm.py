@@ -138,7 +138,9 @@ register(
 def _whole(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float) -> Any:
     """Any batch norm; running statistics that are given are updated once, by the statistics of the whole batch."""
     if not training:
-        return aten._native_batch_norm_legit_no_training(x, weight, bias, mean, var, momentum, eps)
+        results = aten._native_batch_norm_legit_no_training(x, weight, bias, mean, var, momentum, eps)
+        # On the CPU nothing is saved, though the op's metadata tell of statistics.
+        return results if x.device.type != "cpu" else (results[0], *(t.new_empty(0) for t in results[1:]))
     if mean is None:
         return aten._native_batch_norm_legit.no_stats(x, weight, bias, True, momentum, eps)
     *results, new_mean, new_var = aten._native_batch_norm_legit_functional(

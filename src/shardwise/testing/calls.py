@@ -93,7 +93,9 @@ def call_key(func: OpOverload, args: Any, kwargs: Any) -> tuple[Any, ...]:
     return func, str(pytree.tree_map_only(Tensor, lambda t: (tuple(t.shape), t.dtype), (args, kwargs)))
 
 
-class _Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
+    """Notes each op that is called, and whether any of them draws random numbers."""
+
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[Any, Recorded] = {}
@@ -117,7 +119,7 @@ def _draws(func: OpOverload, kwargs: dict[str, Any]) -> bool:
 
 def recorded(fn: Any, args: Sequence[Any], kwargs: dict[str, Any], grad: bool = True) -> list[Recorded] | None:
     """The ops that a function and its backward call, each shape of each once; None if it draws random numbers."""
-    with _Recorder() as recorder:
+    with Recorder() as recorder:
         plain_run(fn, args, kwargs, grad, 0)
     if recorder.draws:
         return None
