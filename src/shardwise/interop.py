@@ -14,6 +14,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from .comm.groups import adopt
 from .errors import InputError, LayoutError
@@ -56,7 +57,7 @@ class _FromTorch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, theirs: TorchDTensor, spec: DTensorSpec) -> DTensor:
         ctx.spec = spec
-        return DTensor(theirs.to_local(), spec)
+        return DTensor(_arrived(theirs.to_local()), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Any, None]:
@@ -76,6 +77,11 @@ class _ToTorch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: TorchDTensor) -> tuple[Any, None]:
         return _as_gradient(from_torch(grad), ctx.spec), None
+
+
+def _arrived(local: torch.Tensor) -> torch.Tensor:
+    """A local tensor of which no collective is under way any more."""
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def _as_gradient(grad: DTensor, spec: DTensorSpec) -> DTensor:

@@ -11,6 +11,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed.tensor.debug as torch_debug
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise
 from shardwise import DTensor, P, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, plan, simulate
@@ -283,6 +284,32 @@ def test_entering_again_starts_from_nothing() -> None:
         with pytest.raises(RuntimeError, match="stop"), comm:
             raise RuntimeError("stop")
         assert nn.Module.__call__ is call
+
+
+def test_modes_nest() -> None:
+    """Each counts what is inside it, and a counter of floating-point operations works beside them."""
+    with simulate(2):
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        with CommDebugMode() as outer, FlopCounterMode(display=False) as flops:
+            x.full_tensor()
+            with CommDebugMode() as inner:
+                (x @ x).full_tensor()
+        # x is gathered as the second operand, and the product is gathered
+        assert inner.get_total_counts() == 2
+        assert outer.get_total_counts() == 3
+        assert flops.get_total_flops() > 0
+
+
+def test_asynchronous_ones_count_when_they_start() -> None:
+    with simulate(2):
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        with CommDebugMode() as comm:
+            y = x.redistribute(placements=[Replicate()], async_op=True)
+            assert comm.get_total_counts() == 1
+            y.sum()
+        assert comm.get_total_counts() == 1
 
 
 def test_same_names_and_signatures_as_pytorch() -> None:

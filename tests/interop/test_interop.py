@@ -166,6 +166,26 @@ def test_weights_of_a_fully_sharded_tensor_parallel_module() -> None:
     assert "(tp, dp)" in repr(state["0.weight"].spec)
 
 
+@on_processes
+def test_data_that_is_still_on_its_way() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    theirs = torch_tensor.distribute_tensor(torch.arange(8.0), mesh, [SHARD_0])
+    coming = theirs.redistribute(placements=[torch_tensor.Replicate()], async_op=True)
+    assert type(from_torch(coming).to_local()) is torch.Tensor
+    assert torch.equal(from_torch(coming).full_tensor(), torch.arange(8.0))
+    ours = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)]).redistribute(placements=[Replicate()], async_op=True)
+    assert torch.equal(to_torch(ours).full_tensor(), torch.arange(8.0))
+
+
+@on_processes
+def test_second_derivatives() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    leaf = torch_tensor.distribute_tensor(torch.arange(1.0, 9.0), mesh, [SHARD_0]).requires_grad_()
+    (first,) = torch.autograd.grad((from_torch(leaf) ** 3).sum(), leaf, create_graph=True)
+    (second,) = torch.autograd.grad(from_torch(first).sum(), leaf)
+    assert torch.equal(second.full_tensor(), 6 * torch.arange(1.0, 9.0))
+
+
 def test_refusals() -> None:
     with pytest.raises(shardwise.errors.InputError, match="from_torch got a Tensor"):
         from_torch(torch.ones(2))
