@@ -125,7 +125,7 @@ class Planner:
         self.results = self._results()
         cut = [(operand.tensor, operand.layout) for operand in self.operands]
         cut += [(result.tensor, result.fixed) for result in self.results if result.fixed is not None]
-        refined = refine(self.bound, cut)
+        refined = refine(self.bound, cut, lambda name: cast(Kernel, self.registered.kernel(name)).anywhere)
         if refined is not self.bound:
             self.bound = refined
             self.operands, self.operand_places = self._operands(call)
@@ -351,7 +351,7 @@ class Planner:
         return cut or key in COPIED or (self.registered.variant == "out" and (key in LOCAL or key in DRAWS))
 
     def _may_be_empty(self) -> bool:
-        if self.registered.key in COPES_WITH_EMPTY:
+        if self.registered.key in COPES_WITH_EMPTY or getattr(self.registered.source, "copes_with_empty", False):
             return False
         if self.decision.has_summands:
             return False

@@ -134,3 +134,15 @@ def test_a_target_out_of_bounds() -> None:
         x = on(mesh, r(5, CLASSES), Shard(1))
         with pytest.raises(IndexError, match="Target 7 is out of bounds"):
             F.nll_loss(x, on(mesh, torch.full((5,), 7)))
+
+
+def test_the_mean_over_a_flattened_uneven_batch_moves_no_scores() -> None:
+    # 7 rows over 4 ranks, of 5 each: the flattened dim is cut as the rows were, which no Shard says.
+    scores, targets = r(7, 5, CLASSES), torch.randint(0, CLASSES, (7, 5))
+    expected = F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+    with ranks(4) as mesh:
+        x, t = on(mesh, scores, Shard(0)).flatten(0, 1), on(mesh, targets, Shard(0)).flatten()
+        said = communication(lambda: torch.testing.assert_close(whole(F.cross_entropy(x, t)), expected))
+    assert said == [
+        "aten.nll_loss_forward.default: 1 collective(s) inside aten.nll_loss_forward.default over its cut dim"
+    ]

@@ -82,10 +82,10 @@ def _patterns(ndim: int, name: str, classes: str) -> tuple[str, str]:
 
 
 def nll_rule(call: Call) -> str:
-    """A factor `v` of classes needs no communication: results are Partial. A mean is completed over all, as `k`."""
+    """Classes `v` need no communication: results are Partial. A mean is completed over classes `k` and rows `r`."""
     mean = call.arg("reduction") == MEAN
     classes = "k" if mean else "v"
-    scores, row = _patterns(call.ndim(0), "k" if mean else "n", classes)
+    scores, row = _patterns(call.ndim(0), "r" if mean else "n", classes)
     kernel = [classes, *row.split()] if mean else [classes]
     result = row if call.arg("reduction") == NONE else ""
     clauses = f"{'reduce none ; ' if mean else ''}kernel {', '.join(kernel)}"
@@ -141,6 +141,11 @@ def nll_backward(call: LocalCall, cut: Cut) -> KernelRun:
     yield
 
 
+_KERNELS = {
+    "v": Kernel(nll, 0, 0.0),
+    "k": Kernel(nll_mean, joint=True),
+    "r": Kernel(nll_mean, joint=True, anywhere=True),
+}
 for _name in ("nll_loss", "nll_loss2d"):
-    register(f"aten::{_name}_forward", nll_rule, {"v": Kernel(nll, 0, 0.0), "k": Kernel(nll_mean, joint=True)})
+    register(f"aten::{_name}_forward", nll_rule, _KERNELS)
     register(f"aten::{_name}_backward", nll_backward_rule, {"v": Kernel(nll_backward, 0, 0.0)})

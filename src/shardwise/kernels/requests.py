@@ -137,10 +137,12 @@ class Kernel:
     receives as a multiple of the bytes of its local outputs.
 
     A `joint` kernel merges what any ranks found, so that several of its factors may be cut at once: `cut` then counts
-    the elements of all of them together, and its pieces are in no order.
+    the elements of all of them together, and its pieces are in no order. One that works `anywhere` does not ask which
+    elements a rank holds, so that they need not lie next to each other.
     """
 
     run: Callable[..., KernelRun]
     rounds: int = 1
     traffic: float = 1.0
     joint: bool = False
+    anywhere: bool = False

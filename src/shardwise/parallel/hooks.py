@@ -120,6 +120,7 @@ class Exit:
 
     def __init__(self, axis: StyleAxis, layout: Placement | None, desired: Placement, use_local: bool) -> None:
         self.axis, self.desired, self.use_local = axis, desired, use_local
+        self.hands_out = use_local and axis.alone and isinstance(desired, Shard)
         self.enter = Entrance(axis, layout, None)
         self.targets: dict[DTensorSpec, DTensorSpec] = {}
 
@@ -128,11 +129,10 @@ class Exit:
         tensor = self.enter._distributed(value) if isinstance(value, Tensor) else value
         if not isinstance(tensor, DTensor):
             return tensor
-        known = len(self.targets)
         tensor = moved(tensor, self.axis, self.desired, self.targets)
         if not self.use_local:
             return tensor
-        if len(self.targets) != known and self.axis.alone:
+        if self.hands_out:
             hand_out(tensor)
         return self.axis.detach(tensor)
 

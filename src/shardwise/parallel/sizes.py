@@ -4,11 +4,14 @@ A rank sees its own part. `DTensor.from_local` asks the others for theirs: a col
 most local parts that go into a module came out of another one, and what comes out is known in whole. So the sizes that
 were handed out are remembered, alike on all ranks, and a part that can come from just one of them is a part of that.
 
-A module asks on its first call. If the size was one of those handed out, it relies on them from then on: a part that
-fits none of them is an error on that rank. Otherwise its inputs come from elsewhere, and it asks on every call.
+A module asks on its first call. If the size is the one handed out last, it relies on what is handed out from then on: a
+part that fits none of it is an error on that rank. Otherwise its inputs come from elsewhere, and it asks on every call.
+In a simulated world all parts are at hand, and nobody need ask.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -18,15 +21,41 @@ from ..mesh import MeshView
 from ..placement import Shard
 from ..tensor import DTensor
 
-_Key = tuple[MeshView, int, int]  # of a one-axis mesh; number of dims; the cut dim
-_handed_out: dict[_Key, set[int]] = {}
+_RECENT = 10_000
+"""A size is forgotten after so many others were handed out: else one odd batch would make all later ones ask."""
+
+_Key = tuple[MeshView, int, int]  # a mesh of one axis; the number of dims; the cut dim
+
+
+class _HandedOut:
+    """The sizes that left as local parts, and when they last did."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last: dict[_Key, dict[int, int]] = {}
+
+    def add(self, key: _Key, size: int) -> None:
+        self.count += 1
+        self.last.setdefault(key, {})[size] = self.count
+
+    def recent(self, key: _Key) -> list[int]:
+        found = self.last.get(key, {})
+        return [size for size, when in found.items() if when > self.count - _RECENT]
+
+    def latest(self, key: _Key) -> int | None:
+        found = self.last.get(key)
+        return max(found, key=found.__getitem__) if found else None
+
+
+_handed_out = _HandedOut()
 
 
 def hand_out(tensor: DTensor) -> None:
-    """Remember what is about to leave as local parts of a one-axis mesh."""
-    (placement,) = tensor.placements
-    if type(placement) is Shard:
-        _handed_out.setdefault((tensor._spec.view, tensor.dim(), placement.dim), set()).add(tensor.shape[placement.dim])
+    """Remember what is about to leave as local parts of a mesh of one axis."""
+    (placement,) = tensor._spec.placements
+    view = tensor._spec.view
+    if type(placement) is Shard and not view.simulated:
+        _handed_out.add((view, tensor.dim(), placement.dim), tensor.shape[placement.dim])
 
 
 class KnownSizes:
@@ -41,8 +70,7 @@ class KnownSizes:
         if self.view.simulated or not self.relies:
             return None
         dim = self.placement.dim % local.dim()
-        sizes = _handed_out[self.view, local.dim(), dim]
-        mine, shape = local.shape[dim], list(local.shape)
+        sizes, mine = _handed_out.recent((self.view, local.dim(), dim)), local.shape[dim]
         fitting = [size for size in sizes if _parts(self.view, size)[self.view.coordinate[0]] == mine]
         if not fitting:
             raise ShapeError(
@@ -50,23 +78,24 @@ class KnownSizes:
                 f"{self.view!r}, where earlier inputs of this module came from",
                 "pass a DTensor: DTensor.from_local(part, mesh, placements)",
             )
-        if any(_mistakable(self.view, fitting[0], other) for other in sizes if other != fitting[0]):
+        if any(_mistakable(self.view, fitting[0], other) for other in sizes):
             return None
-        shape[dim] = fitting[0]
-        return tuple(shape)
+        return (*local.shape[:dim], fitting[0], *local.shape[dim + 1 :])
 
     def learn(self, whole: DTensor) -> None:
         """What the first call showed."""
-        if self.relies is None:
+        if self.relies is None and not self.view.simulated:
             dim = self.placement.dim % whole.dim()
-            self.relies = whole.shape[dim] in _handed_out.get((self.view, whole.dim(), dim), ())
+            self.relies = whole.shape[dim] == _handed_out.latest((self.view, whole.dim(), dim))
 
 
-def _parts(view: MeshView, size: int) -> list[int]:
+@lru_cache(maxsize=1024)
+def _parts(view: MeshView, size: int) -> tuple[int, ...]:
     layout = from_placements(view.sizes, (size,), (Shard(0),))
-    return [layout.local_shape((index,))[0] for index in range(view.sizes[0])]
+    return tuple(layout.local_shape((index,))[0] for index in range(view.sizes[0]))
 
 
+@lru_cache(maxsize=1024)
 def _mistakable(view: MeshView, size: int, other: int) -> bool:
-    """Whether some rank cannot tell a part of one from a part of the other. All ranks answer alike."""
-    return any(mine == its for mine, its in zip(_parts(view, size), _parts(view, other), strict=True))
+    """Whether some rank cannot tell a part of one from a part of another. All ranks answer alike."""
+    return size != other and any(a == b for a, b in zip(_parts(view, size), _parts(view, other), strict=True))

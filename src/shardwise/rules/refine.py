@@ -11,21 +11,26 @@ m_0=2 m_1=5 k=6 n=8: m k, k n -> m n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..layout import Layout
 from .bind import Bound, BoundFactor, BoundTensor
 
 
-def refine(bound: Bound, cut: Iterable[tuple[BoundTensor, Layout]]) -> Bound:
-    """The same rule with factors split as these tensors' layouts split their dims; the first that does decides."""
+def refine(
+    bound: Bound, cut: Iterable[tuple[BoundTensor, Layout]], anywhere: Callable[[str], bool] = lambda name: False
+) -> Bound:
+    """The same rule with factors split as these tensors' layouts split their dims; the first that does decides.
+
+    `anywhere` tells of a factor with a kernel whether that does not ask where the elements of a part are.
+    """
     splits: dict[int, tuple[int, ...]] = {}
     for tensor, layout in cut:
         for factors, dim in zip(tensor.dims, layout.dims, strict=True):
             if len(dim) > 1 and len(factors) == 1 and factors[0] not in splits:
                 factor = bound.factors[factors[0]]
-                if not factor.whole and not factor.kernel:
+                if not factor.whole and (not factor.kernel or anywhere(factor.name)):
                     splits[factors[0]] = tuple(part.size for part in dim)
     return _split(bound, splits) if splits else bound
 

@@ -153,8 +153,8 @@ class Registered:
         return rule
 
     def kernel(self, name: str) -> Kernel:
-        """The kernel that cuts this factor. That of `k` serves k0, k1, ... too."""
-        found = self.kernels.get(name) or self.kernels.get(re.sub(r"\d+$", "", name))
+        """The kernel that cuts this factor. That of `k` serves k0, k1, ... too, and their parts k0_0, k0_1, ..."""
+        found = self.kernels.get(name) or self.kernels.get(re.sub(r"\d+(_\d+)?$", "", name))
         if found is None:
             raise RuleError(
                 f"{self.key} has no kernel for the factor {name}", f"register it with kernels={{{name!r}: ...}}"
