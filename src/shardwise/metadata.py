@@ -33,7 +33,10 @@ def result_metas(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) 
         try:
             return func(*map(_on_meta, args), **{n: _on_meta(v, n) for n, v in kwargs.items()})
         except NotImplementedError as error:
-            raise NoRule(f"{func} has no meta kernel") from error
+            found = _of_zeros(func, args, kwargs)
+            if found is None:
+                raise NoRule(f"{func} has no meta kernel") from error
+            return found
         except Exception as error:
             own = _own_error(func, args, kwargs)
             if own is None:
@@ -42,6 +45,24 @@ def result_metas(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 _OWN_ERRORS = 1 << 24  # elements up to which a call that fails is made with real tensors
+_REAL_RESULTS = 1 << 24  # elements up to which an op without a meta kernel is run for the shapes of its results
+
+
+def _of_zeros(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The results of an op that has no meta kernel, told by running it on zeros; None where that does not work."""
+    metas = [value for value in pytree.tree_leaves((args, kwargs), is_leaf=_is_meta) if _is_meta(value)]
+    if sum(meta.shape.numel() for meta in metas) > _REAL_RESULTS:
+        return None
+
+    def zeros(value: Any) -> Any:
+        return torch.zeros_like(_on_meta(value), device="cpu") if _is_meta(value) else value
+
+    try:
+        given, named = pytree.tree_map(zeros, (list(args), kwargs), is_leaf=_is_meta)
+        result = func(*given, **named)
+    except Exception:
+        return None
+    return pytree.tree_map_only(Tensor, lambda t: t.to("meta"), result)
 
 
 def _own_error(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Exception | None:

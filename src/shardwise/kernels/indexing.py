@@ -114,7 +114,7 @@ def scatter(call: LocalCall, cut: Cut) -> Tensor:
 def gather_rule(call: Call) -> str:
     """An index for every element of the result; other dims go together where their sizes agree."""
     ndim = call.ndim(0)
-    if ndim == 0 or call.ndim(1) == 0:
+    if ndim == 0 or call.ndim(1) != ndim:  # an index without elements may have any rank
         return "[x..], [i..] -> [i..] ; linear 0"
     table, index = (dims_text("x", ndim, {call.arg("dim") % ndim: name}) for name in ("v", "i"))
     return join(f"{table}, {index} -> {index}", "linear 0", "ragged", "kernel v")
@@ -126,7 +126,7 @@ def scatter_rule(call: Call) -> str:
     reduce = "sum" if "scatter_add" in call.op._schema.name else call.arg("reduce", None)
     adds = source and reduce in ("sum", "add") and call.arg("include_self", True)
     linear = "linear 0+2" if adds or (source and reduce is None) else ""
-    if ndim == 0 or call.ndim(1) == 0:
+    if ndim == 0 or call.ndim(1) != ndim:
         return join(f"[x..], [i..]{', [s..]' if source else ''} -> [x..]", linear)
     table, index = (dims_text("x", ndim, {call.arg("dim") % ndim: name}) for name in ("v", "i" if adds else "[i]"))
     operands = f"{table}, {index}, {index}" if source else f"{table}, {index}"

@@ -84,6 +84,7 @@ from . import (  # noqa: F401
     copies,
     elementwise,
     generated,
+    histogram,
     indexing,
     linalg,
     loss,

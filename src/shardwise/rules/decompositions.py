@@ -6,7 +6,7 @@ cost about what the op costs. `INSTEAD` holds further ones, next to the kernels 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -44,6 +44,28 @@ def _pytorch(func: OpOverload) -> Callable[..., Any] | None:
 
     found: Callable[..., Any] | None = decomposition_table.get(func)
     return found
+
+
+def _without_empty(tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    """A join whose list has empty vectors among tensors of other ranks, which count for nothing, by an old custom."""
+    kept = [tensor for tensor in tensors if tuple(tensor.shape) != (0,)]
+    return aten.cat(kept, dim) if 0 < len(kept) < len(tensors) else NotImplemented
+
+
+def _renormed_rows(table: Tensor, rows: Tensor, max_norm: float, norm_type: float) -> Tensor:
+    """Rows of a table that are looked up are made no longer than a limit, in place."""
+    length = aten.linalg_vector_norm(table, norm_type, [1], True)
+    used = torch.zeros_like(length).index_fill(0, rows.flatten(), 1.0) > 0
+    scale = torch.where(used & (length > max_norm), max_norm / (length + 1e-7), 1.0)
+    return table.mul_(scale)
+
+
+INSTEAD.update(
+    {
+        "aten::cat.default": _without_empty,
+        "aten::embedding_renorm_.default": _renormed_rows,
+    }
+)
 
 
 def _copied_view(func: OpOverload) -> Callable[..., Any] | None:

@@ -92,6 +92,7 @@ _UNTAGGED = [
     "_prelu_kernel_backward",
     "log_sigmoid_forward",
     "frexp",
+    "rrelu_with_noise_backward",
 ]
 
 

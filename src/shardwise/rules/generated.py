@@ -17,6 +17,7 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from .registry import Call, Registry
+from .rule import parse
 
 FILE = "generated.txt"
 
@@ -104,6 +105,11 @@ class Source:
         if self._lines is None:
             self._lines = [read_line(text) for text in self.texts]
         return self._lines
+
+    @property
+    def copes_with_empty(self) -> bool:
+        """Whether the op is to be called on empty parts, too: for results that are the same on all ranks."""
+        return any("same" in parse(line.rule).reduce for line in self.lines)
 
     def __call__(self, call: Call) -> str | None:
         return next((line.rule for line in self.lines if line.fits(call)), None)

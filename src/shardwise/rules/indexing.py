@@ -5,6 +5,7 @@ Ops that look along a dim by indices, which may be cut, are in `kernels.indexing
 
 from __future__ import annotations
 
+from .build import dims_text
 from .registry import Call, register_table
 
 
@@ -25,15 +26,36 @@ def _embedding_bag(call: Call) -> None:
     return None
 
 
+def segments(call: Call) -> str:
+    """Runs of rows along an axis, each reduced by itself: dims before and after the axis are cut."""
+    data, ends = _segments(call, call.ndim(0))
+    return f"{data}, {ends}, _.., {ends} -> {data}"
+
+
+def segments_backward(call: Call) -> str:
+    """The gradient of these."""
+    data, ends = _segments(call, call.ndim(2))
+    return f"{data}, {data}, {data}, {ends}, {ends} -> {data} ; linear 0"
+
+
+def _segments(call: Call, ndim: int) -> tuple[str, str]:
+    axis = call.arg("axis") % ndim
+    before = " ".join(f"x{d}" for d in range(axis))
+    return dims_text("x", ndim, {axis: "_"}), f"{before} _".strip()
+
+
 register_table(
     {
         "aten::masked_select": runs_whole,
-        "aten::masked_scatter": "[x..], [x?..], [s..] -> [x..] ; linear 0+2",
+        "aten::masked_scatter": "[x?..], [x?..], [s..] -> [x..] ; linear 0+2",
         "aten::masked_scatter_backward": "[x..], [x?..] -> _.. ; linear 0",
-        "aten::put": "[x..], [i..], [i..] -> [x..] ; linear 0+2",
+        "aten::put": "[x..], [i..], [s..] -> [x..] ; linear 0+2",
         "aten::bucketize.Tensor": "x.., [k] -> x..",
         "aten::bucketize.Scalar": "[k] -> ",
         "aten::searchsorted.Tensor": searchsorted,
+        "aten::segment_reduce": segments,
+        "aten::_segment_reduce_backward": segments_backward,
+        "aten::_embedding_bag_per_sample_weights_backward": "_ d, _ d, _.., _.., _.. -> _.. ; linear 0 | 1",
         "aten::_embedding_bag": _embedding_bag,
         "aten::_embedding_bag_forward_only": _embedding_bag,
         "aten::_embedding_bag_backward": "[b] [d], [i..], [o], [t..], [s..], [m..], [w..] -> _ [d] ; linear 0",

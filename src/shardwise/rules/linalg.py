@@ -31,6 +31,20 @@ def batched(rule: str) -> Callable[[Call], str]:
     return text
 
 
+def columns(call: Call) -> str:
+    """Matrices that are applied to columns of others, or to rows: each on its own."""
+    rows = not call.arg("left", True)
+    applied = "b.. n _" if rows else "b.. _ n"
+    batches = {t.shape[: len(t.shape) - rank] for t, rank in zip(call.tensors, (2, 1, 2), strict=True)}
+    return f"b.. _ _, b.. _, {applied} -> {applied}" if len(batches) == 1 else "_.., _.., _.. -> _.."
+
+
+def lu_unpack(call: Call) -> str:
+    """Factors of matrices; those that are not asked for have no elements."""
+    data, pivots = ("b.. _ _" if call.arg(f"unpack_{what}") else "_" for what in ("data", "pivots"))
+    return f"b.. _ _, b.. _ -> {pivots}, {data}, {data} ; reduce same"
+
+
 def transform(call: Call) -> str:
     """A Fourier transform along some dims, which are linear."""
     ndim, dims = call.ndim(0), set(normalized(call.ndim(0), call.arg("dim")))
@@ -54,6 +68,7 @@ register_table(
                 "cholesky": "m -> m",
                 "cholesky_inverse": "m -> m",
                 "cholesky_solve": "m, m -> m",
+                "_cholesky_solve_helper": "m, m -> m",
                 "geqrf": "m -> m, v",
                 "linalg_cholesky_ex": "m -> m, 1",
                 "linalg_eig": "m -> v, m",
@@ -70,7 +85,6 @@ register_table(
                 "linalg_qr": "m -> m, m",
                 "linalg_solve_triangular": "m, m -> m",
                 "triangular_solve": "m, m -> m, m",
-                "lu_unpack": "m, v -> m, m, m",
                 "_linalg_det": "m -> 1, m, v",
                 "_linalg_slogdet": "m -> 1, 1, m, v",
                 "_linalg_solve_ex": "m, m -> x, m, v, 1",
@@ -80,6 +94,9 @@ register_table(
         },
         # What one matrix of the batch is refused for, all ranks must learn.
         "aten::_linalg_check_errors": "[b..] -> ",
+        "aten::lu_unpack": lu_unpack,
+        "aten::linalg_ldl_solve": columns,
+        "aten::ormqr": columns,
         "aten::_fft_r2c": transform,
         "aten::_fft_c2r": transform,
         "aten::_fft_c2c": transform,

@@ -38,8 +38,8 @@ def elementwise_backward(operands: int) -> Callable[[Call], str]:
 
 
 def _row(call: Call, position: int) -> tuple[str, str]:
-    """Rows of scores and what there is one of for each row; a single row has no dim for it."""
-    return ("n [c]", "n") if call.ndim(position) == 2 else ("[c]", "")
+    """Rows of scores and what there is one of for each row; a single row has no dim for it, or one of size 1."""
+    return ("n [c]", "n") if call.ndim(position) == 2 else ("_..", "_..")
 
 
 def multi_margin(call: Call) -> str:

@@ -73,6 +73,13 @@ def along_dim(outputs: int) -> Callable[[Call], str]:
     return lambda call: along(call.ndim(0), call.arg("dim"), outputs)
 
 
+def over_whole_dims(call: Call) -> str:
+    """Reductions that Partial does not know: what they go over is whole, other dims are cut."""
+    ndim, over = call.ndim(0), reduced_dims(call.ndim(0), call.arg("dim"))
+    result = dims_text("x", ndim, dict.fromkeys(over, "1" if call.arg("keepdim") else ""))
+    return f"{whole_dims('x', ndim, over)} -> {result}"
+
+
 def picked_from_dim(call: Call) -> str:
     """Ops that look for one element of a whole dim: its value and its index."""
     return along(call.ndim(0), call.arg("dim"), 2, call.arg("keepdim"))
@@ -96,6 +103,7 @@ register_table(
         "aten::any": truth("max"),
         "aten::all": truth("min"),
         "aten::aminmax": min_and_max,
+        "aten::hash_tensor": over_whole_dims,
         "aten::sort": along_dim(2),
         "aten::argsort": along_dim(1),
         "aten::msort": "[k] x.. -> [k] x..",
@@ -106,7 +114,6 @@ register_table(
         "aten::median.default": _ONE_WHOLE,
         "aten::nanmedian.default": _ONE_WHOLE,
         "aten::trace": "[a] [b] -> ; linear 0",
-        "aten::histc": "[x..] -> _",
         # Their results depend on data, so each rank looks at everything.
         "aten::bincount": "[x..], [x..] -> _",
         "aten::_unique": "[x..] -> _, _..",

@@ -117,6 +117,13 @@ register_table(
         "aten::diagonal_scatter": diagonal_scatter,
         "aten::unfold_backward": unfold_backward,
         "aten::new_empty_strided": new_strided,
+        # Bounds in tensors of one number.
+        **{f"aten::{kind}space.Tensor_Tensor": ", -> _" for kind in ("lin", "log")},
+        **{
+            f"aten::{kind}space.{which}": "-> _"
+            for kind in ("lin", "log")
+            for which in ("Tensor_Scalar", "Scalar_Tensor")
+        },
         "aten::as_strided_scatter": "[x..], [y..] -> [x..] ; linear 0+1",
         **{f"aten::{kind}_pad{n}d": last_whole(n) for kind in ("reflection", "replication") for n in (1, 2, 3)},
         **{

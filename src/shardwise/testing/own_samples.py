@@ -13,12 +13,14 @@ Row = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 aten = torch.ops.aten
 
 
-def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+def random_values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Normal numbers with few digits."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return ((values * 1024).round() / 1024).to(dtype)
 
 
-def _integers(high: int, *shape: int, seed: int = 0) -> Tensor:
+def integers(high: int, *shape: int, seed: int = 0) -> Tensor:
+    """Integers from 0 to below a limit."""
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -26,7 +28,7 @@ def _lists(count: int, positive: bool = False) -> tuple[list[Tensor], ...]:
     """Lists of tensors of the same three shapes."""
     found = []
     for i in range(count):
-        tensors = [_random(*shape, seed=10 * i + j) for j, shape in enumerate([(5, 3), (4,), (2, 6)])]
+        tensors = [random_values(*shape, seed=10 * i + j) for j, shape in enumerate([(5, 3), (4,), (2, 6)])]
         found.append([t.abs() + 0.5 for t in tensors] if positive and i else tensors)
     return tuple(found)
 
@@ -91,8 +93,8 @@ def _fused() -> list[Row]:
 
 
 def _attention() -> list[Row]:
-    query, key, value = _random(2, 4, 5, 8), _random(2, 4, 6, 8, seed=1), _random(2, 4, 6, 8, seed=2)
-    mask = _integers(2, 5, 6).bool() | (torch.arange(6) == 0)
+    query, key, value = random_values(2, 4, 5, 8), random_values(2, 4, 6, 8, seed=1), random_values(2, 4, 6, 8, seed=2)
+    mask = integers(2, 5, 6).bool() | (torch.arange(6) == 0)
     rows: list[Row] = [
         (F.scaled_dot_product_attention, (query, key, value), {}),
         (F.scaled_dot_product_attention, (query, query * 2, value[:, :, :5]), {"is_causal": True}),
@@ -104,20 +106,20 @@ def _attention() -> list[Row]:
 
 
 def _embedding() -> list[Row]:
-    table, rows = _random(7, 4), _integers(7, 3, 5)
+    table, rows = random_values(7, 4), integers(7, 3, 5)
     return [
         (F.embedding, (rows, table), {}),
         (F.embedding, (rows, table), {"padding_idx": 2}),
         (F.embedding, (rows, table), {"scale_grad_by_freq": True}),
-        (aten.embedding_dense_backward, (_random(3, 5, 4), rows, 7, -1, False), {}),
-        (aten.embedding_dense_backward, (_random(3, 5, 4), rows, 7, 3, True), {}),
+        (aten.embedding_dense_backward, (random_values(3, 5, 4), rows, 7, -1, False), {}),
+        (aten.embedding_dense_backward, (random_values(3, 5, 4), rows, 7, 3, True), {}),
     ]
 
 
 def _losses() -> list[Row]:
-    scores, target = _random(6, 5), _integers(5, 6)
-    images, pixels = _random(3, 5, 2, 4), _integers(5, 3, 2, 4)
-    weight = _random(5, seed=3).abs() + 0.1
+    scores, target = random_values(6, 5), integers(5, 6)
+    images, pixels = random_values(3, 5, 2, 4), integers(5, 3, 2, 4)
+    weight = random_values(5, seed=3).abs() + 0.1
     rows: list[Row] = []
     for reduction in ("mean", "sum", "none"):
         for given, label in ((scores, target), (images, pixels), (scores[0], target[0])):
@@ -129,12 +131,12 @@ def _losses() -> list[Row]:
 
 
 def _norms() -> list[Row]:
-    x, channels = _random(4, 6, 5), _random(6, seed=1)
+    x, channels = random_values(4, 6, 5), random_values(6, seed=1)
     mean, variance = torch.zeros(6, dtype=torch.float64), torch.ones(6, dtype=torch.float64)
     return [
-        (F.layer_norm, (x, (5,), _random(5), _random(5, seed=2)), {}),
-        (F.layer_norm, (x, (6, 5), _random(6, 5)), {}),
-        (F.rms_norm, (x, (5,), _random(5)), {}),
+        (F.layer_norm, (x, (5,), random_values(5), random_values(5, seed=2)), {}),
+        (F.layer_norm, (x, (6, 5), random_values(6, 5)), {}),
+        (F.rms_norm, (x, (5,), random_values(5)), {}),
         (F.group_norm, (x, 3, channels, channels * 2), {}),
         (F.batch_norm, (x, mean, variance, channels, channels * 2), {"training": False}),
         (F.batch_norm, (x, mean, variance, channels, channels * 2), {"training": True}),
@@ -144,7 +146,7 @@ def _norms() -> list[Row]:
 
 
 def _views() -> list[Row]:
-    x = _random(4, 6, 5)
+    x = random_values(4, 6, 5)
     rows: list[Row] = [
         (Tensor.reshape, (x, shape), {}) for shape in ((24, 5), (4, 30), (2, 2, 6, 5), (4, 2, 3, 5), (8, 3, 5), (120,))
     ]
@@ -156,12 +158,12 @@ def _views() -> list[Row]:
 
 def _direct() -> list[Row]:
     """Ops that functions reach on other devices, without gradients, or not at all."""
-    x, y, image = _random(5, 4), _random(5, 4, seed=1), _random(2, 3, 4, 6)
-    rows = _integers(5, 3)
+    x, y, image = random_values(5, 4), random_values(5, 4, seed=1), random_values(2, 3, 4, 6)
+    rows = integers(5, 3)
     return [
-        (aten._fused_rms_norm, (_random(3, 4, 5), [5], _random(5), 1e-6), {}),
-        (aten._weight_norm_interface, (x, _random(5, 1).abs(), 0), {}),
-        (aten.linear, (_random(2, 3, 4), _random(6, 4), _random(6)), {}),
+        (aten._fused_rms_norm, (random_values(3, 4, 5), [5], random_values(5), 1e-6), {}),
+        (aten._weight_norm_interface, (x, random_values(5, 1).abs(), 0), {}),
+        (aten.linear, (random_values(2, 3, 4), random_values(6, 4), random_values(6)), {}),
         (aten.max.other, (x, y), {}),
         (aten.min.other, (x, y), {}),
         (aten.argsort, (x, 0), {}),
@@ -181,9 +183,9 @@ def _direct() -> list[Row]:
         (aten.avg_pool1d, (image[0], [2]), {}),
         (aten.adaptive_avg_pool1d, (image[0], [3]), {}),
         (aten.adaptive_avg_pool2d, (image, [2, 3]), {}),
-        (aten.native_channel_shuffle, (_random(2, 6, 3), 2), {}),
+        (aten.native_channel_shuffle, (random_values(2, 6, 3), 2), {}),
         (aten._upsample_bicubic2d_aa, (image, [3, 4], False), {}),
-        (aten._int_mm, (_integers(5, 5, 4).to(torch.int8), _integers(5, 4, 3).to(torch.int8)), {}),
+        (aten._int_mm, (integers(5, 5, 4).to(torch.int8), integers(5, 4, 3).to(torch.int8)), {}),
         (aten._euclidean_dist, (x, y), {}),
         (aten.nanmedian, (x,), {}),
         (aten.bincount, (rows,), {}),

@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ..comm.groups import adopt
 from ..dispatch import GatherWarning
-from ..rules import rule_for
+from ..rules import rule_for, served_by
 from ..rules.registry import registry
 from ..rules.schema import overloads
 from ..tensor import DTensor
@@ -136,7 +136,7 @@ def _check_function(sample: Sample, effort: Effort, seed: int, report: Report) -
     for key, plan in plans.items():
         rule = rule_for(key[0])
         if plan is None:
-            if not _has_decomposition(key[0]):
+            if served_by(key[0], planned=False) == "whole":
                 report.whole.append(str(key[0]))
         elif rule is not None:
             report.rules.append(rule.key)
@@ -151,10 +151,6 @@ def _called(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     call.__name__ = getattr(fn, "__name__", str(fn))
     return call
-
-
-def _has_decomposition(func: Any) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def _failure(kind: str, name: str, error: Exception) -> Failure:

@@ -1,0 +1,105 @@
+"""Work in child processes that may crash or hang: forked, so that they know all that this process knows.
+
+>>> dict(in_children({"a": lambda: 1, "b": os.abort}, count=2, seconds=5))
+{'a': 1, 'b': Lost('crash')}
+
+A fork knows the ops that the caller has defined, wherever. Its threads are gone, so it computes with one.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import selectors
+import signal
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+
+class Lost(NamedTuple):
+    """No answer: a `crash`, more time than allowed (`slow`), or an error's text."""
+
+    reason: str
+
+
+class _Child(NamedTuple):
+    name: Hashable
+    pid: int
+    deadline: float
+    said: list[bytes]
+
+
+def in_children(
+    jobs: Mapping[Any, Callable[[], Any]], count: int = 2, seconds: float = 120.0
+) -> Iterator[tuple[Any, Any]]:
+    """The result of each job, as they are ready; `Lost` where a job gave none. `count` jobs run at a time."""
+    waiting = list(jobs.items())[::-1]
+    selector = selectors.DefaultSelector()
+    running: dict[int, _Child] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < count:
+                name, work = waiting.pop()
+                pid, pipe = _fork(work)
+                running[pipe] = _Child(name, pid, time.monotonic() + seconds, [])
+                selector.register(pipe, selectors.EVENT_READ)
+            patience = max(0.0, min(child.deadline for child in running.values()) - time.monotonic())
+            ready = {key.fd for key, _ in selector.select(patience)}
+            for pipe, child in list(running.items()):
+                data = os.read(pipe, 1 << 20) if pipe in ready else b""
+                child.said.append(data)
+                late = time.monotonic() > child.deadline
+                if late or (pipe in ready and not data):
+                    selector.unregister(pipe)
+                    del running[pipe]
+                    yield child.name, _ended(child, pipe, late)
+    finally:
+        for pipe, child in running.items():
+            _ended(child, pipe, late=True)
+        selector.close()
+
+
+def _fork(work: Callable[[], Any]) -> tuple[int, int]:
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks in processes with threads
+        pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        _answer(work, write)
+    os.close(write)
+    return pid, read
+
+
+def _answer(work: Callable[[], Any], write: int) -> NoReturn:
+    """The child's life: it never returns to the caller's code."""
+    try:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for stream in (1, 2):
+            os.dup2(nowhere, stream)  # what crashing kernels print is no answer
+        torch.set_num_threads(1)
+        try:
+            answer = work()
+        except Exception as error:
+            answer = Lost(f"{type(error).__name__}: {error}")
+        with os.fdopen(write, "wb") as pipe:
+            pipe.write(pickle.dumps(answer))
+    finally:
+        os._exit(0)
+
+
+def _ended(child: _Child, pipe: int, late: bool) -> Any:
+    if late:
+        os.kill(child.pid, signal.SIGKILL)
+    os.waitpid(child.pid, 0)
+    os.close(pipe)
+    if late:
+        return Lost("slow")
+    try:
+        return pickle.loads(b"".join(child.said))
+    except (EOFError, pickle.UnpicklingError):
+        return Lost("crash")

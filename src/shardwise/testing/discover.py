@@ -1,0 +1,151 @@
+"""The rule of an op, found by trying it: `discover` cuts sample inputs and sees what puts the results together.
+
+>>> print(discover(torch.ops.mylib.scale_rows.default, [(torch.randn(5, 4), torch.randn(5))]))
+a b, a -> a b
+
+Probing proves nothing, it only fails to refute: see `cuts` for what it tries. What it finds is checked like any other
+rule before it is returned. It takes seconds and runs in a child process, since some ops crash on cut inputs: it is for
+whoever writes rules, never for a program that runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+from ..errors import InputError
+from ..rules import Call, parse, register
+from ..rules.generated import Line
+from ..rules.schema import overload_key
+from .calls import Failure, Recorded, try_call
+from .children import Lost, in_children
+from .cuts import Setup, factors_of
+from .lines import Group, kind_of, lines_of, reductions_agree
+from .passing import refuted
+
+MESHES = ((2,), (3,), (2, 2))
+KINDS = 60  # kinds of calls of one op that are tried
+SAMPLES = 3  # calls of one kind
+
+
+@dataclass(frozen=True)
+class Discovered:
+    """The rule of an op, as lines for some or all of its calls; prints as it is written.
+
+    It can be registered as it is: `register_sharding(found.op, found)`.
+    """
+
+    op: OpOverload
+    lines: tuple[Line, ...]
+    problem: str = ""
+    """Why there is no line."""
+
+    def __call__(self, call: Call) -> str | None:
+        """The rule of a call; None where no line is for it."""
+        return next((line.rule for line in self.lines if line.fits(call)), None)
+
+    @property
+    def copes_with_empty(self) -> bool:
+        """Whether the op is to be called on empty parts, too: for results that are the same on all ranks."""
+        return any("same" in parse(line.rule).reduce for line in self.lines)
+
+    def __bool__(self) -> bool:
+        return bool(self.lines)
+
+    def __str__(self) -> str:
+        if not self.lines:
+            return f"no rule: {self.problem}"
+        return "\n".join(str(line).partition(" ")[2].removeprefix(": ") for line in self.lines)
+
+
+def discover(
+    op: OpOverload,
+    samples: Iterable[Sequence[Any] | tuple[Sequence[Any], dict[str, Any]]],
+    *,
+    passing: str = "",
+    seed: int = 0,
+    seconds: float = 120.0,
+) -> Discovered:
+    """Find the rule of an op from sample calls: tuples of arguments, or pairs of such a tuple and keyword arguments.
+
+    Give samples of all ranks, dtypes and options that the rule is to serve; sizes do not matter. How Partial operands
+    pass is not guessed: `passing="linear 0 | 1"` says it, and probing only tries to refute it.
+    """
+    calls = [_call(op, sample) for sample in samples]
+    if not calls:
+        raise InputError(f"no samples of {op}", "give some calls to try")
+    for gentle in (False, True):
+        work = functools.partial(found_lines, calls, passing, seed, gentle)
+        ((_, answer),) = in_children({op: work}, count=1, seconds=seconds)
+        if answer != Lost("crash"):
+            break
+    if isinstance(answer, Lost):
+        return Discovered(op, (), answer.reason)
+    lines, problem = answer
+    return Discovered(op, tuple(lines), problem)
+
+
+def _call(op: OpOverload, sample: Any) -> Recorded:
+    pair = len(sample) == 2 and isinstance(sample[0], (tuple, list)) and isinstance(sample[1], dict)
+    args, kwargs = sample if pair else (sample, {})
+    own = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (tuple(args), dict(kwargs)))
+    return Recorded(op, *own)
+
+
+# ---- in the child ---------------------------------------------------------------------------------------------------
+
+
+def found_lines(calls: Sequence[Recorded], passing: str, seed: int, gentle: bool = False) -> tuple[list[Line], str]:
+    """The lines for an op's calls, and why there are none; in a process that may crash, whose rules it changes."""
+    op = calls[0].func
+    groups = _groups(calls, seed, gentle)
+    lines = lines_of(overload_key(op), groups)
+    if not groups:
+        return [], "no sample has a result to look at"
+    if not lines:
+        return [], "nothing can be cut"
+    if passing:
+        wrong = refuted([setup for group in groups for setup in group.setups], passing, seed)
+        if wrong:
+            return [], wrong
+        lines = [line._replace(rule=f"{line.rule} ; {passing}") for line in lines]
+    cases, failures = _checked(op, lines, calls)
+    if failures:
+        return [], f"{failures[0].kind} when checked: {failures[0].text}"
+    return (lines, "") if cases else ([], "no call could be checked: it has no meta kernel, perhaps")
+
+
+def _groups(calls: Sequence[Recorded], seed: int, gentle: bool) -> list[Group]:
+    kinds: dict[str, list[Setup]] = {}
+    for call in calls:
+        setup = Setup(call)
+        kinds.setdefault(repr(kind_of(setup)), []).append(setup)
+    groups = []
+    for setups in list(kinds.values())[:KINDS]:
+        found = [cuts for setup in setups[:SAMPLES] if (cuts := factors_of(setup, seed, gentle)) is not None]
+        if not found:
+            continue
+        common = [cut for cut in found[0] if all(cut in other for other in found)]
+        while not reductions_agree(common):
+            common.pop()
+        groups.append(Group(setups[:SAMPLES], common, *kind_of(setups[0])))
+    return groups
+
+
+def _checked(op: OpOverload, lines: Sequence[Line], calls: Sequence[Recorded]) -> tuple[int, list[Failure]]:
+    """What the checker of rules says: each call with every placement that the lines allow."""
+    register(op, Discovered(op, tuple(lines)))
+    cases = 0
+    for call, mesh in itertools.product(calls, MESHES):
+        tried = try_call(call, mesh)
+        cases += tried.cases
+        if tried.failures:
+            return cases, tried.failures
+    return cases, []

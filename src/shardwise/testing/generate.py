@@ -1,0 +1,154 @@
+"""The generated table of rules: `make rules`, or
+
+    python -m shardwise.testing.generate [--only NAME] [--print]
+
+First the functions of PyTorch's operator database and of our own samples run, forward and backward; calls of ops that
+have no rule written by hand are kept. Then each of these ops is probed, in a child process, and what is found is
+written to rules/generated.txt, sorted. The same versions give the same file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+from ..metadata import NEEDS_DATA
+from ..rules import generated, served_by
+from ..rules.generated import Line
+from ..rules.schema import operands_of, overload_key, overloads, variant_of
+from .calls import Recorded, call_key, recorded, try_call
+from .children import Lost, in_children
+from .discover import found_lines
+from .probe_samples import PROBED
+from .samples import Sample, names, samples
+
+SAMPLES = 12  # of an entry
+CALLS = 80  # of an op
+CHUNK = 25  # entries that a child runs
+SECONDS = 300.0  # for an op; that no op needs so long keeps the table the same on slow machines
+
+HEADER = """\
+# Rules found by probing, for ops without a rule written by hand. Made by `make rules`, with torch {version}.
+# Do not edit: a rule written by hand goes to the file of its family, and then stands before this table.
+# Each line: the op, the calls it is for (ranks of operands, values of arguments; nothing: all calls), the rule.
+"""
+
+
+def has_no_rule(func: OpOverload) -> bool:
+    """Whether an op is to be probed: a pure function of tensors that no rule by hand and no decomposition serves."""
+    if not operands_of(func) or variant_of(func) != "functional" or NEEDS_DATA & set(func.tags):
+        return False
+    if func.namespace == "prims":
+        return False  # what PyTorch's decompositions are made of
+    return served_by(func) in ("generated", "whole") and torch.Tag.nondeterministic_seeded not in func.tags
+
+
+def all_samples(name: str) -> list[Sample]:
+    """The samples of an entry, ours or the database's."""
+    if name in PROBED:
+        return [Sample(*row, grad=False) for row in PROBED[name]()]
+    return samples(name, SAMPLES, 0)
+
+
+def calls_of(entries: Sequence[str]) -> list[Recorded]:
+    """The calls that these entries make of ops to be probed."""
+    found: dict[Any, Recorded] = {}
+    for name in entries:
+        for sample in all_samples(name):
+            calls = recorded(sample.fn, sample.args, sample.kwargs, sample.grad)
+            found |= {call_key(*call): call for call in calls or () if has_no_rule(call.func) and _is_dense(call)}
+    return [_portable(call) for call in found.values()]
+
+
+def _is_dense(call: Recorded) -> bool:
+    tensors = [value for value in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(value, Tensor)]
+    return all(tensor.layout is torch.strided for tensor in tensors)
+
+
+def _portable(call: Recorded) -> Any:
+    return overload_key(call.func), call.args, call.kwargs  # an op does not travel between processes, its name does
+
+
+def _op(key: str) -> OpOverload | None:
+    """The op of this name; None where its module has not been loaded in this process."""
+    name, _, overload = key.partition(".")
+    return next((op for op in overloads(name) if op._overloadname == overload), None)
+
+
+def collected(entries: Sequence[str]) -> dict[str, list[Recorded]]:
+    """The calls to be probed, by op."""
+    chunks = [entries[i : i + CHUNK] for i in range(0, len(entries), CHUNK)]
+    answers = _told("running entries", {i: partial(calls_of, chunk) for i, chunk in enumerate(chunks)})
+    crashed = [name for i, chunk in enumerate(chunks) if isinstance(answers[i], Lost) for name in chunk]
+    alone = {name: partial(calls_of, [name]) for name in crashed}
+    answers |= _told("running entries of chunks that crashed", alone) if alone else {}
+    calls: dict[str, dict[Any, Recorded]] = {}
+    for _, answer in sorted(answers.items(), key=lambda item: str(item[0])):
+        for key, args, kwargs in () if isinstance(answer, Lost) else answer:
+            op = _op(key)
+            if op is not None:
+                call = Recorded(op, args, kwargs)
+                calls.setdefault(key, {}).setdefault(call_key(*call), call)
+    return {key: list(kept.values())[:CALLS] for key, kept in sorted(calls.items())}
+
+
+def probed(calls: dict[str, list[Recorded]]) -> Iterator[tuple[str, list[Line], str]]:
+    """The lines of each op, and why it has none."""
+    answers = _told("probing ops", {op: partial(found_lines, some, "", 0) for op, some in calls.items()})
+    again = [op for op, answer in answers.items() if answer == Lost("crash")]
+    gently = {op: partial(found_lines, calls[op], "", 0, gentle=True) for op in again}
+    answers |= _told("probing ops gently", gently) if again else {}
+    for op, answer in sorted(answers.items()):
+        lines, problem = ([], answer.reason) if isinstance(answer, Lost) else answer
+        yield op, lines, problem
+
+
+def _told(what: str, jobs: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
+    """The answers of jobs in children; says how far they are."""
+    answers, start = {}, time.monotonic()
+    for name, answer in in_children(jobs, seconds=SECONDS):
+        answers[name] = answer
+        print(f"{time.monotonic() - start:4.0f} s {what}: {len(answers)}/{len(jobs)}", file=sys.stderr, flush=True)
+    return answers
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m shardwise.testing.generate", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", metavar="NAME", help="ops whose name contains this; the file stays")
+    parser.add_argument("--entries", metavar="NAME", default="", help="samples whose name contains this")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    x = torch.ones(3)
+    try_call(Recorded(torch.ops.aten.neg.default, (x,), {}), (2,))  # what this needs is loaded before the first fork
+    calls = collected([name for name in (*PROBED, *names()) if given.entries in name])
+    chosen = {op: c for op, c in calls.items() if not given.only or given.only in op}
+    lines: list[Line] = []
+    for op, found, problem in probed(chosen):
+        lines += found
+        if problem:
+            print(f"{op}: {problem.splitlines()[0]}", file=sys.stderr)
+    text = "".join(f"{line}\n" for line in sorted(map(str, lines)))
+    if given.only or given.entries:
+        print(text, end="")
+    else:
+        path = Path(generated.__file__).with_name(generated.FILE)
+        path.write_text(HEADER.format(version=torch.__version__.partition("+")[0]) + text)
+        print(f"{len(lines)} lines for {len({line.op for line in lines})} of {len(calls)} ops in {path.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

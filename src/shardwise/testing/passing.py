@@ -1,0 +1,56 @@
+"""How Partial operands pass through an op: said by whoever writes the rule, tried here on data meant to refute it.
+
+>>> refuted([Setup(call)], "linear 0 | 1")          # of aten::mul
+''
+>>> refuted([Setup(call)], "linear 0")              # of aten::relu
+'it is not linear 0'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..rules import parse
+from ..rules.rule import PASSING
+from .cuts import Setup, same_results, variants
+
+COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "linear": torch.add,
+    "monotone": torch.maximum,
+    "antitone": torch.maximum,
+}
+
+
+def refuted(setups: Sequence[Setup], clauses: str, seed: int = 0) -> str:
+    """What a sample shows not to hold of these clauses; an empty text if all hold as far as can be seen."""
+    operands = ", ".join(["_.."] * len(setups[0].names))
+    rule = parse(f"{operands} -> _.. ; {clauses}")
+    for word in PASSING:
+        for members in getattr(rule, word):
+            for setup in setups:
+                if not all(_passes(data, word, members, seed) for data in variants(setup, seed)):
+                    return f"it is not {word} {'+'.join(map(str, members))}"
+    return ""
+
+
+def _passes(setup: Setup, word: str, members: Sequence[int], seed: int) -> bool:
+    """Whether the op of two parts taken together is the two results taken together."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def part(tensor: Tensor) -> Tensor:
+        wide = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * 3
+        return wide.round().to(tensor.dtype) if tensor.numel() % 2 else wide.to(tensor.dtype)
+
+    others = {id(t): part(t) for member in members for t in setup.tensors(member)}
+    second = setup.mapped(lambda operand, t: others.get(id(t), t))
+    both = setup.mapped(lambda operand, t: COMBINE[word](t, others[id(t)]) if id(t) in others else t)
+    runs = [one.run() for one in (setup, second, both)]
+    if any(run is None for run in runs):
+        return True  # data that the op refuses
+    first, other, whole = (run for run in runs if run is not None)
+    combine = torch.minimum if word == "antitone" else COMBINE[word]
+    combined = [[combine(a, b) for a, b in zip(x, y, strict=True)] for x, y in zip(first, other, strict=True)]
+    return all(same_results(x, y) for x, y in zip(combined, whole, strict=True))
