@@ -63,7 +63,10 @@ def _in_python() -> dict[CodeType, tuple[str, ...]]:
         F.embedding_bag.__code__: ("offsets",),
         F.multi_head_attention_forward.__code__: (),
         transformer._detect_is_causal_mask.__code__: (),
-        **{module.forward.__code__: ("hx",) for module in (nn.RNN, nn.GRU, nn.LSTM, nn.RNNCell, nn.GRUCell, nn.LSTMCell)},
+        **{
+            module.forward.__code__: ("hx",)
+            for module in (nn.RNN, nn.GRU, nn.LSTM, nn.RNNCell, nn.GRUCell, nn.LSTMCell)
+        },
         F.fractional_max_pool2d_with_indices.__code__: ("_random_samples",),
         F.fractional_max_pool3d_with_indices.__code__: ("_random_samples",),
     }
@@ -72,10 +75,8 @@ def _in_python() -> dict[CodeType, tuple[str, ...]]:
 def made_by_pytorch(kind: type[Tensor]) -> bool:
     """Whether an op is called by a function that makes plain tensors, and was given none."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__package__", "") == __package__:
-        frame = frame.f_back
     while frame.f_code not in _in_python():
-        helps = frame.f_globals.get("__name__", "").startswith("torch.")  # a helper of PyTorch's own
+        helps = frame.f_globals.get("__name__", "").startswith(("torch.", f"{__package__}."))  # called on the way
         if frame.f_back is None or not helps:
             return False
         frame = frame.f_back
@@ -128,6 +129,26 @@ REPLACED: dict[str, Callable[..., Any]] = {
 }
 """Functions, by name and overload, and what runs on distributed tensors instead; it is given the keys below, too."""
 
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+"""Functions in C++ that PyTorch's fused kernels replace where it has them, for whole tensors."""
+
+
+def _step_by_step(func: OpOverload) -> Callable[..., Any]:
+    """The function made of ops that have rules."""
+
+    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        mkldnn, cudnn = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+        torch._C._set_mkldnn_enabled(False)
+        torch._C._set_cudnn_enabled(False)
+        try:
+            return func.redispatch(keys, *args, **kwargs)
+        finally:
+            torch._C._set_mkldnn_enabled(mkldnn)
+            torch._C._set_cudnn_enabled(cudnn)
+
+    return run
+
+
 _libraries = [torch.library.Library(name, "IMPL", DispatchKey.PythonTLSSnapshot.name) for name in ("aten", "torch_nn")]
 
 
@@ -139,6 +160,10 @@ def let_pass(kind: type[Tensor]) -> None:
             func = getattr(packet, overload)
             if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
                 _register(func, kind, _as_it_is(func))
+    for name in RECURRENT:
+        for overload in ("input", "data"):
+            func = getattr(getattr(torch.ops.aten, name), overload)
+            _register(func, kind, _step_by_step(func), enough=any)  # PyTorch may have made the first state
     with suppress(ImportError):  # PyTorch defines its ops when they are first asked for
         importlib.import_module("torch.nn.modules.linear_cross_entropy")
     for name, other in REPLACED.items():
@@ -161,11 +186,11 @@ def _as_it_is(func: OpOverload) -> Callable[..., Any]:
     return run
 
 
-def _register(func: OpOverload, kind: type[Tensor], run: Callable[..., Any]) -> None:
+def _register(func: OpOverload, kind: type[Tensor], run: Callable[..., Any], enough: Callable[..., bool] = all) -> None:
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         below = keys.remove(DispatchKey.PythonTLSSnapshot)
         tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        if tensors and all(isinstance(tensor, kind) or tensor.dim() == 0 for tensor in tensors):
+        if tensors and enough(isinstance(tensor, kind) or tensor.dim() == 0 for tensor in tensors):
             return run(below, *args, **kwargs)
         return func.redispatch(below, *args, **kwargs)
 

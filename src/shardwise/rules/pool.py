@@ -77,7 +77,9 @@ register_table(
             for n, p in _SAMPLED.items()
         },
         "aten::fractional_max_pool2d": "n c _ _, n c _ -> n c _ _, n c _ _",
-        "aten::fractional_max_pool2d_backward": "b.. _ _, b.. _ _, b.. _ _ -> b.. _ _ ; linear 0",
+        "aten::fractional_max_pool3d": "n c _ _ _, n c _ -> n c _ _ _, n c _ _ _",
+        "aten::fractional_max_pool2d_backward": last_whole(2, "linear 0"),
+        "aten::fractional_max_pool3d_backward": last_whole(3, "linear 0"),
         "aten::affine_grid_generator": lambda call: (
             f"n _ _ -> n {'_ ' * (len(call.arg('size')) - 1)} ; linear 0"
             f" ; size=(n {'_ ' * (len(call.arg('size')) - 1)})"
