@@ -390,3 +390,23 @@ def test_views_of_parts_that_some_ranks_lack() -> None:
         found.narrow(2, 1, 3).mul_(2)
         expected.narrow(2, 1, 3).mul_(2)
         torch.testing.assert_close(whole(found), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        lambda x: x.as_strided_((2, 3), (1, 4), 1),
+        lambda x: x.unsqueeze_(1).unsqueeze_(0).squeeze_((0, 2)),
+        lambda x: x.transpose_(0, 1),
+        lambda x: x.unsqueeze_(0).squeeze_(),
+    ],
+    ids=["as_strided_", "squeeze_ of several", "transpose_", "squeeze_"],
+)
+def test_tensors_turned_into_views_of_themselves(turn: Callable[[Tensor], Tensor]) -> None:
+    value = torch.arange(12.0).view(3, 4)
+    with shardwise.simulate(2):
+        mesh = init_device_mesh("cpu", (2,))
+        for placement in (Shard(0), Shard(1), Replicate(), Partial()):
+            x = make_dtensor(value, mesh, [placement], seed=0)
+            assert turn(x) is x
+            assert torch.equal(whole(x), turn(value.clone()))

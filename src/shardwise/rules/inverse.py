@@ -77,16 +77,21 @@ def _diagonal(given: dict[str, Any]) -> Put:
     return lambda root, value: aten.diagonal_scatter.default(root, value, *where)
 
 
+def _strided(given: dict[str, Any]) -> Put:
+    where = [given[name] for name in ("size", "stride", "storage_offset")]
+    return lambda root, value: aten.as_strided_scatter.default(root, value, *where)
+
+
 @lru_cache(maxsize=4096)
 def view_instead(func: OpOverload) -> OpOverload | None:
     """For an op that turns a tensor into a view of itself, such as `t_`, the one that makes the view."""
     if torch.Tag.inplace_view not in func.tags:
         return None
-    names = [argument.name for argument in func._schema.arguments]
+    takes = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
     packet = getattr(aten, func._schema.name.removeprefix("aten::").removesuffix("_"), None)
     for overload in packet.overloads() if packet is not None else ():
         view = getattr(packet, overload)
-        if view in _PUTS and [argument.name for argument in view._schema.arguments] == names:
+        if view in _PUTS and [(argument.name, str(argument.type)) for argument in view._schema.arguments] == takes:
             return view
     return None
 
@@ -108,4 +113,5 @@ _PUTS: dict[OpOverload, Callable[[dict[str, Any]], Put]] = {
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
     aten.diagonal.default: _diagonal,
+    aten.as_strided.default: _strided,
 }
