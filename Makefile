@@ -6,7 +6,7 @@ READY  := .venv/.ready
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: demo test lint verify bench clean help
+.PHONY: demo test lint verify rules coverage reference bench clean help
 
 demo: $(READY)  ## train a small GPT on 8 simulated ranks, beside one device
 	@$(BIN)/python examples/train.py --simulate 8
@@ -26,6 +26,15 @@ lint: $(READY)  ## style, types and layers
 
 verify: $(READY)  ## every rule against the one-device op, in some 20 minutes; ARGS="--quick", ARGS="--only norm"
 	@$(BIN)/python -m shardwise.testing.verify $(ARGS)
+
+rules: $(READY)  ## probe ops that have no rule, and write what is found to rules/generated.txt; ARGS="--only relu" prints
+	@OMP_NUM_THREADS=1 $(BIN)/python -m shardwise.testing.generate $(ARGS)
+
+coverage: $(READY)  ## PyTorch's operator database against one device, in some 15 minutes; ARGS="--quick", ARGS="--gloo"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m shardwise.testing.coverage $(ARGS)
+
+reference: $(READY)  ## the same for torch.distributed.tensor, on four processes, in some 30 minutes
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.coverage.reference $(ARGS)
 
 bench: $(READY)  ## run every script in benchmarks/
 	@set -e; for script in $(sort $(wildcard benchmarks/*.py)); do \

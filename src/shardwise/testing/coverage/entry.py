@@ -1,0 +1,216 @@
+"""All trials of one entry: is every answer right, what served it, which placements need no communication."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from ...errors import CommunicationError
+from ...modes import explicit
+from ...placement import Partial, Placement, Replicate, Shard
+from ...rules import Call, rule_for
+from ...rules.served import KINDS, served_by
+from ...spec import TensorMeta
+from ...tensor import DTensor
+from ..calls import Recorded
+from .distribution import same_distribution
+from .samples import MESHES, PLAIN, Placed, Sample, Sweep, choices, database, samples
+from .sides import Side, Simulated
+from .trial import Answer, Trial, called
+
+KEPT = 3  # failures of an entry that are told
+MADE_OF = 4  # ops of a function that are named
+LOCAL_TRIED = 60  # placements of which is asked whether they need communication
+
+
+class Effort(NamedTuple):
+    """How much is tried: samples of an entry, placements of a sample; more samples while all takes few seconds."""
+
+    samples: int = 3
+    placements: int = 6
+    most: int = 3
+    seconds: float = 1.0
+    local: bool = False
+    """Whether to find the placements that need no communication."""
+
+
+@dataclass
+class Outcome:
+    """What an entry showed."""
+
+    name: str
+    status: str = "ok"
+    """`ok`, `wrong`, `error`; `crash` or `slow` for its process; `none` if there is nothing to place."""
+    samples: int = 0
+    cases: int = 0
+    random: bool = False
+    seconds: float = 0.0
+    failures: list[str] = field(default_factory=list)
+    served: dict[str, str] = field(default_factory=dict)
+    """For each op that was called how it is served: `rule`, `generated`, `decomposition` or `whole`."""
+    rule: str = ""
+    """The rule of the op of the same name for one sample; or the ops that the function is made of."""
+    local: list[str] = field(default_factory=list)
+    """Placements of one sample that need no communication, forward."""
+
+    @property
+    def kind(self) -> str:
+        """How the entry is served: as the op is that is served worst."""
+        return max(self.served.values(), key=KINDS.index, default="rule")
+
+    def add(self, kind: str, text: str) -> None:
+        """Note a failure; the worst kind is the status."""
+        if len(self.failures) < KEPT:
+            self.failures.append(f"{kind}: {text}")
+        if self.status != "wrong":
+            self.status = kind
+
+
+def cover(name: str, effort: Effort, side: Side, seed: int = 0, sweep: Sweep = PLAIN) -> Outcome:
+    """Try an entry: its samples, each with random placements on a line of 4 and on a mesh of 2x2."""
+    outcome, start = Outcome(name), time.monotonic()
+    plans = DTensor._op_dispatcher.plans
+    plans.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        given = samples(name, sweep, effort.most, seed)
+        with side.meshes(MESHES) as meshes:
+            for number, sample in enumerate(given):
+                if number >= effort.samples and time.monotonic() - start > effort.seconds:
+                    break
+                if not _cover_sample(outcome, sample, number, effort, side, meshes, seed):
+                    break
+            outcome.served = dict(sorted(_served(plans)))
+            outcome.rule = outcome.rule or _made_of(outcome.served)
+            if effort.local and given:
+                largest = max(given, key=lambda sample: [min(tensor.dim(), 3) for tensor in sample.tensors])
+                outcome.local = list(_local(largest, side, meshes[0]))
+    if not outcome.cases and outcome.status == "ok":
+        outcome.status = "none"
+    outcome.seconds = time.monotonic() - start
+    return outcome
+
+
+def _cover_sample(
+    outcome: Outcome, sample: Sample, number: int, effort: Effort, side: Side, meshes: list[DeviceMesh], seed: int
+) -> bool:
+    """Try one sample; False if the ranks are out of step then."""
+    try:
+        trial = Trial(sample, seed + number)
+    except Exception:
+        return True  # PyTorch itself refuses it
+    outcome.samples += 1
+    outcome.random |= trial.random
+    outcome.rule = outcome.rule or (_rule(sample.name, trial.calls) if effort.local else "")
+    drawn: list[tuple[Answer, Answer]] = []
+    for size, mesh in zip(MESHES, meshes, strict=True):
+        for placements in choices(sample, size, effort.placements // len(MESHES), seed, number):
+            outcome.cases += 1
+            where = f"{_described(sample)} with {' '.join(map(short, placements))} on {size}"
+            before = outcome.status, len(outcome.failures)
+            try:
+                found = trial.compare(side, mesh, placements)
+                if trial.random and isinstance(side, Simulated):
+                    drawn.append((trial.again(), found))
+            except AssertionError as error:
+                outcome.add("wrong", f"{_text(error)} | {where}")
+            except Exception as error:
+                outcome.add("error", f"{type(error).__name__}: {_text(error)} | {where}")
+            if not side.settle(before != (outcome.status, len(outcome.failures))):
+                outcome.add("error", f"ranks do not agree | {where}")
+                return False
+    if drawn and not same_distribution([a for a, _ in drawn], [b for _, b in drawn], side.whole):
+        outcome.add("wrong", f"another distribution than on one device | {_described(sample)}")
+    return True
+
+
+def _text(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _described(sample: Sample) -> str:
+    def show(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        if isinstance(value, (list, tuple)) and any(isinstance(element, Tensor) for element in value):
+            return f"[{', '.join(map(show, value))}]"
+        return repr(value)
+
+    named = [f"{name}={show(value)}" for name, value in sample.kwargs.items()]
+    return f"({', '.join([*map(show, sample.args), *named])})"[:300]
+
+
+def short(placements: Placed) -> str:
+    """Placements of one tensor: S0, R, P(sum), or a pair of them."""
+    names = [_letter(placement) for placement in placements]
+    return names[0] if len(names) == 1 else f"({','.join(names)})"
+
+
+def _letter(placement: Placement) -> str:
+    if isinstance(placement, Shard):
+        return f"S{placement.dim}"
+    if isinstance(placement, Partial):
+        return "P" if placement.reduce_op == "sum" else f"P({placement.reduce_op})"
+    return "R" if isinstance(placement, Replicate) else repr(placement)
+
+
+# ---- what served it -------------------------------------------------------------------------------------------------
+
+
+def _served(plans: dict[Any, Any]) -> Iterator[tuple[str, str]]:
+    """How each op was served that has a plan here; where calls differ, the worst of them."""
+    found: dict[str, str] = {}
+    for key, plan in plans.items():
+        kind = served_by(key[0], plan is not None)
+        found[str(key[0])] = max(kind, found.get(str(key[0]), KINDS[0]), key=KINDS.index)
+    yield from found.items()
+
+
+def _rule(name: str, calls: Sequence[Recorded]) -> str:
+    """The rule of the op that an entry is named after, for one of its calls; empty if there is no such op."""
+    names = {name.partition(":")[0].rpartition(".")[2].strip("_"), database()[name].aten_name.strip("_")}
+    for call in calls:
+        found = rule_for(call.func)
+        if found is not None and call.func._schema.name.removeprefix("aten::").strip("_") in names:
+            args, kwargs = pytree.tree_map_only(Tensor, _meta, (call.args, call.kwargs))
+            rule = found.rule(Call.make(call.func, args, kwargs, found))
+            return "" if rule is None else f"`{rule}`"
+    return ""
+
+
+def _meta(tensor: Tensor) -> TensorMeta:
+    return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _made_of(served: dict[str, str]) -> str:
+    """The ops that a function calls, those that are served worst first."""
+    ops = sorted(served, key=lambda op: -KINDS.index(served[op]))
+    packets = dict.fromkeys(op.split(".")[1] for op in ops)
+    names = [name for name in packets if name not in ("clone", "detach", "alias")]
+    return ", ".join(names[:MADE_OF]) + (", ..." if len(names) > MADE_OF else "")
+
+
+def _local(sample: Sample, side: Side, mesh: DeviceMesh) -> Iterator[str]:
+    """The placements of a sample on a line of ranks that run without communication, forward."""
+    options: list[list[Placement]] = []
+    for tensor in sample.tensors:
+        summed = [Partial("sum")] if tensor.is_floating_point() or tensor.is_complex() else []
+        options.append([Replicate(), *(Shard(dim) for dim in range(tensor.dim())), *summed])
+    combinations = itertools.islice(itertools.product(*options), 1, LOCAL_TRIED + 1)  # after all Replicate
+    for chosen in combinations:
+        made = {id(t): side.make(t.detach(), mesh, [p], 0) for t, p in zip(sample.tensors, chosen, strict=True)}
+        try:
+            with explicit(), torch.no_grad():
+                called(sample, made)
+        except (CommunicationError, RuntimeError, TypeError, ValueError, NotImplementedError):
+            continue
+        yield " ".join(map(_letter, chosen))

@@ -1,0 +1,78 @@
+"""Entries on four gloo processes, forked for some entries and ended after them.
+
+Ranks that do not agree whether a trial failed are out of step from then on: they end there, and fresh ones take the
+entries that are left. So do they where a rank crashes or hangs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from ..children import in_children
+from .entry import Effort, Outcome, cover
+from .samples import Sweep
+from .sides import Processes
+
+RANKS = 4
+PATIENCE = timedelta(seconds=8)  # for one collective
+MOST = 40.0  # seconds for an entry, on average
+TOGETHER = 16  # entries that one set of processes is given
+
+SideOfRank = Callable[["Ranks"], Processes]
+
+
+class Ranks:
+    """What the ranks tell each other beside the tensors: how a trial went; and what they tell the one who asked."""
+
+    def __init__(self, rank: int, port: int) -> None:
+        self.rank, self.told, self.in_step = rank, 0, True
+        self.store = TCPStore("localhost", port, timeout=2 * PATIENCE)
+
+    def agree(self, failed: bool) -> bool:
+        """Whether all ranks say that a trial failed, or all that it did not."""
+        self.told += 1
+        self.store.set(f"{self.told}/{self.rank}", str(failed))
+        said = {self.store.get(f"{self.told}/{rank}") for rank in range(RANKS)}
+        self.in_step = len(said) == 1
+        return self.in_step
+
+
+def cover_on_processes(
+    names: Sequence[str], effort: Effort, side: SideOfRank, seed: int, sweep: Sweep
+) -> list[Outcome]:
+    """The outcomes of entries on four processes: for each the worst of the ranks'."""
+    done: list[Outcome] = []
+    while len(done) < len(names):
+        left = names[len(done) :]
+        server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        ranks = {rank: partial(_rank, rank, server.port, left, effort, side, seed, sweep) for rank in range(RANKS)}
+        lost = dict(in_children(ranks, RANKS, MOST * len(left)))
+        for name in left:
+            keys = [f"{name}/{rank}" for rank in range(RANKS)]
+            if not server.check(keys):
+                reasons = ", ".join(sorted({str(reason) for reason in lost.values()}))
+                done.append(Outcome(name, "error", failures=[f"error: the ranks ended: {reasons}"]))
+                break
+            found = [Outcome(**json.loads(server.get(key))) for key in keys]
+            done.append(min(found, key=lambda outcome: ("wrong", "error", "ok", "none").index(outcome.status)))
+    return done
+
+
+def _rank(
+    rank: int, port: int, names: Sequence[str], effort: Effort, side: SideOfRank, seed: int, sweep: Sweep
+) -> None:
+    ranks = Ranks(rank, port)
+    dist.init_process_group("gloo", store=ranks.store, rank=rank, world_size=RANKS, timeout=PATIENCE)
+    mine = side(ranks)
+    for name in names:
+        outcome = cover(name, effort, mine, seed, sweep)
+        ranks.store.set(f"{name}/{rank}", json.dumps(asdict(outcome)))
+        if not ranks.in_step:
+            return

@@ -1,0 +1,203 @@
+"""One sample with one choice of placements, against the plain call: results, gradients, and arguments written to.
+
+>>> trial = Trial(sample, seed=0)
+>>> trial.compare(Simulated(), mesh, placements)     # raises Wrong, or the error of the call
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from ...placement import Placement, Replicate, Shard
+from ..calls import HALF, INDEFINITE, Recorder
+from .samples import Sample
+from .sides import Side
+
+NOISE = 16  # how many times the rounding error of the plain call is allowed to the distributed one
+
+
+class Wrong(AssertionError):
+    """The distributed answer is not the one-device answer."""
+
+
+class Answer(NamedTuple):
+    """What a call gives: its results, the gradients of its arguments, the arguments as it leaves them."""
+
+    results: list[Any]
+    gradients: list[Tensor | None]
+    arguments: list[Tensor]
+
+
+Make = Callable[[Tensor, int], Tensor]
+"""Makes the tensor that the call is given, of a plain one and its number."""
+
+
+class Trial:
+    """A sample, and its plain answer."""
+
+    def __init__(self, sample: Sample, seed: int) -> None:
+        self.sample, self.seed = sample, seed
+        with Recorder() as recorder:
+            self.plain = self.again()
+        self.random, self.calls = recorder.draws, list(recorder.calls.values())
+        names = {call.func._schema.name for call in self.calls}
+        self.indefinite = any(part in sample.name for part in INDEFINITE) or "aten::empty" in names
+        self._wide: Answer | None = None
+
+    def again(self) -> Answer:
+        """The plain answer once more, with other random numbers."""
+        return self.answer(lambda tensor, number: tensor.detach().clone(), lambda value, i: value)
+
+    def answer(self, make: Make, cotangent: Make) -> Answer:
+        """The answer of the call on tensors that `make` makes of the sample's, with cotangents made likewise."""
+        sample = self.sample
+        made = {id(t): make(t, i) for i, t in enumerate(sample.tensors)}
+        for original in sample.tensors:
+            made[id(original)].requires_grad_(original.requires_grad)
+        # Writing to a leaf that requires grad is refused, so functions see a value made from it.
+        seen = {key: t.clone() for key, t in made.items()}
+        out = {"out": self._outs(sample, cotangent)} if sample.variant == "out" else {}
+        results = called(sample, seen, out)
+        wanted = [made[id(t)] for t in sample.tensors if t.requires_grad]
+        outputs = [r for r in results if isinstance(r, Tensor) and r.requires_grad]
+        found: Sequence[Tensor | None] = []
+        if wanted and outputs:
+            weights = [cotangent(_weight(output, self.seed + i), i) for i, output in enumerate(outputs)]
+            found = torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
+        return Answer(results, list(found), list(seen.values()))
+
+    def _outs(self, sample: Sample, make: Make) -> Any:
+        """Tensors for the results, full of other numbers."""
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (sample.args, sample.kwargs))
+        results = sample.fn(*args, **kwargs)
+        outs = [make(torch.full_like(t, t.dtype is torch.bool or 7), i) for i, t in enumerate(leaves(results))]
+        return outs[0] if isinstance(results, Tensor) else outs if type(results) is list else tuple(outs)
+
+    def compare(self, side: Side, mesh: DeviceMesh, placements: Sequence[Sequence[Placement]]) -> Answer:
+        """The answer on distributed tensors; raises if the call fails, or gives another answer than the plain one."""
+        chooser = random.Random(f"{self.seed} {placements}")
+
+        def make(value: Tensor, number: int) -> Tensor:
+            if self.sample.variant == "strided":
+                return _strided(value.detach(), mesh, placements[number], number, side)
+            return side.make(value.detach(), mesh, placements[number], number)
+
+        def cotangent(value: Tensor, number: int) -> Tensor:
+            options = [Replicate(), *(Shard(dim) for dim in range(value.dim()))]
+            return side.make(value, mesh, [chooser.choice(options) for _ in mesh.shape], number)
+
+        found = self.answer(make, cotangent)
+        for kind in ("results", "gradients", "arguments"):
+            wanted, have = getattr(self.plain, kind), getattr(found, kind)
+            if len(wanted) != len(have):
+                raise Wrong(f"{len(have)} {kind} instead of {len(wanted)}")
+            for index, (want, value) in enumerate(zip(wanted, have, strict=True)):
+                self._same(side, kind, index, want, value)
+        return found
+
+    def _same(self, side: Side, kind: str, index: int, wanted: Any, found: Any) -> None:
+        what = f"{kind[:-1]} {index}"
+        if not isinstance(wanted, Tensor):
+            if self.random or wanted == found or wanted != wanted:
+                return
+            if not isinstance(wanted, (float, complex)) or abs(wanted - found) > 1e-4 * abs(wanted) + 1e-5:
+                raise Wrong(f"{what}: {found!r} instead of {wanted!r}")
+            return
+        if found is None:
+            if wanted.count_nonzero():
+                raise Wrong(f"{what}: nothing")
+            return
+        wanted = wanted.detach()
+        # Of what is left undefined nobody promises that replicas hold the same, either.
+        value = torch.empty(found.shape, dtype=found.dtype) if self.indefinite else side.whole(found).detach()
+        if value.shape != wanted.shape or value.dtype != wanted.dtype:
+            raise Wrong(f"{what}: {value.dtype}{list(value.shape)} instead of {wanted.dtype}{list(wanted.shape)}")
+        if self.random or self.indefinite or _close(value, wanted, *tolerances(wanted.dtype)):
+            return
+        noise = self._noise(kind, index, wanted)
+        rtol, atol = tolerances(wanted.dtype)
+        if noise and _close(value, wanted, rtol, atol + NOISE * noise):
+            return
+        raise Wrong(f"{what}: {_difference(value, wanted)}")
+
+    def _noise(self, kind: str, index: int, wanted: Tensor) -> float:
+        """How far the plain answer is from that in twice the precision."""
+        if not wanted.dtype.is_floating_point and not wanted.dtype.is_complex:
+            return 0.0
+        if self._wide is None:
+            try:
+                self._wide = Trial(self.sample._replace(**_widened(self.sample)), self.seed).plain
+            except Exception:
+                return 0.0
+        exact = getattr(self._wide, kind)[index]
+        difference = (wanted.to(exact.dtype) - exact).detach().abs()
+        difference = difference[difference.isfinite()]
+        return float(difference.max()) if difference.numel() else 0.0
+
+
+def called(sample: Sample, given: dict[int, Tensor], more: dict[str, Any] | None = None) -> list[Any]:
+    """What is defined of the results of a call on these tensors, by the identity of those they stand for."""
+    args, kwargs = pytree.tree_map_only(Tensor, lambda t: given[id(t)], (sample.args, sample.kwargs))
+    return leaves(sample.definite(sample.fn(*args, **kwargs, **(more or {}))))
+
+
+def _widened(sample: Sample) -> dict[str, Any]:
+    def wide(tensor: Tensor) -> Tensor:
+        floating = torch.float64 if tensor.is_floating_point() else tensor.dtype
+        kind = torch.complex128 if tensor.is_complex() else floating
+        return tensor.detach().to(kind).requires_grad_(tensor.requires_grad)
+
+    args, kwargs = pytree.tree_map_only(Tensor, wide, (sample.args, sample.kwargs))
+    return {"args": args, "kwargs": kwargs}
+
+
+def _weight(output: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    steps = 2.0**8  # few digits, so that no dtype rounds them
+    kind = torch.complex128 if output.dtype.is_complex else torch.float64
+    weight = torch.randn(tuple(output.shape), generator=generator, dtype=torch.float64)
+    return ((weight * steps).round() / steps).to(kind).to(output.dtype)
+
+
+def _strided(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], number: int, side: Side) -> Tensor:
+    """The distributed tensor as a view that is not contiguous: transposed, or every other number of a line."""
+    if value.dim() == 0:
+        return side.make(value, mesh, placements, number)
+    if value.dim() == 1:
+        return side.make(torch.stack([value, value], 1), mesh, placements, number)[:, 0]
+    swap = {value.dim() - 1: value.dim() - 2, value.dim() - 2: value.dim() - 1}
+    swapped = [Shard(swap.get(p.dim, p.dim)) if isinstance(p, Shard) else p for p in placements]
+    return side.make(value.mT.contiguous(), mesh, swapped, number).mT
+
+
+def tolerances(dtype: torch.dtype) -> tuple[float, float]:
+    """Relative and absolute, for sums in another order."""
+    if dtype in HALF:
+        return 5e-2, 5e-2
+    return 1e-4, 1e-5
+
+
+def _close(value: Tensor, wanted: Tensor, rtol: float, atol: float) -> bool:
+    if wanted.dtype.itemsize == 1 and wanted.dtype.is_floating_point:
+        value, wanted = value.float(), wanted.float()
+    if not wanted.dtype.is_floating_point and not wanted.dtype.is_complex:
+        return torch.equal(value, wanted)
+    return torch.allclose(value, wanted, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def _difference(value: Tensor, wanted: Tensor) -> str:
+    return f"{value.flatten()[:6].tolist()} instead of {wanted.flatten()[:6].tolist()}"
+
+
+def leaves(value: Any) -> list[Any]:
+    """The values in nested lists and tuples."""
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return [leaf for element in value for leaf in leaves(element)]
+    return [value]
