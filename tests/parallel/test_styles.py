@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwise import (
     DTensor,
@@ -319,6 +320,9 @@ def test_the_same_input_prepared_once_until_it_changes() -> None:
             before = a(x)
             x.add_(1.0)
             assert not torch.equal(first(before), first(b(x)))
+            before = a(x)
+            x.to_local().add_(1.0)  # behind its back
+            assert not torch.equal(first(before), first(b(x)))
         x.requires_grad_()
         assert b(x).requires_grad
 
@@ -352,3 +356,34 @@ def test_everything_else_is_replicated_by_distribute_module() -> None:
             torch.randn(2, 6, 16),
             distributed=True,
         )
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("local", [True, False])
+def test_activation_checkpointing(local, reentrant) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Half(Mlp(hidden=20))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.block, x, use_reentrant=reentrant)
+
+    plan = {f"block.{name}": style for name, style in mlp_plans(local)["sequence"].items()}
+    with line_of(4) as mesh:
+        follows_one_device(
+            Checkpointed,
+            lambda m, mesh: parallelize_module(m, mesh, plan),
+            mesh,
+            torch.randn(2, 8, 16),
+            cut=1,
+            output_cut=1,
+            distributed=not local,
+        )
+
+
+def test_modules_outside_the_plan_stay_plain() -> None:
+    with line_of(4) as mesh:
+        plan = {"inner.up": ColwiseParallel(), "inner.down": RowwiseParallel()}
+        parallelize = lambda m, mesh: parallelize_module(m, mesh, plan)  # noqa: E731
+        follows_one_device(lambda: Half(Mlp()), parallelize, mesh, torch.randn(2, 7, 16))

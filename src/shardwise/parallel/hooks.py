@@ -9,55 +9,20 @@ so that one gather serves all of them, and one reduction in the backward.
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import MeshError
 from ..placement import Placement, Shard
+from ..reuse import Last, state, state_of
 from ..spec import DTensorSpec, contiguous_meta, normalize_placements
 from ..tensor import DTensor
 from .axis import StyleAxis
 from .sizes import KnownSizes, hand_out
 
-
-class _Prepared(NamedTuple):
-    """A tensor as it was given, and as it went in."""
-
-    given: weakref.ref[Tensor]
-    version: int
-    key: Any
-    result: Tensor
-    result_version: int
-
-
-class _Last:
-    """The last tensor prepared. It is let go with the tensor it was made from, or when the next one is prepared."""
-
-    def __init__(self) -> None:
-        self.entry: _Prepared | None = None
-
-    def find(self, given: Tensor, key: Any) -> Tensor | None:
-        entry = self.entry
-        if entry is None or entry.given() is not given or entry.key != key or given.is_inference():
-            return None
-        written = entry.version != given._version or entry.result_version != entry.result._version
-        return None if written else entry.result
-
-    def keep(self, given: Tensor, key: Any, result: Tensor) -> None:
-        if given.is_inference() or result.is_inference() or result is given:
-            self.entry = None  # writes to inference tensors are not counted
-            return
-        self.entry = _Prepared(weakref.ref(given, self._drop), given._version, key, result, result._version)
-
-    def _drop(self, given: Any) -> None:
-        if self.entry is not None and self.entry.given is given:
-            self.entry = None
-
-
-_last = _Last()
+_last = Last()
 
 
 class Entrance:
@@ -84,7 +49,10 @@ class Entrance:
             return value
         if isinstance(value, DTensor) and not self.use_local and self.targets.get(value._spec) is value._spec:
             return value
-        key = (self.key, torch.is_grad_enabled())
+        told = _state(value)
+        if told is None:
+            return self._prepare(value)
+        key = (self.key, torch.is_grad_enabled(), told)
         found = _last.find(value, key)
         if found is None:
             found = self._prepare(value)
@@ -133,8 +101,17 @@ class Exit:
         if not self.use_local:
             return tensor
         if self.hands_out:
-            hand_out(tensor)
+            hand_out(tensor._spec)
         return self.axis.detach(tensor)
+
+
+def _state(value: Tensor) -> Any:
+    """What tells that a tensor was not written since; None where that cannot be told, or it is to be let go."""
+    if isinstance(value, nn.Parameter):
+        return None
+    if not isinstance(value, DTensor):
+        return state(value)
+    return state(value._local_tensor) if value._base is None else state_of(value, value._base)
 
 
 def moved(tensor: DTensor, axis: StyleAxis, placement: Placement, targets: dict[DTensorSpec, DTensorSpec]) -> DTensor:

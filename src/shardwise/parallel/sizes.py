@@ -19,6 +19,7 @@ from ..errors import ShapeError
 from ..layout import from_placements
 from ..mesh import MeshView
 from ..placement import Shard
+from ..spec import DTensorSpec
 from ..tensor import DTensor
 
 _RECENT = 10_000
@@ -50,12 +51,19 @@ class _HandedOut:
 _handed_out = _HandedOut()
 
 
-def hand_out(tensor: DTensor) -> None:
+def hand_out(spec: DTensorSpec) -> None:
     """Remember what is about to leave as local parts of a mesh of one axis."""
-    (placement,) = tensor._spec.placements
-    view = tensor._spec.view
-    if type(placement) is Shard and not view.simulated:
-        _handed_out.add((view, tensor.dim(), placement.dim), tensor.shape[placement.dim])
+    found = _handed(spec)
+    if found is not None:
+        _handed_out.add(*found)
+
+
+@lru_cache(maxsize=4096)
+def _handed(spec: DTensorSpec) -> tuple[_Key, int] | None:
+    (placement,) = spec.placements
+    if type(placement) is not Shard or spec.view.simulated:
+        return None
+    return (spec.view, spec.ndim, placement.dim), spec.shape[placement.dim]
 
 
 class KnownSizes:
