@@ -131,7 +131,9 @@ def compare(alone: list[float], shared: list[float]) -> str:
     shown = sorted({*range(0, len(alone), max(len(alone) // 8, 1)), len(alone) - 1})
     rows = [(step + 1, alone[step], shared[step], abs(alone[step] - shared[step])) for step in shown]
     lines = [f"{step:6} {one:14.6f} {other:10.6f} {apart:11.1e}" for step, one, other, apart in rows]
-    return "\n".join(["  step     one device    sharded  difference", *lines])
+    largest = max(abs(one - other) for one, other in zip(alone, shared, strict=True))
+    last = f"the largest difference in {len(alone)} steps is {largest:.1e}"
+    return "\n".join(["  step     one device    sharded  difference", *lines, last])
 
 
 def main() -> None:
@@ -151,7 +153,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, ranks: int) -> None:
-    tp = options.tp or (4 if ranks >= 8 else min(ranks, 2))
+    tp = options.tp or next(n for n in (4, 2, 1) if ranks % n == 0 and n * n <= 2 * ranks)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device, (ranks // tp, tp), mesh_dim_names=("dp", "tp"))
     say = print if is_first_rank() else lambda *_: None
@@ -171,7 +173,7 @@ def run(options: argparse.Namespace, ranks: int) -> None:
     start = time.perf_counter()
     alone = train(whole, data, bar="one device")
     shared = train(model, data, place, bar="sharded   ")
-    say(f"\n{compare(alone, shared)}\n\n{time.perf_counter() - start:.1f} s\n")
+    say(f"\n{compare(alone, shared)}; both took {time.perf_counter() - start:.1f} s\n")
 
     tokens, targets = (place(x) for x in data[0])
     optimizer = torch.optim.AdamW(model.parameters())
