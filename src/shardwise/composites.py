@@ -5,7 +5,7 @@ all ranks, unlike one that the user brings: for that the dispatcher asks.
 
 - Functions in C++ are taken apart by autograd before a tensor class sees them. So a kernel stands above autograd, at
   the key that tensor classes have and plain tensors lack. It lets the function run as it is, with plain tensors taken
-  as replicated; a few are replaced there by others that do the same.
+  as replicated; a few are replaced there by others that do the same, and so are all with `out=`.
 - Functions in Python are known by the frame that calls the op.
 
 >>> torch.combinations(x)                          # the mask inside is taken as replicated
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from types import CodeType
@@ -29,6 +29,7 @@ from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from .errors import InputError
 from .modes import implicit_replication
 
 COMPOSITES = (
@@ -158,8 +159,10 @@ def let_pass(kind: type[Tensor]) -> None:
         packet = getattr(torch.ops.aten, name)
         for overload in packet.overloads():
             func = getattr(packet, overload)
-            if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            if _is_composite(func) and not any(argument.is_out for argument in func._schema.arguments):
                 _register(func, kind, _as_it_is(func))
+    for func in _with_out():
+        _register(func, kind, _into(func))
     for name in RECURRENT:
         for overload in ("input", "data"):
             func = getattr(getattr(torch.ops.aten, name), overload)
@@ -170,6 +173,45 @@ def let_pass(kind: type[Tensor]) -> None:
         found = _overload(name)
         if found is not None:
             _register(found, kind, other)
+
+
+# ---- with results given ---------------------------------------------------------------------------------------------
+
+
+def _with_out() -> Iterator[OpOverload]:
+    """The functions made of other ops that write into results that are given.
+
+    They write to plain tensors of their own as well, or to what they take for a view of a result.
+    """
+    for schema in torch._C._jit_get_all_schemas():
+        if schema.name.startswith("aten::") and any(argument.is_out for argument in schema.arguments):
+            func = _overload(f"{schema.name}.{schema.overload_name}")
+            if func is not None and _is_composite(func):
+                yield func
+
+
+def _into(func: OpOverload) -> Callable[..., Any]:
+    """The function without them, and its results copied."""
+    names = [argument.name for argument in func._schema.arguments if argument.is_out]
+
+    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        outs = [kwargs.pop(name) for name in names]
+        given = pytree.tree_leaves((args, kwargs))
+        if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in given):
+            raise InputError(f"{func} with gradients: they do not flow through out=", "leave it, or use no_grad")
+        results = func.overloadpacket(*args, **kwargs)
+        for out, result in zip(outs, [results] if isinstance(results, Tensor) else results, strict=True):
+            if out.shape != result.shape or not torch.can_cast(result.dtype, out.dtype):
+                told = f"{result.dtype}{list(result.shape)} into {out.dtype}{list(out.shape)}"
+                raise InputError(f"{func} would write {told}", "write into a tensor of the result's shape and dtype")
+            out.copy_(result)
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
+    return run
+
+
+def _is_composite(func: OpOverload) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def _overload(name: str) -> OpOverload | None:

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise import Shard
-from shardwise.errors import MixedTensorError
+from shardwise.errors import InputError, MixedTensorError
 from shardwise.testing import assemble
-from tests.ops.helpers import Case, check_case, on, r, ranks, table
+from tests.ops.helpers import Case, check_case, on, r, ranks, table, whole
 
 CASES: list[Case] = [
     ("combinations", torch.combinations, (r(5),)),
@@ -84,3 +84,32 @@ def test_least_squares_agree_on_all_ranks() -> None:
             found = torch.linalg.lstsq(on(mesh, a, Shard(1)), on(mesh, b))
             assert [tuple(part.shape) for part in found] == [tuple(part.shape) for part in torch.linalg.lstsq(a, b)]
             torch.testing.assert_close(assemble(found.solution), torch.linalg.lstsq(a, b).solution)
+
+
+def test_sparse_tensors_are_refused() -> None:
+    with ranks(2) as mesh, pytest.raises(InputError, match=r"full_tensor\(\)\.to_sparse"):
+        on(mesh, r(4, 4), Shard(0)).to_sparse()
+
+
+@pytest.mark.parametrize("fn", [torch.kron, torch.msort, F.logsigmoid], ids=["kron", "msort", "logsigmoid"])
+def test_results_are_written_into_what_is_given(fn: Callable[..., Any]) -> None:
+    given = (r(4, 3), r(2, 2)) if fn is torch.kron else (r(4, 3),)
+    expected = fn(*given)
+    with ranks(3) as mesh:
+        out = on(mesh, torch.zeros_like(expected), Shard(0))
+        write = torch.ops.aten.log_sigmoid.out if fn is F.logsigmoid else fn
+        assert write(*(on(mesh, value, Shard(1)) for value in given), out=out) is out
+        torch.testing.assert_close(whole(out), expected)
+
+
+def test_batch_norm_with_results_given_updates_its_statistics() -> None:
+    x, ones, zeros = r(5, 2), torch.ones(2), torch.zeros(2)
+    mean, var = zeros.clone(), ones.clone()
+    torch.native_batch_norm(x, ones, zeros, mean, var, True, 0.5, 1e-5)
+    with ranks(2) as mesh:
+        running = on(mesh, zeros), on(mesh, ones)
+        outs = on(mesh, torch.zeros(5, 2), Shard(1)), on(mesh, zeros), on(mesh, zeros)
+        given = on(mesh, x, Shard(0)), on(mesh, ones), on(mesh, zeros), *running
+        torch.native_batch_norm(*given, True, 0.5, 1e-5, out=outs)
+        torch.testing.assert_close(whole(running[0]), mean)
+        torch.testing.assert_close(whole(running[1]), var)

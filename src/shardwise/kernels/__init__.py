@@ -74,4 +74,5 @@ from . import (  # noqa: E402, F401
     scan,
     shapes,
     softmax,
+    sparse,
 )

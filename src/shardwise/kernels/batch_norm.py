@@ -151,6 +151,13 @@ def _whole(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, 
     return tuple(results)
 
 
+def _into(*args: Any, out: Any, save_mean: Any, save_invstd: Any) -> Any:
+    outs = (out, save_mean, save_invstd)
+    for target, result in zip(outs, _whole(*args), strict=True):
+        target.copy_(result)
+    return outs
+
+
 def _with_reserve(results: Sequence[Any]) -> tuple[Any, ...]:
     return (*results, results[0].new_empty(0, dtype=torch.uint8))
 
@@ -184,7 +191,9 @@ def _backward(
 INSTEAD.update(
     {
         "aten::native_batch_norm.default": _whole,
+        "aten::native_batch_norm.out": _into,
         "aten::_native_batch_norm_legit.default": _whole,
+        "aten::_native_batch_norm_legit.out": _into,
         "aten::_batch_norm_with_update.default": _with_update,
         "aten::_batch_norm_no_update.default": _no_update,
         "aten::batch_norm_backward.default": _backward,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -13,6 +15,14 @@ from .trial import Answer
 
 FEWEST = 50  # numbers from which on frequencies are compared
 FAR = 2.5  # by chance one pair of samples in some 100,000 is farther apart than this, times the usual distance
+
+
+@contextmanager
+def other_seeds(number: int) -> Iterator[None]:
+    """Inside, seeds are others: functions of the database set the same one before each call."""
+    seed = torch.manual_seed
+    with mock.patch("torch.manual_seed", lambda value: seed(value + number)):
+        yield
 
 
 def same_distribution(plain: Sequence[Answer], distributed: Sequence[Answer], whole: Callable[[Any], Tensor]) -> bool:

@@ -22,7 +22,7 @@ from ...rules.served import KINDS, served_by
 from ...spec import TensorMeta
 from ...tensor import DTensor
 from ..calls import Recorded
-from .distribution import same_distribution
+from .distribution import other_seeds, same_distribution
 from .samples import MESHES, PLAIN, Placed, Sample, Sweep, choices, database, samples
 from .sides import Side, Simulated
 from .trial import Answer, Trial, called
@@ -118,9 +118,11 @@ def _cover_sample(
             where = f"{_described(sample)} with {' '.join(map(short, placements))} on {size}"
             before = outcome.status, len(outcome.failures)
             try:
-                found = trial.compare(side, mesh, placements)
+                with other_seeds(2 * outcome.cases):
+                    found = trial.compare(side, mesh, placements)
                 if trial.random and isinstance(side, Simulated):
-                    drawn.append((trial.again(), found))
+                    with other_seeds(2 * outcome.cases + 1):
+                        drawn.append((trial.again(), found))
             except AssertionError as error:
                 outcome.add("wrong", f"{_text(error)} | {where}")
             except Exception as error:

@@ -72,7 +72,7 @@ def document(outcomes: Sequence[Outcome], reference: Mapping[str, str], samples:
     text += "\n| served by | entries | |\n|---|---|---|\n"
     for kind in KINDS:
         text += f"| {kind} | {kinds[kind]} | {100 * kinds[kind] / max(1, len(placed)):.1f} % |\n"
-    text += "\nNothing to place: functions that take no tensor, and those that run on other devices alone.\n"
+    text += "\nNothing to place: functions that take no tensor, or sparse ones, or that run on other devices alone.\n"
     text += _LEGEND + "| op | served | rule | without communication | status | PyTorch |\n|---|---|---|---|---|---|\n"
     for outcome in sorted(placed, key=lambda outcome: outcome.name.lower()):
         text += _row(outcome, reference.get(outcome.name, ""))
