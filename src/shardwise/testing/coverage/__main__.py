@@ -30,7 +30,7 @@ from .samples import Sweep, database
 from .sides import Processes, Simulated
 from .table import DOCUMENT, document, read_reference, summary, write_reference
 
-FULL = Effort(most=6, local=True)
+FULL = Effort(most=4, local=True)
 REFERENCE = Effort(placements=2)  # four processes that plan every call take long
 FEWER = Effort(samples=2, placements=2, most=2)
 QUICK_ENTRIES = 60

@@ -29,7 +29,7 @@ from .trial import Answer, Trial, called
 
 KEPT = 3  # failures of an entry that are told
 MADE_OF = 4  # ops of a function that are named
-LOCAL_TRIED = 60  # placements of which is asked whether they need communication
+LOCAL_TRIED = 40  # placements of which is asked whether they need communication
 
 
 class Effort(NamedTuple):
