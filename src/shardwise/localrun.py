@@ -79,7 +79,7 @@ def skipping_empty(
         if not any(tensor.numel() == 0 for tensor in tensors):
             return func(*args, **kwargs)
         made = [
-            tensors[0].new_full(layout.local_shape(at), fill, dtype=dtype)
+            tensors[0].new_full(layout.local_shape(at), fill, dtype=dtype, device=kwargs.get("device"))
             for layout, fill, dtype in zip(layouts, fills, dtypes, strict=True)
         ]
         for name, result in zip(outs, made, strict=False):

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..rules import register
 from ..rules.attention import KERNELS, backward, forward
 from . import LOCAL, ONLY_EMPTY
+from .attention_dropout import without_dropout
 from .requests import LocalCall
 
 
@@ -35,8 +36,8 @@ def _nothing(call: LocalCall, like: Tensor) -> Any:
 
 
 for _name, _outputs, _logsumexp, _padded in KERNELS:
-    register(_name, forward(_outputs, _padded))
-    register(f"{_name}_backward", backward(_logsumexp, _padded))
+    register(_name, without_dropout(forward(_outputs, _padded)))
+    register(f"{_name}_backward", without_dropout(backward(_logsumexp, _padded)))
     LOCAL[_name] = LOCAL[f"{_name}_backward"] = local
 # The others are told lengths, or tell them.
 ONLY_EMPTY |= {KERNELS[0][0], f"{KERNELS[0][0]}_backward"}

@@ -18,7 +18,11 @@ _ALL = (1 << 64) - 1
 
 
 class Key(NamedTuple):
-    """128 bits that are drawn once a call: ints, or tensors of no dims where a program is traced."""
+    """128 bits that are drawn once a call: ints, or tensors of no dims where a program is traced.
+
+    They are random themselves: the second half passes one round only, so that keys which differ there by little would
+    give numbers that are alike.
+    """
 
     first: int | Tensor
     second: int | Tensor

@@ -55,7 +55,7 @@ def is_exact() -> bool:
 
 
 class Draw:
-    """The numbers of one call on a tensor of this global shape, stride and dtype; the generator moves on at first use."""
+    """The numbers of one call on a tensor of this global shape, stride and dtype; the first use moves the generator."""
 
     __slots__ = ("_device", "_generator", "_key", "_made", "_meta", "_whole")
 

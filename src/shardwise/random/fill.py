@@ -36,6 +36,11 @@ def fill(out: Tensor, box: Box, key: Key, name: str, arguments: tuple[Any, ...])
         arguments = _range(out.dtype, *arguments)
     elif name == "native_dropout":
         name, arguments = "bernoulli_", (1.0 - arguments[0],)
+    elif name in _DERIVED:
+        base, parameters, finish = _DERIVED[name](*arguments)
+        work = out if out.dtype == _float(out.dtype) else torch.empty_like(out, dtype=torch.float32)
+        finished = finish(fill(work, box, key, base, parameters))
+        return out if work is out else out.copy_(finished)
     if triton_fill.fill(out, box, key, name, arguments):
         return out
     pairs = _pairs(out.dtype, name, arguments)
@@ -157,31 +162,8 @@ def _scaled(numbers: Tensor, by: float, plus: float) -> Tensor:
     return numbers if (by, plus) == (1, 0) else numbers.mul_(by).add_(plus)
 
 
-def _log_normal(dtype: torch.dtype, mean: float, std: float) -> Maker:
-    return lambda piece, key, out: out.copy_(_scaled(_standard_normal(piece, key, dtype), std, mean).exp_())
-
-
 def _exponential(dtype: torch.dtype, rate: float) -> Maker:
     return lambda piece, key, out: out.copy_(_exponential_of(piece, key, dtype).div_(rate))
-
-
-def _geometric(dtype: torch.dtype, p: float) -> Maker:
-    """How many trials it takes. A probability of 1 takes one."""
-    rate = -math.log1p(-p) if p < 1 else math.inf
-    wide = dtype if dtype.is_floating_point else torch.float32
-
-    def make(piece: Tensor, key: Key, out: Tensor) -> None:
-        out.copy_(_exponential_of(piece, key, wide).div_(rate).ceil_().clamp_(min=1))
-
-    return make
-
-
-def _cauchy(dtype: torch.dtype, median: float, sigma: float) -> Maker:
-    def make(piece: Tensor, key: Key, out: Tensor) -> None:
-        angle = _fractions(piece, key, _float(dtype)).sub_(0.5).mul_(math.pi)
-        out.copy_(angle.tan_().mul_(sigma).add_(median))
-
-    return make
 
 
 def _bernoulli(dtype: torch.dtype, p: float) -> Maker:
@@ -218,10 +200,32 @@ def _integers(dtype: torch.dtype, low: int, high: int) -> Maker:
 _MAKERS: dict[str, Callable[..., Maker]] = {
     "uniform_": _uniform,
     "normal_": _normal,
-    "log_normal_": _log_normal,
     "exponential_": _exponential,
-    "geometric_": _geometric,
-    "cauchy_": _cauchy,
     "bernoulli_": _bernoulli,
     "random_": _integers,
+}
+
+
+# ---- made of others -------------------------------------------------------------------------------------------------
+
+
+def _log_normal(mean: float, std: float) -> Derived:
+    return "normal_", (mean, std), Tensor.exp_
+
+
+def _geometric(p: float) -> Derived:
+    """How many trials it takes. A probability of 1 takes one."""
+    rate = -math.log1p(-p) if p < 1 else math.inf
+    return "exponential_", (rate,), lambda drawn: drawn.ceil_().clamp_(min=1)
+
+
+def _cauchy(median: float, sigma: float) -> Derived:
+    return "uniform_", (-0.5, 0.5), lambda drawn: drawn.mul_(math.pi).tan_().mul_(sigma).add_(median)
+
+
+Derived = tuple[str, tuple[float, ...], Callable[[Tensor], Tensor]]
+_DERIVED: dict[str, Callable[..., Derived]] = {
+    "log_normal_": _log_normal,
+    "geometric_": _geometric,
+    "cauchy_": _cauchy,
 }

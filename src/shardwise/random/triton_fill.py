@@ -22,8 +22,8 @@ except ImportError:  # a PyTorch for CPUs comes without Triton
     kernels = None
 
 _FRACTION = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-_BLOCK = 1024
 _MAX_DIMS = 4
+_BLOCKS = (1024, 512, 256, 128)
 
 
 def available(*tensors: Tensor) -> bool:
@@ -38,22 +38,23 @@ def fill(out: Tensor, box: Box, key: Key, name: str, arguments: tuple[Any, ...])
     kind = _kind(out.dtype, name, arguments)
     if kind is None:
         return False
-    # A number that a rank does not hold leaves half a pair: then each element makes its own.
     halved = box.halved()
-    return _launch(kernels.fill, halved or box, halved is not None, key, (out,), kind)
+    if halved is not None:
+        return _launch(kernels.fill, halved, key, (out,), {**kind, "HALVES": kernels.NONE})
+    row = box.sizes[-1]
+    if box.strides[-1] == 1 and _block(row // 2 + 1):
+        return _launch(kernels.fill, box, key, (out,), {**kind, "HALVES": kernels.ENDS}, row // 2 + 1)
+    return _launch(kernels.fill, box, key, (out,), {**kind, "HALVES": kernels.EACH})
 
 
 def dropout(x: Tensor, box: Box, key: Key, p: float) -> tuple[Tensor, Tensor] | None:
     """`native_dropout` of these elements, in one pass; None if there is no kernel for this."""
-    if not available(x) or not isinstance(key.first, int) or not x.dtype.is_floating_point or x.dtype.itemsize > 4:
+    if not available(x) or not isinstance(key.first, int) or x.dtype not in _FRACTION:
         return None
     out, mask = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
-    halved = box.halved()
-    limit = math.floor((1.0 - p) * 2.0**32) - 2**31
-    scalars = {"limit": limit, "scale": 1.0 / (1.0 - p)}
-    if not _launch(kernels.dropout, halved or box, halved is not None, key, (x, out, mask.view(torch.uint8)), scalars):
-        return None
-    return out, mask
+    scalars = {"limit": _limit(1.0 - p), "scale": 1.0 / (1.0 - p)}
+    done = _launch(kernels.dropout, box, key, (x, out, mask.view(torch.uint8)), scalars)
+    return (out, mask) if done else None
 
 
 def _kind(dtype: torch.dtype, name: str, arguments: tuple[Any, ...]) -> dict[str, Any] | None:
@@ -64,36 +65,56 @@ def _kind(dtype: torch.dtype, name: str, arguments: tuple[Any, ...]) -> dict[str
     if name == "normal_" and dtype in _FRACTION:
         mean, std = arguments
         return {"scale": float(std), "plus": float(mean), "KIND": kernels.NORMAL, "BITS": 24}
+    if name == "exponential_" and dtype in _FRACTION:
+        return {"scale": float(arguments[0]), "plus": 0.0, "KIND": kernels.EXPONENTIAL, "BITS": 24}
     if name == "bernoulli_" and 0 <= arguments[0] < 1 and dtype != torch.bool:
-        limit = math.floor(arguments[0] * 2.0**32) - 2**31
-        return {"scale": limit, "plus": 0, "KIND": kernels.BERNOULLI, "BITS": 24}
+        return {"scale": _limit(arguments[0]), "plus": 0, "KIND": kernels.BERNOULLI, "BITS": 24}
     if name == "random_" and arguments[1] - arguments[0] <= 1 << 20 and dtype != torch.bool:
         return {"scale": arguments[1] - arguments[0], "plus": arguments[0], "KIND": kernels.INTEGERS, "BITS": 24}
     return None
 
 
+def _limit(p: float) -> int:
+    """The signed word below which a share p < 1 of all words lies."""
+    return math.floor(p * 2.0**32) - 2**31
+
+
+def _block(row: int) -> int:
+    """The block that leaves little over of a row; 0 for a short one, which is better taken together with others."""
+    return next((block for block in _BLOCKS if -row % block <= row // 8), 0)
+
+
 def _launch(
-    kernel: Any, box: Box, paired: bool, key: Key, tensors: tuple[Tensor, ...], options: dict[str, Any]
+    kernel: Any, box: Box, key: Key, tensors: tuple[Tensor, ...], options: dict[str, Any], row: int | None = None
 ) -> bool:
+    """Run a kernel on a box, its last dim in blocks of which a row takes as many as `row` needs."""
     dims, count = len(box.sizes), box.numel
-    if dims > _MAX_DIMS or count >= 2**31 - _BLOCK:
+    if dims > _MAX_DIMS or count >= 2**31 - _BLOCKS[0]:
         return False
-    if count:
-        sizes = (*(1,) * (_MAX_DIMS - dims), *box.sizes)[1:]
-        strides = (*(0,) * (_MAX_DIMS - dims), *box.strides)
-        places = dict(zip(("n1", "n2", "n3", "s0", "s1", "s2", "s3"), (*sizes, *strides), strict=True))
-        with torch.cuda.device_of(tensors[0]):
-            kernel[(-(-count // _BLOCK),)](
-                *tensors,
-                count,
-                key.first,
-                key.second,
-                box.offset,
-                **places,
-                **options,
-                DIMS=dims,
-                PAIRED=paired,
-                BLOCK=_BLOCK,
-                enable_fp_fusion=False,
-            )
+    if not count:
+        return True
+    _, *sizes = (*(1,) * (_MAX_DIMS - dims), *box.sizes)
+    strides = (*(0,) * (_MAX_DIMS - dims), *box.strides)
+    row = sizes[-1] if row is None else row
+    rows = dims == 1 or _block(row) > 0
+    block = _block(row) or _BLOCKS[0]
+    blocks = -(-row // block)
+    programs = count // sizes[-1] * blocks if rows else -(-count // block)
+    with torch.cuda.device_of(tensors[0]):
+        kernel[(programs,)](
+            *tensors,
+            key.first,
+            key.second,
+            count,
+            *sizes,
+            *strides,
+            box.offset,
+            blocks,
+            **options,
+            DIMS=dims,
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=max(1, block // 256),
+            enable_fp_fusion=False,
+        )
     return True

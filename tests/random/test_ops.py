@@ -1,0 +1,101 @@
+"""Dropout, `out=`, Partial tensors, attention by kernels that draw, and drawing nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise import Partial, Replicate, Shard
+from tests.ops.helpers import check_case, no_communication, on, r, ranks, table, whole
+
+x = r(5, 6)
+
+
+def test_dropout_is_the_same_with_and_without_gradients_and_needs_no_communication() -> None:
+    with ranks(4) as mesh:
+        given = on(mesh, x, Shard(0))
+        found = []
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            torch.manual_seed(2)
+            with mode(), no_communication():
+                found.append(whole(F.dropout(given, 0.5)))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert set((found[0] / x).round(decimals=4).unique().tolist()) == {0.0, 2.0}
+
+
+def test_dropout_has_gradients() -> None:
+    with ranks(2) as mesh:
+        given = on(mesh, x, Shard(1), grad=True)
+        result = F.dropout(given, 0.5)
+        result.backward(torch.ones_like(result))
+        assert given.grad is not None
+        torch.testing.assert_close(whole(given.grad) * x, whole(result))
+
+
+def test_drawing_into_out() -> None:
+    with ranks(2) as mesh:
+        drawn = []
+        for placement in (Replicate(), Shard(0), Partial()):
+            target, chance = on(mesh, x, placement), on(mesh, x.sigmoid(), Shard(1))
+            torch.manual_seed(0)
+            torch.bernoulli(chance, out=target)
+            drawn.append(whole(target))
+        assert drawn[0].unique().tolist() == [0.0, 1.0]
+        assert all(torch.equal(value, drawn[0]) for value in drawn[1:])
+
+
+def test_partial_tensors_are_filled_whole() -> None:
+    with ranks(2) as mesh:
+        drawn = []
+        for placement in (Replicate(), Partial()):
+            torch.manual_seed(0)
+            drawn.append(whole(on(mesh, x, placement).uniform_()))
+        torch.testing.assert_close(drawn[1], drawn[0])
+
+
+OFF: list[Any] = [
+    ("no dropout", lambda t: F.dropout(t, 0.5, False), (x,)),
+    ("p = 0", lambda t: F.dropout(t, 0.0), (x,)),
+]
+
+
+@table(OFF)
+def test_what_draws_nothing(fn: Any, args: Any) -> None:
+    check_case(fn, args, limit=4, meshes=((2,),))
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.3, True)[0]
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.3, False)[0]
+
+
+@pytest.mark.parametrize("kernel", [_flash, _efficient])
+def test_attention_kernels_of_gpus(kernel: Any) -> None:
+    """Those that would draw for themselves: replaced by products and a mask, in any placement."""
+    q, k, v = (r(2, 4, 6, 8, seed=seed) for seed in range(3))
+    torch.manual_seed(3)
+    mask = torch.empty(2, 4, 6, 6).bernoulli_(0.7)
+    plain = [t.clone().requires_grad_() for t in (q, k, v)]
+    scores = plain[0] @ plain[1].transpose(-2, -1) / 8**0.5
+    if kernel is _flash:
+        scores = scores.masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
+    expected = (scores.softmax(-1) * mask / 0.7) @ plain[2]
+    expected.square().sum().backward()
+    for sizes, cut in (((1,), [Replicate()]), ((2, 2), [Shard(0), Shard(1)]), ((3,), [Shard(2)])):
+        with ranks(*sizes) as mesh:
+            parts = [on(mesh, t, *cut, grad=True) for t in (q, k, v)]
+            torch.manual_seed(3)
+            result = kernel(*parts)
+            result.square().sum().backward()
+            torch.testing.assert_close(whole(result), expected.detach(), rtol=1e-4, atol=1e-5)
+            for part, given in zip(parts, plain, strict=True):
+                assert part.grad is not None
+                torch.testing.assert_close(whole(part.grad), given.grad, rtol=1e-4, atol=1e-5)
