@@ -28,7 +28,6 @@ class StyleAxis:
         self.mesh = mesh
         self.view = adopt(mesh)
         self.index = _index(self.view, name)
-
         self.size = self.view.sizes[self.index]
 
     @property
@@ -43,6 +42,10 @@ class StyleAxis:
         if self.mesh.mesh_dim_names is None:
             raise MeshError(f"the axes of {self.view!r} have no names", "give mesh_dim_names to init_device_mesh")
         return self.mesh[names]
+
+    @cached_property
+    def _others_view(self) -> MeshView:
+        return view_of(self.others)
 
     def parameter(self, placement: Placement) -> tuple[Placement, ...]:
         """Placements of a parameter: replicated over the other axes."""
@@ -91,7 +94,7 @@ class StyleAxis:
 
     def is_detached(self, tensor: DTensor) -> bool:
         """Whether a tensor is on the mesh of the other axes."""
-        return not self.alone and tensor._spec.view is view_of(self.others)
+        return not self.alone and tensor._spec.view is self._others_view
 
 
 def _index(view: MeshView, name: str | None) -> int:

@@ -22,6 +22,7 @@ from ..tensor import DTensor
 from .axis import StyleAxis
 from .sizes import KnownSizes, hand_out
 
+_MAX_TARGETS = 4096
 _last = Last()
 
 
@@ -124,6 +125,8 @@ def moved(tensor: DTensor, axis: StyleAxis, placement: Placement, targets: dict[
                 f"an input {spec!r} on {spec.view!r} for a module that was parallelized over {axis.view!r}",
                 "parallelize the module over the mesh of its inputs; styles act on its axis 'tp'",
             )
+        if len(targets) >= _MAX_TARGETS:
+            targets.clear()
         target = targets[spec] = _placed(spec, axis.placed(tensor, placement))
     return tensor if target is spec else tensor._to_spec(target)
 
