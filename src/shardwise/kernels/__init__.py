@@ -75,4 +75,5 @@ from . import (  # noqa: E402, F401
     shapes,
     softmax,
     sparse,
+    sparse_gradients,
 )

@@ -21,6 +21,11 @@ def searchsorted(call: Call) -> str:
     return "x.. [k], x.. v, x.. [k] -> x.. v"
 
 
+def _embedding_bag_backward(call: Call) -> str | None:
+    """A sparse gradient is made otherwise."""
+    return None if call.arg("sparse") else "[b] [d], [i..], [o], [t..], [s..], [m..], [w..] -> _ [d] ; linear 0"
+
+
 def _embedding_bag(call: Call) -> None:
     """Run whole: what it keeps for the backward has other sizes on the CPU than its metadata say."""
     return None
@@ -58,7 +63,7 @@ register_table(
         "aten::_embedding_bag_per_sample_weights_backward": "_ d, _ d, _.., _.., _.. -> _.. ; linear 0 | 1",
         "aten::_embedding_bag": _embedding_bag,
         "aten::_embedding_bag_forward_only": _embedding_bag,
-        "aten::_embedding_bag_backward": "[b] [d], [i..], [o], [t..], [s..], [m..], [w..] -> _ [d] ; linear 0",
+        "aten::_embedding_bag_backward": _embedding_bag_backward,
         "aten::_embedding_bag_dense_backward": "[b] [d], [i..], [o..], [s..], [m..], [w..] -> _ [d] ; linear 0",
     }
 )
