@@ -25,7 +25,7 @@ from .random import Draw
 from .spec import DTensorSpec, contiguous_meta, normalize_placements
 from .tensor import DTensor
 
-__all__ = ["distribute_tensor", "empty", "full", "ones", "rand", "randn", "zeros"]
+__all__ = ["distribute_tensor", "empty", "full", "ones", "rand", "randn", "randperm", "zeros"]
 
 
 def distribute_tensor(
@@ -213,6 +213,19 @@ def randn(
     return _drawn("normal_", size, dtype, layout, requires_grad, device_mesh, placements)
 
 
+def randperm(
+    n: int,
+    *,
+    requires_grad: bool = False,
+    dtype: torch.dtype = torch.int64,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    """The numbers 0 to n - 1 in the order that `torch.randperm` gives them; every rank draws them all."""
+    return _drawn("randperm", (n,), dtype, layout, requires_grad, device_mesh, placements, ())
+
+
 def _filled(
     fill: Callable[..., Tensor],
     size: tuple[Any, ...],
@@ -235,10 +248,11 @@ def _drawn(
     requires_grad: bool,
     device_mesh: DeviceMesh | None,
     placements: Placements | None,
+    arguments: tuple[float, ...] = (0.0, 1.0),
 ) -> DTensor:
     spec = _new_spec(size, dtype, layout, device_mesh, placements)
     draw, cut = Draw(spec.view, spec.tensor_meta, _device(spec.view), None), spec.cotangent().layout
-    return _made(spec, lambda at: draw.numbers(cut, at, name, (0.0, 1.0)), requires_grad)
+    return _made(spec, lambda at: draw.numbers(cut, at, name, arguments), requires_grad)
 
 
 def _made(spec: DTensorSpec, make: Callable[[Coordinate], Tensor], requires_grad: bool) -> DTensor:

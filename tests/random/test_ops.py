@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import Partial, Replicate, Shard
+from shardwise.creation import randperm
 from tests.ops.helpers import check_case, no_communication, on, r, ranks, table, whole
 
 x = r(5, 6)
@@ -99,3 +100,13 @@ def test_attention_kernels_of_gpus(kernel: Any) -> None:
             for part, given in zip(parts, plain, strict=True):
                 assert part.grad is not None
                 torch.testing.assert_close(whole(part.grad), given.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_permutations() -> None:
+    torch.manual_seed(4)
+    expected, state = torch.randperm(70_001), torch.get_rng_state()
+    for sizes, cut in (((4,), [Shard(0)]), ((2, 2), [Replicate(), Shard(0)]), ((3,), [Partial("max")])):
+        with ranks(*sizes) as mesh:
+            torch.manual_seed(4)
+            assert torch.equal(whole(randperm(70_001, device_mesh=mesh, placements=cut)), expected)
+            assert torch.equal(torch.get_rng_state(), state)

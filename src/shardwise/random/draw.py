@@ -89,7 +89,7 @@ class Draw:
         dtype = self._meta.dtype if dtype is None else dtype
         if self._device.type == "meta":
             return torch.empty(layout.local_shape(at), dtype=dtype, device="meta")
-        key = self.key
+        key = None if name == "randperm" else self.key  # a permutation is one draw
         if key is None:
             return take(self._drawn_whole(name, arguments, dtype), self._whole, layout, at).to(self._device)
         fits = out is not None and out.is_contiguous() and out.dtype == dtype
@@ -111,6 +111,8 @@ class Draw:
             if name == "native_dropout":
                 ones = torch.ones_like(empty, dtype=self._meta.dtype)
                 self._made = torch.native_dropout(ones, arguments[0], True)[1]
+            elif name == "randperm":
+                self._made = torch.randperm(shape[0], generator=self._generator, out=empty)
             else:
                 self._made = getattr(empty, name)(*arguments, generator=self._generator)
         return self._made
