@@ -23,7 +23,7 @@ except ImportError:  # a PyTorch for CPUs comes without Triton
 
 _FRACTION = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _MAX_DIMS = 4
-_BLOCKS = (1024, 512, 256, 128)
+_BLOCKS = (2048, 1024, 512, 256)
 
 
 def available(*tensors: Tensor) -> bool:
@@ -36,15 +36,7 @@ def fill(out: Tensor, box: Box, key: Key, name: str, arguments: tuple[Any, ...])
     if not available(out) or not isinstance(key.first, int):
         return False
     kind = _kind(out.dtype, name, arguments)
-    if kind is None:
-        return False
-    halved = box.halved()
-    if halved is not None:
-        return _launch(kernels.fill, halved, key, (out,), {**kind, "HALVES": kernels.NONE})
-    row = box.sizes[-1]
-    if box.strides[-1] == 1 and _block(row // 2 + 1):
-        return _launch(kernels.fill, box, key, (out,), {**kind, "HALVES": kernels.ENDS}, row // 2 + 1)
-    return _launch(kernels.fill, box, key, (out,), {**kind, "HALVES": kernels.EACH})
+    return kind is not None and _launch(kernels.fill, box, key, (out,), kind)
 
 
 def dropout(x: Tensor, box: Box, key: Key, p: float) -> tuple[Tensor, Tensor] | None:
@@ -84,37 +76,38 @@ def _block(row: int) -> int:
     return next((block for block in _BLOCKS if -row % block <= row // 8), 0)
 
 
-def _launch(
-    kernel: Any, box: Box, key: Key, tensors: tuple[Tensor, ...], options: dict[str, Any], row: int | None = None
-) -> bool:
-    """Run a kernel on a box, its last dim in blocks of which a row takes as many as `row` needs."""
+def _launch(kernel: Any, box: Box, key: Key, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> bool:
+    """Run a kernel on a box, each row of its last dim in blocks of its own unless rows are short."""
     dims, count = len(box.sizes), box.numel
     if dims > _MAX_DIMS or count >= 2**31 - _BLOCKS[0]:
         return False
     if not count:
         return True
-    _, *sizes = (*(1,) * (_MAX_DIMS - dims), *box.sizes)
+    _, *outer, last = (*(1,) * (_MAX_DIMS - dims), *box.sizes)
     strides = (*(0,) * (_MAX_DIMS - dims), *box.strides)
-    row = sizes[-1] if row is None else row
-    rows = dims == 1 or _block(row) > 0
-    block = _block(row) or _BLOCKS[0]
-    blocks = -(-row // block)
-    programs = count // sizes[-1] * blocks if rows else -(-count // block)
+    align = math.gcd(last, 16)
+    rows = dims == 1 or _block(last) > 0
+    block = _block(last) or _BLOCKS[0]
+    blocks = -(-last // block)
+    programs = count // last * blocks if rows else -(-count // block)
     with torch.cuda.device_of(tensors[0]):
         kernel[(programs,)](
             *tensors,
             key.first,
             key.second,
             count,
-            *sizes,
+            *outer,
+            last // align,
             *strides,
             box.offset,
             blocks,
             **options,
             DIMS=dims,
             ROWS=rows,
+            EVEN=box.halved() is not None,
+            ALIGN=align,
             BLOCK=block,
-            num_warps=max(1, block // 256),
+            num_warps=max(1, block // 512),
             enable_fp_fusion=False,
         )
     return True

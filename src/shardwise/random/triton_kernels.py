@@ -8,7 +8,6 @@ from . import normal as constants
 from .bits import GOLDEN, MIX_1, MIX_2
 
 UNIFORM, NORMAL, BERNOULLI, INTEGERS, EXPONENTIAL = range(5)
-EACH, NONE, ENDS = range(3)
 
 _golden, _mix_1, _mix_2 = tl.constexpr(GOLDEN), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
 _sqrt_half, _log_2 = tl.constexpr(constants.SQRT_HALF_BITS), tl.constexpr(constants.LOG_2)
@@ -18,41 +17,66 @@ _c0, _c1, _c2, _c3, _c4 = (tl.constexpr(c) for c in constants.HALF_TURN_COS)
 _s0, _s1, _s2, _s3, _s4 = (tl.constexpr(c) for c in constants.HALF_TURN_SIN)
 _uniform_kind, _normal_kind = tl.constexpr(UNIFORM), tl.constexpr(NORMAL)
 _bernoulli_kind, _exponential_kind = tl.constexpr(BERNOULLI), tl.constexpr(EXPONENTIAL)
-_each, _ends = tl.constexpr(EACH), tl.constexpr(ENDS)
 _per_turn = tl.constexpr(2.0**-31)
 
 
 @triton.jit
 def _start(row, n1, n2, s0, s1, s2, offset, DIMS: tl.constexpr):
     """The global index at which a row of the last dim starts."""
-    start = row.to(tl.int64) * s2 + offset
-    if DIMS > 2:
+    if DIMS == 1:
+        return row.to(tl.int64) + offset  # there is one row
+    elif DIMS == 2:
+        return row.to(tl.int64) * s2 + offset
+    else:
+        middle = row // n2
         start = (row % n2).to(tl.int64) * s2 + offset
-        row = row // n2
-        start += (row % n1).to(tl.int64) * s1
-        start += (row // n1).to(tl.int64) * s0
-    return start
+        return start + (middle % n1).to(tl.int64) * s1 + (middle // n1).to(tl.int64) * s0
 
 
 @triton.jit
-def _places(
-    count, n1, n2, n3, s0, s1, s2, s3, offset, blocks, DIMS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+def _elements(
+    count,
+    n1,
+    n2,
+    n3,
+    s0,
+    s1,
+    s2,
+    s3,
+    offset,
+    blocks,
+    DIMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    EVEN: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """The local place of each element, its global index, and whether there is one.
+    """Of each element its local place, whether it is there, its counter, and which half of it is its own.
 
-    With ROWS a program works in one row of the last dim: what divides is one number, not one for each element.
+    With ROWS a program works in one row of the last dim: what divides is one number, not one for each element. With
+    EVEN rows start between pairs: which half is whose is then known to the compiler, which makes each pair once.
+    `n3` is given in units of ALIGN, so that the compiler knows how addresses are aligned.
     """
+    length = n3 * ALIGN
     if ROWS:
         row = tl.program_id(0) // blocks
-        column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-        inside = column < n3
-        place = row.to(tl.int64) * n3 + column
+        column = (tl.program_id(0) - row * blocks) * BLOCK + tl.arange(0, BLOCK)
+        place = row * length + column
+        inside = column < length
     else:
         place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = place < count
-        row = place // n3
-        column = place % n3
-    return place, _start(row, n1, n2, s0, s1, s2, offset, DIMS) + column.to(tl.int64) * s3, inside
+        row = place // length
+        column = place - row * length
+    start = _start(row, n1, n2, s0, s1, s2, offset, DIMS)
+    if EVEN:
+        counter = (start >> 1) + (column >> 1).to(tl.int64)
+        odd = (column & 1) == 1
+    else:
+        index = start + column.to(tl.int64) * s3
+        counter = index >> 1
+        odd = (index & 1) == 1
+    return place, inside, counter, odd
 
 
 @triton.jit
@@ -127,46 +151,21 @@ def fill(
     BITS: tl.constexpr,
     DIMS: tl.constexpr,
     ROWS: tl.constexpr,
-    HALVES: tl.constexpr,
+    EVEN: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Numbers of one kind at the indices of a box.
-
-    HALVES: EACH element makes the pair it is in; NONE: a box of whole pairs, counted in pairs; ENDS: rows of pairs,
-    of which the first and the last may stick out.
-    """
-    if _ends == HALVES:
-        row = tl.program_id(0) // blocks
-        pair = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-        start = _start(row, n1, n2, s0, s1, s2, offset, DIMS)
-        counter = (start >> 1) + pair
-    else:
-        place, index, inside = _places(count, n1, n2, n3, s0, s1, s2, s3, offset, blocks, DIMS, ROWS, BLOCK)
-        counter = index >> 1 if _each == HALVES else index
+    """Numbers of one kind at the indices of a box."""
+    place, inside, counter, odd = _elements(
+        count, n1, n2, n3, s0, s1, s2, s3, offset, blocks, DIMS, ROWS, EVEN, ALIGN, BLOCK
+    )
     low, high = _words(counter, first, second)
     if _normal_kind == KIND:
-        even, odd = _normal_pair(low, high)
-        even = even * scale + plus
-        odd = odd * scale + plus
-    elif _each != HALVES:
-        even = _number(low, scale, plus, KIND, BITS)
-        odd = _number(high, scale, plus, KIND, BITS)
-    if _each == HALVES:
-        is_odd = (index & 1) == 1
-        if _normal_kind == KIND:
-            value = tl.where(is_odd, odd, even)
-        else:
-            value = _number(tl.where(is_odd, high, low), scale, plus, KIND, BITS)
-        tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
-    elif _ends == HALVES:
-        column = 2 * pair - (start & 1)
-        where = row.to(tl.int64) * n3 + column
-        tl.store(out + where, even.to(out.dtype.element_ty), mask=(column >= 0) & (column < n3))
-        tl.store(out + where + 1, odd.to(out.dtype.element_ty), mask=column + 1 < n3)
+        x, y = _normal_pair(low, high)
+        value = tl.where(odd, y, x) * scale + plus
     else:
-        both = tl.join(even, odd).to(out.dtype.element_ty)
-        where = 2 * place[:, None] + tl.arange(0, 2)[None, :]
-        tl.store(out + where, both, mask=inside[:, None])
+        value = _number(tl.where(odd, high, low), scale, plus, KIND, BITS)
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["first", "second", "offset", "limit", "scale"])
@@ -190,12 +189,16 @@ def dropout(
     scale,
     DIMS: tl.constexpr,
     ROWS: tl.constexpr,
+    EVEN: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What is left of x, and where. Each element makes its own word: pairs would lie badly for reading x."""
-    place, index, inside = _places(count, n1, n2, n3, s0, s1, s2, s3, offset, blocks, DIMS, ROWS, BLOCK)
-    low, high = _words(index >> 1, first, second)
-    keep = tl.where((index & 1) == 1, high, low) < limit
+    """What is left of x, and where: `bernoulli_` and a product."""
+    place, inside, counter, odd = _elements(
+        count, n1, n2, n3, s0, s1, s2, s3, offset, blocks, DIMS, ROWS, EVEN, ALIGN, BLOCK
+    )
+    low, high = _words(counter, first, second)
+    keep = tl.where(odd, high, low) < limit
     value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     value = value * keep.to(tl.float32) * scale
     tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
