@@ -10,9 +10,10 @@ modules     distribute_module; styles and plans in shardwise.parallel
 extending   register_sharding, local_map
 """
 
-from . import experimental
+from . import experimental, random
+from . import linear as _linear  # noqa: F401  (F.linear on distributed tensors as one op)
 from .comm.cost import CostModel, cost_model, set_cost_model, using_cost_model
-from .creation import distribute_tensor, empty, full, ones, rand, randn, zeros
+from .creation import distribute_tensor, empty, full, ones, rand, randn, randperm, zeros
 from .extend import local_map, register_sharding
 from .gradients import accumulate_gradients
 from .mesh import DeviceMesh, init_device_mesh
@@ -25,6 +26,7 @@ from .world import RankTensor, simulate
 
 __all__ = [
     "experimental",
+    "random",
     "DTensor",
     "distribute_tensor",
     "distribute_module",
@@ -44,6 +46,7 @@ __all__ = [
     "full",
     "rand",
     "randn",
+    "randperm",
     "DeviceMesh",
     "init_device_mesh",
     "simulate",

@@ -1,4 +1,4 @@
-"""The quickest way to call an op from Python: its binding, where that calls this op and no other.
+"""The quickest ways into PyTorch from Python: the binding of an op, where it calls just that; an edge of autograd.
 
 An overload unpacks its arguments by its schema, a binding (`torch.add`, `Tensor.view`) in generated code. That
 saves up to two microseconds a call. Which op a binding calls depends on the types of its arguments, so it is tried.
@@ -18,6 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 _PLACES = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
 _NAMES = {"_to_copy": "to"}
+IN_PYTHON: dict[OpOverload, Callable[..., Any]] = {}
+"""Ops that are written in Python, and can be called without asking for them by name."""
+
 _chosen: dict[Any, Callable[..., Any]] = {}
 
 
@@ -41,6 +44,8 @@ def _kind(value: Any) -> Any:
 
 
 def _choose(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    if func in IN_PYTHON:
+        return IN_PYTHON[func]
     namespace, _, name = func._schema.name.partition("::")
     if namespace == "aten" and not func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
         for place in _PLACES:
@@ -82,3 +87,14 @@ def _same(called: tuple[Any, ...], wanted: tuple[Any, ...]) -> bool:
     one, its_tree = pytree.tree_flatten(called)
     other, tree = pytree.tree_flatten(wanted)
     return its_tree == tree and all(a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(one, other))  # noqa: B905
+
+
+class QuickFunction(torch.autograd.Function):
+    """An autograd function that is applied without preparing for functorch where none of its transforms is active."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """As for any autograd function; arguments by position."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]

@@ -3,9 +3,9 @@
 `torch.combinations(x)` is made of other ops, and builds a mask that x never was part of. Such a tensor is the same on
 all ranks, unlike one that the user brings: for that the dispatcher asks.
 
-- Functions in C++ are taken apart by autograd before a tensor class sees them. So a kernel stands above autograd, at
-  the key that tensor classes have and plain tensors lack. It lets the function run as it is, with plain tensors taken
-  as replicated; a few are replaced there by others that do the same, and so are all with `out=`.
+- Functions in C++ are taken apart by autograd before a tensor class sees them. So a kernel stands above autograd. It
+  lets the function run as it is, with plain tensors taken as replicated; a few are replaced there by others that do
+  the same, and so are all with `out=`.
 - Functions in Python are known by the frame that calls the op.
 
 >>> torch.combinations(x)                          # the mask inside is taken as replicated
@@ -25,10 +25,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from .above_autograd import pass_on, stand_above
 from .errors import InputError
 from .modes import implicit_replication
 
@@ -95,7 +95,7 @@ def _split_at(keys: Any, tensor: Tensor, indices: Tensor, dim: int = 0) -> Any:
     return torch.tensor_split(tensor, indices.tolist(), dim)
 
 
-def _linear_cross_entropy(
+def _losses(
     keys: Any,
     input: Tensor,
     linear_weight: Tensor,
@@ -105,9 +105,28 @@ def _linear_cross_entropy(
     ignore_index: int,
     *_how: Any,
 ) -> Tensor:
-    """The loss in chunks writes into buffers; cut over ranks, the logits are smaller as well."""
+    """The losses in chunks are written into buffers; cut over ranks, the logits are smaller as well."""
     logits = F.linear(input, linear_weight, linear_bias)
     return F.cross_entropy(logits, target, weight, reduction="none", ignore_index=ignore_index)
+
+
+def _loss(
+    keys: Any,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    *_how: Any,
+) -> tuple[Tensor, ...]:
+    """The loss in chunks, which also holds its gradients; here autograd finds them."""
+    logits = F.linear(input, linear_weight, linear_bias)
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    found = F.cross_entropy(logits, target, weight, reduction=reduction, **options)
+    return found, *(input.new_empty(0) for _ in range(3))
 
 
 def _least_squares(keys: Any, a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None) -> Any:
@@ -117,7 +136,7 @@ def _least_squares(keys: Any, a: Tensor, b: Tensor, rcond: float | None = None, 
     """
     func = torch.ops.aten.linalg_lstsq.default
     pivots = a.device.type == "cpu" and driver in (None, "gelsy")
-    found = func.redispatch(keys, a, b, rcond, driver="gelsd" if pivots else driver)
+    found = pass_on(func, keys, a, b, rcond, driver="gelsd" if pivots else driver)
     if not pivots:
         return found
     return found[0], found[1].new_empty(0), found[2], found[3].new_empty(0)
@@ -126,9 +145,10 @@ def _least_squares(keys: Any, a: Tensor, b: Tensor, rcond: float | None = None, 
 REPLACED: dict[str, Callable[..., Any]] = {
     "aten::tensor_split.tensor_indices_or_sections": _split_at,
     "aten::linalg_lstsq": _least_squares,
-    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": _linear_cross_entropy,
+    "torch_nn::_linear_cross_entropy_batch_chunked": _loss,
+    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": _losses,
 }
-"""Functions, by name and overload, and what runs on distributed tensors instead; it is given the keys below, too."""
+"""Functions, by name and overload, and what runs on distributed tensors instead; it is given the keys, too."""
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 """Functions in C++ that PyTorch's fused kernels replace where it has them, for whole tensors."""
@@ -142,15 +162,12 @@ def _step_by_step(func: OpOverload) -> Callable[..., Any]:
         torch._C._set_mkldnn_enabled(False)
         torch._C._set_cudnn_enabled(False)
         try:
-            return func.redispatch(keys, *args, **kwargs)
+            return pass_on(func, keys, *args, **kwargs)
         finally:
             torch._C._set_mkldnn_enabled(mkldnn)
             torch._C._set_cudnn_enabled(cudnn)
 
     return run
-
-
-_libraries = [torch.library.Library(name, "IMPL", DispatchKey.PythonTLSSnapshot.name) for name in ("aten", "torch_nn")]
 
 
 def let_pass(kind: type[Tensor]) -> None:
@@ -223,18 +240,16 @@ def _overload(name: str) -> OpOverload | None:
 def _as_it_is(func: OpOverload) -> Callable[..., Any]:
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
         with implicit_replication():
-            return func.redispatch(keys, *args, **kwargs)
+            return pass_on(func, keys, *args, **kwargs)
 
     return run
 
 
 def _register(func: OpOverload, kind: type[Tensor], run: Callable[..., Any], enough: Callable[..., bool] = all) -> None:
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        below = keys.remove(DispatchKey.PythonTLSSnapshot)
         tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         if tensors and enough(isinstance(tensor, kind) or tensor.dim() == 0 for tensor in tensors):
-            return run(below, *args, **kwargs)
-        return func.redispatch(below, *args, **kwargs)
+            return run(keys, *args, **kwargs)
+        return pass_on(func, keys, *args, **kwargs)
 
-    library = next(library for library in _libraries if library.ns == func.namespace)
-    library.impl(func.name(), kernel, with_keyset=True)
+    stand_above(func, kernel)

@@ -50,7 +50,7 @@ def hot_path(kind: type[Any], calls: dict[Any, Ready], plan_and_run: Callable[..
     def key_of(value: Any) -> Any:
         """An argument as the key sees it. Its type in the schema is fixed, but for numbers: 1 is not True, nor 1.0."""
         its = type(value)
-        if its is int or value is None:
+        if its in _BY_VALUE:
             return value
         if its is list or its is tuple:
             return list_key(value)
@@ -76,7 +76,7 @@ def hot_path(kind: type[Any], calls: dict[Any, Ready], plan_and_run: Callable[..
     ) -> Any:
         key = (id(func), *[v._spec if type(v) is kind else key_of(v) for v in args])
         if kwargs:
-            key = (*key, *[(name, key_of(value)) for name, value in kwargs.items()])
+            key = (*key, *kwargs, *map(key_of, kwargs.values()))
         ready = known(key)
         if ready is None:
             return plan_and_run(func, args, kwargs or {}, key)
@@ -96,6 +96,7 @@ def hot_path(kind: type[Any], calls: dict[Any, Ready], plan_and_run: Callable[..
     return __torch_dispatch__
 
 
+_BY_VALUE = frozenset((int, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format))
 _UNHASHABLE = (torch.SymInt, torch.SymFloat, torch.SymBool, dict)
 
 

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import _foreach_supported_types as _optimized_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clipped_types
 
+from .bindings import QuickFunction
 from .comm.groups import adopt
 from .comm.plan import SpecPlan
 from .comm.redistribute import plan as plan_between
@@ -486,7 +487,7 @@ def _moved(
     return _wrap(moved, target)
 
 
-class _Redistribute(torch.autograd.Function):
+class _Redistribute(QuickFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -509,7 +510,7 @@ class _Redistribute(torch.autograd.Function):
         return moved.to(ctx.source.dtype), None, None, None, None
 
 
-class _FromLocal(torch.autograd.Function):
+class _FromLocal(QuickFunction):
     """`data` is what the local tensor became on the mesh: the same, a copy on its device, or one for each rank."""
 
     @staticmethod
@@ -553,7 +554,7 @@ def _share(spec: DTensorSpec) -> float:
     return 1.0 / math.prod(spec.view.sizes[axis] for axis, op in spec.layout.partial if op == "avg")
 
 
-class _ToLocal(torch.autograd.Function):
+class _ToLocal(QuickFunction):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, grad_spec: DTensorSpec) -> Tensor:
         ctx.grad_spec = grad_spec

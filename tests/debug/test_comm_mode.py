@@ -243,9 +243,9 @@ def test_tables_and_files(tmp_path) -> None:
     assert comm.generate_comm_debug_tracing_table(noise_level=0) == TABLE
     levels = [comm.generate_comm_debug_tracing_table(noise_level=level) for level in range(4)]
     assert [len(text.splitlines()) for text in levels] == sorted({len(text.splitlines()) for text in levels})
-    assert "aten.mm.default(f32[4, 8], f32[8, 16@tp])" in levels[1]
-    assert "aten.t.default" not in levels[2]
-    assert "aten.t.default(f32[16@tp, 8])" in levels[3]
+    assert "shardwise.linear_input_gradient.default(f32[4, 8], f32[8, 16@tp])" in levels[1]
+    assert "aten.detach.default" not in levels[2]
+    assert "aten.detach.default(f32[8, 16@tp])" in levels[3]
     comm.log_comm_debug_tracing_table_to_file(str(tmp_path / "log.txt"), noise_level=1)
     assert (tmp_path / "log.txt").read_text() == levels[1] + "\n"
     comm.generate_json_dump(str(tmp_path / "log.json"), noise_level=1)
@@ -255,7 +255,7 @@ def test_tables_and_files(tmp_path) -> None:
     assert tree["collectives_backward"] == [["c10d_functional.all_reduce", 1]]
     assert tree["bytes_backward"] == 192
     assert mlp["children"][0]["parameters"] == [["weight", "(Shard(dim=0),)"]]
-    assert mlp["children"][0]["operations_forward"][0]["input_sharding"] == ["(Replicate(),)", "(Shard(dim=1),)"]
+    assert mlp["children"][0]["operations_forward"][0]["input_sharding"] == ["(Replicate(),)", "(Shard(dim=0),)"]
 
 
 TABLE = """\
