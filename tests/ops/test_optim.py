@@ -1,4 +1,4 @@
-"""Lists of tensors: foreach and fused ops, optimizers, clipping, and the check of scaled gradients."""
+"""Lists of tensors: foreach and fused ops, and the check of scaled gradients. Optimizers are in tests/training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn, optim
+from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import DTensor, Partial, Placement, Replicate, Shard
@@ -16,71 +16,18 @@ from tests.ops.helpers import check_case, communication, no_communication, on, r
 
 same, rows, columns = Replicate(), Shard(0), Shard(1)
 SHAPES = [(8, 6), (5,), (3,), (6, 4), (1,)]
-PLACEMENTS: dict[str, list[tuple[Placement, ...]]] = {
-    "cut": [(rows, columns), (rows, rows), (rows, same), (columns, rows), (same, rows)],
-    "replicated": [(same, same)] * 5,
-    "mixed": [(rows, same), (same, same), (same, rows), (same, columns), (same, same)],
-}
-OPTIMIZERS: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
-    (optim.AdamW, {"eps": 1e-2}),
-    (optim.Adam, {"eps": 1e-2, "amsgrad": True}),
-    (optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    (optim.Adagrad, {}),
-    (optim.RMSprop, {}),
-    (optim.NAdam, {"eps": 1e-2}),
-    (optim.Adamax, {"eps": 1e-2}),
-]
+CUT: list[tuple[Placement, ...]] = [(rows, columns), (rows, rows), (rows, same), (columns, rows), (same, rows)]
 
 
 def whole_of(value: Any) -> Any:
     return whole(value) if isinstance(value, DTensor) else value
 
 
-def train(make: Any, params: list[Tensor], gradients: list[list[Tensor]], clip: bool = False) -> list[Tensor]:
-    """Three steps; the parameters, and the norms of the gradients where they are clipped."""
-    leaves = [nn.Parameter(p) for p in params]
-    optimizer, norms = make(leaves), []
-    for step in gradients:
-        for leaf, gradient in zip(leaves, step, strict=True):
-            leaf.grad = gradient.clone()
-        if clip:
-            norms.append(nn.utils.clip_grad_norm_(leaves, 1.0))
-        optimizer.step()
-    return [*(leaf.detach() for leaf in leaves), *norms]
-
-
-def compare(make: Any, placements: list[tuple[Placement, ...]], clip: bool = False) -> None:
-    params = [r(*shape, seed=i, dtype=torch.float64) for i, shape in enumerate(SHAPES)]
-    gradients = [[r(*s, seed=10 * n + i, dtype=torch.float64) for i, s in enumerate(SHAPES)] for n in range(3)]
-    wanted = train(make, [p.clone() for p in params], gradients, clip)
-    with ranks(2, 2) as mesh:
-        cut = [on(mesh, p.clone(), *how) for p, how in zip(params, placements, strict=True)]
-        cut_gradients = [[on(mesh, g, *how) for g, how in zip(step, placements, strict=True)] for step in gradients]
-        found = train(make, cut, cut_gradients, clip)
-        for one, many in zip(wanted, found, strict=True):
-            torch.testing.assert_close(whole_of(many), one)
-
-
-@pytest.mark.parametrize("placements", PLACEMENTS.values(), ids=PLACEMENTS)
-@pytest.mark.parametrize("way", ["loop", "foreach", "fused"])
-@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=lambda value: getattr(value, "__name__", ""))
-def test_optimizers_take_the_one_device_steps(kind: Any, options: Any, way: str, placements: Any) -> None:
-    if way == "fused" and kind not in (optim.AdamW, optim.Adam, optim.SGD, optim.Adagrad):
-        pytest.skip("this optimizer has no fused step")
-    how = {"foreach": False} if way == "loop" else {way: True}
-    compare(lambda leaves: kind(leaves, lr=0.1, **how, **options), placements)
-
-
-@pytest.mark.parametrize("placements", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_clipping_by_the_norm_of_all_gradients(placements: Any) -> None:
-    compare(lambda leaves: optim.SGD(leaves, lr=0.1, foreach=True), placements, clip=True)
-
-
 @pytest.mark.parametrize("order", [0.0, 0.5, 1.0, 2.0, 3.0, float("inf"), -float("inf")])
 def test_norms_of_a_list_take_one_collective_for_each_set_of_axes(order: float) -> None:
     tensors = [r(*shape, seed=i) for i, shape in enumerate(SHAPES)]
     with ranks(2, 2) as mesh:
-        cut = [on(mesh, t, *how) for t, how in zip(tensors, PLACEMENTS["cut"], strict=True)]
+        cut = [on(mesh, t, *how) for t, how in zip(tensors, CUT, strict=True)]
         found = torch._foreach_norm(cut, order)
         for one, many in zip(torch._foreach_norm(tensors, order), found, strict=True):
             torch.testing.assert_close(whole(many), one)

@@ -171,26 +171,31 @@ def test_autograd_grad_and_twice(name: str) -> None:
 
 @pytest.mark.parametrize("name", PLACINGS)
 def test_hooks_of_tensors_and_modules(name: str) -> None:
-    def seen_by(module: nn.Sequential, inputs: Any) -> list[torch.Tensor]:
-        seen: list[torch.Tensor] = []
-        module[3].register_forward_pre_hook(lambda m, args: seen.append(args[0]))
-        module[0].register_forward_hook(lambda m, args, out: seen.append(out))
-        module[3].register_full_backward_hook(lambda m, gi, go: seen.extend([*gi, *go]))
-        module[3].register_full_backward_pre_hook(lambda m, go: seen.extend(go))
-        module[0].weight.register_hook(lambda g: seen.append(g) or g * 3)
-        module[0].bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    def seen_by(module: nn.Sequential, inputs: Any) -> dict[str, torch.Tensor]:
+        seen: dict[str, torch.Tensor] = {}
+
+        def note(name: str, *tensors: torch.Tensor) -> None:
+            seen.update({f"{name} {index}": tensor for index, tensor in enumerate(tensors)})
+
+        module[3].register_forward_pre_hook(lambda m, args: note("argument", *args))
+        module[0].register_forward_hook(lambda m, args, out: note("output", out))
+        module[3].register_full_backward_hook(lambda m, gi, go: note("backward", *gi, *go))
+        module[3].register_full_backward_pre_hook(lambda m, go: note("before backward", *go))
+        module[0].weight.register_hook(lambda g: note("gradient", g) or g * 3)
+        module[0].bias.register_post_accumulate_grad_hook(lambda p: note("accumulated", p.grad))
         hidden = module[:3](inputs)
         hidden.retain_grad()
         module[3:](hidden).square().mean().backward()
-        return [*seen, hidden.grad, module[0].weight.grad]
+        note("kept", hidden.grad, module[0].weight.grad)
+        return seen
 
     with ranks(2, 2) as mesh:
         many = placed(network(), mesh, PLACINGS[name])
         found, wanted = seen_by(many, cut_batch(1, mesh)), seen_by(network(), batch(1))
-        assert len(found) == len(wanted)
-        for a, b in zip(found, wanted, strict=True):
-            assert isinstance(a, DTensor)
-            torch.testing.assert_close(whole_of(a), b.detach())
+        assert found.keys() == wanted.keys()
+        for what, value in wanted.items():
+            assert isinstance(found[what], DTensor), what
+            torch.testing.assert_close(whole_of(found[what]), value.detach())
 
 
 def test_the_optimizer_in_the_backward_pass() -> None:
