@@ -23,7 +23,7 @@ from .normal import minus_two_log, normal_pairs
 Maker = Callable[[Tensor, Key, Tensor], Any]
 """Writes into its last argument the numbers of these counters, two for each or one; it may overwrite the counters."""
 
-_IN_CACHE, _AT_ONCE = 1 << 16, 1 << 24  # counters in a piece, on a CPU and on other devices
+_IN_CACHE, _AT_ONCE = 1 << 17, 1 << 24  # counters in a piece, on a CPU and on other devices
 _NARROW_RANGE = 1 << 20  # up to here 32 bits make whole numbers that are even enough
 _FRACTION = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 

@@ -17,7 +17,7 @@ _c0, _c1, _c2, _c3, _c4 = (tl.constexpr(c) for c in constants.HALF_TURN_COS)
 _s0, _s1, _s2, _s3, _s4 = (tl.constexpr(c) for c in constants.HALF_TURN_SIN)
 _uniform_kind, _normal_kind = tl.constexpr(UNIFORM), tl.constexpr(NORMAL)
 _bernoulli_kind, _exponential_kind = tl.constexpr(BERNOULLI), tl.constexpr(EXPONENTIAL)
-_per_turn = tl.constexpr(2.0**-31)
+_per_turn, _unit = tl.constexpr(2.0**-31), tl.constexpr(constants.UNIT)
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def _words(counter, first, second):
 @triton.jit
 def _minus_two_log(word):
     """`normal.minus_two_log`."""
-    u = ((word & _magnitude).to(tl.float32) + 0.5) * _per_turn
+    u = ((word & _magnitude).to(tl.float32) + 0.5) * _unit
     bits = u.to(tl.int32, bitcast=True)
     exponent = (bits - _sqrt_half) >> 23
     mantissa = (bits - (exponent << 23)).to(tl.float32, bitcast=True)
@@ -106,7 +106,8 @@ def _minus_two_log(word):
 @triton.jit
 def _normal_pair(low, high):
     """`normal.normal_pairs`."""
-    radius = tl.sqrt_rn(_minus_two_log(high))
+    radius = _minus_two_log(high)
+    radius = radius * tl.div_rn(1.0, tl.sqrt_rn(radius))
     radius = (radius.to(tl.int32, bitcast=True) ^ (high & _sign)).to(tl.float32, bitcast=True)
     angle = low.to(tl.float32) * _per_turn
     square = angle * angle
