@@ -11,6 +11,9 @@ what it tests:
 ...     torch.equal(assemble(x.redistribute(placements=[Shard(1), Replicate()])), value)
 True
 
+`check` compares a function on distributed tensors with the one-device answer; `discover` finds the rule of an op by
+trying it on cut inputs.
+
 `shardwise.testing.strategies` draws meshes, shapes, dtypes, placements and specs. It needs hypothesis, which is
 imported when it is first used.
 """
@@ -21,9 +24,10 @@ import importlib
 from typing import Any
 
 from .checker import Checked, Mismatch, check
+from .discovery import Discovered, discover
 from .values import assemble, make_dtensor, operands
 
-__all__ = ["assemble", "make_dtensor", "operands", "check", "Checked", "Mismatch"]
+__all__ = ["assemble", "make_dtensor", "operands", "check", "Checked", "Mismatch", "discover", "Discovered"]
 
 
 def __getattr__(name: str) -> Any:

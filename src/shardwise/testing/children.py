@@ -8,6 +8,7 @@ A fork knows the ops that the caller has defined, wherever. Its threads are gone
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import selectors
@@ -78,6 +79,7 @@ def _fork(work: Callable[[], Any]) -> tuple[int, int]:
 def _answer(work: Callable[[], Any], write: int) -> NoReturn:
     """The child's life: it never returns to the caller's code."""
     try:
+        faulthandler.disable()
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in (1, 2):
             os.dup2(nowhere, stream)  # what crashing kernels print is no answer

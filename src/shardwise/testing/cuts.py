@@ -219,7 +219,7 @@ def _size_arguments(setup: Setup, dims: Dims) -> Iterator[tuple[Size, ...]]:
     places: list[Size] = []
     sized = re.findall(r"SymInt\S* (\w+)", str(setup.func._schema))
     for name, value in setup.arguments.items():
-        if name not in sized:
+        if name not in sized or size == 1:
             continue
         if isinstance(value, int) and not isinstance(value, bool) and value == size:
             places.append((name, None))
@@ -247,7 +247,9 @@ def _ways(setup: Setup, dims: Dims, sizes: Sequence[Size], seed: int, gentle: bo
     longer = _longer(setup, dims, sizes, seed)
     if longer.run() is None:
         return ()
-    return _ways_of(longer, dims, sizes, seed, gentle)
+    ways = _ways_of(longer, dims, sizes, seed, gentle)
+    # A dim of size 1 may be no dim at all but a number in brackets: only a result that grows with it shows that it is.
+    return ways if setup.size(*dims[0]) != 1 or any(way == "concat" for way, _ in ways) else ()
 
 
 def _ways_of(setup: Setup, dims: Dims, sizes: Sequence[Size], seed: int, gentle: bool) -> tuple[Way, ...]:

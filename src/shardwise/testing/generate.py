@@ -29,7 +29,7 @@ from ..rules.generated import Line
 from ..rules.schema import operands_of, overload_key, overloads, variant_of
 from .calls import Recorded, call_key, recorded, try_call
 from .children import Lost, in_children
-from .discover import found_lines
+from .discovery import found_lines
 from .probe_samples import PROBED
 from .samples import Sample, names, samples
 
@@ -49,8 +49,8 @@ def has_no_rule(func: OpOverload) -> bool:
     """Whether an op is to be probed: a pure function of tensors that no rule by hand and no decomposition serves."""
     if not operands_of(func) or variant_of(func) != "functional" or NEEDS_DATA & set(func.tags):
         return False
-    if func.namespace == "prims":
-        return False  # what PyTorch's decompositions are made of
+    if func.namespace != "aten":
+        return False
     return served_by(func) in ("generated", "whole") and torch.Tag.nondeterministic_seeded not in func.tags
 
 

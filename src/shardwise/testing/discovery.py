@@ -129,10 +129,11 @@ def _groups(calls: Sequence[Recorded], seed: int, gentle: bool) -> list[Group]:
         kinds.setdefault(repr(kind_of(setup)), []).append(setup)
     groups = []
     for setups in list(kinds.values())[:KINDS]:
-        found = [cuts for setup in setups[:SAMPLES] if (cuts := factors_of(setup, seed, gentle)) is not None]
-        if not found:
+        tried = [(setup, cuts) for setup in setups[:SAMPLES] if (cuts := factors_of(setup, seed, gentle)) is not None]
+        if not tried:
             continue
-        common = [cut for cut in found[0] if all(cut in other for other in found)]
+        every = dict.fromkeys(cut for _, cuts in tried for cut in cuts)
+        common = [cut for cut in every if all(cut in cuts or setup.size(*cut.dims[0]) == 1 for setup, cuts in tried)]
         while not reductions_agree(common):
             common.pop()
         groups.append(Group(setups[:SAMPLES], common, *kind_of(setups[0])))
@@ -144,7 +145,7 @@ def _checked(op: OpOverload, lines: Sequence[Line], calls: Sequence[Recorded]) -
     register(op, Discovered(op, tuple(lines)))
     cases = 0
     for call, mesh in itertools.product(calls, MESHES):
-        tried = try_call(call, mesh)
+        tried = try_call(call, mesh, limit=8)
         cases += tried.cases
         if tried.failures:
             return cases, tried.failures
