@@ -579,6 +579,9 @@ def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 
 def _reduce_gradient_of(leaf: DTensor) -> None:
     """Give a leaf's gradient the leaf's own placements, once, when it arrives."""
+    if hasattr(leaf, "_home"):  # it was frozen for a while, and has its hook
+        leaf._home.spec = leaf._spec
+        return
     # The hook lives on the leaf and must not keep it alive; a weak reference would keep modules from swapping it.
     home = leaf._home = Home(leaf._spec)
 

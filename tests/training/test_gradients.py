@@ -228,3 +228,17 @@ def test_without_gradients(mode: Any) -> None:
             assert not out.requires_grad
             assert out.is_inference() == (mode is torch.inference_mode)
             torch.testing.assert_close(shardwise.world.common(out.full_tensor()), network()(batch(1)).detach())
+
+
+def test_frozen_and_thawed() -> None:
+    with ranks(2, 2) as mesh:
+        w = nn.Parameter(on(mesh, torch.ones(6, 6, dtype=torch.float64)))
+        for frozen in (True, False):
+            w.requires_grad_(not frozen)
+        w.data = on(mesh, torch.ones(6, 6, dtype=torch.float64), Shard(0))
+        loss = (cut_batch(1, mesh) @ w).square().mean()
+        with CommDebugMode() as counts:
+            loss.backward()
+        assert [str(op) for op in counts.get_comm_counts()] == ["c10d_functional.reduce_scatter_tensor"]
+        assert w.grad is not None
+        assert w.grad.placements == (Shard(0), Replicate())
