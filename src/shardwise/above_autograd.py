@@ -34,7 +34,7 @@ def stand_above(func: OpOverload, kernel: Callable[..., Any]) -> None:
 def pass_on(func: OpOverload, keys: Any, *args: Any, **kwargs: Any) -> Any:
     """The function, as if no kernel stood above it."""
     below = keys.remove(_HERE)
-    if below.highestPriorityTypeId() is not DispatchKey.Python:
+    if below.highestPriorityTypeId() != DispatchKey.Python:
         return func.redispatch(below, *args, **kwargs)
     return arrive(func, args, kwargs)
 

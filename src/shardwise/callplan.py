@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from .bindings import IN_PYTHON
 from .comm.redistribute import links_of, plan
 from .errors import InputError
 from .kernels import COPIED, DRAWS, LOCAL, ONLY_EMPTY, ONLY_SUMMED
@@ -335,7 +336,7 @@ class Planner:
                 # Ranks without data do not call the op, so an error that only data shows must show before.
                 refuse_what_fails(self.func, *self.metas)
             return skipping_empty(self.func, self.view, layouts, identities, dtypes, structure)
-        return self.func
+        return IN_PYTHON.get(self.func, self.func)
 
     def _as_the_op(self) -> bool:
         """Whether the local implementation would do what the op itself does, here."""

@@ -129,22 +129,8 @@ def _loss(
     return found, *(input.new_empty(0) for _ in range(3))
 
 
-def _least_squares(keys: Any, a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None) -> Any:
-    """The solution by singular values where PyTorch pivots: its pivots start from memory that nobody has written.
-
-    So the last bits of the solution differ from call to call, and from rank to rank.
-    """
-    func = torch.ops.aten.linalg_lstsq.default
-    pivots = a.device.type == "cpu" and driver in (None, "gelsy")
-    found = pass_on(func, keys, a, b, rcond, driver="gelsd" if pivots else driver)
-    if not pivots:
-        return found
-    return found[0], found[1].new_empty(0), found[2], found[3].new_empty(0)
-
-
 REPLACED: dict[str, Callable[..., Any]] = {
     "aten::tensor_split.tensor_indices_or_sections": _split_at,
-    "aten::linalg_lstsq": _least_squares,
     "torch_nn::_linear_cross_entropy_batch_chunked": _loss,
     "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": _losses,
 }

@@ -37,9 +37,11 @@ _dispatch: Callable[..., Any] = DTensor.__torch_dispatch__
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear."""
-    if type(input) is Tensor or input.dim() < 3:
+    if type(input) is Tensor:
         return torch._C._nn.linear(input, weight, bias)
-    return torch._C._nn.linear(input.flatten(0, -2), weight, bias).view(*input.shape[:-1], weight.shape[0])
+    rows, columns = _rows(input), weight.t()
+    product = rows.mm(columns) if bias is None else torch.addmm(bias, rows, columns)
+    return product.view(*input.shape[:-1], weight.shape[0])
 
 
 def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:

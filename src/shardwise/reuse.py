@@ -88,11 +88,9 @@ def state(local: Tensor) -> Any:
 
 def state_of(tensor: Any, root: Any) -> Any:
     """The state of a tensor's data as far as that can be told: that of its own part, and of what it is a view of."""
-    if tensor.is_inference() or is_weight(root):
+    if tensor.is_inference() or is_weight(root) or root in _handed_out:
         return None
     if tensor is root:
         return state(tensor._local_tensor)
-    if root in _handed_out:
-        return None
     both = state(tensor._local_tensor), state(root._local_tensor)
     return None if None in both else both

@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(*command: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # more ranks than GPUs
     done = subprocess.run([*command], capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
