@@ -8,9 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwise import Partial, Replicate, Shard
 from shardwise.creation import randperm
+from shardwise.random.bits import Key
+from shardwise.random.box import Box
+from shardwise.random.fill import fill
 from tests.ops.helpers import check_case, no_communication, on, r, ranks, table, whole
 
 x = r(5, 6)
@@ -110,3 +114,18 @@ def test_permutations() -> None:
             torch.manual_seed(4)
             assert torch.equal(whole(randperm(70_001, device_mesh=mesh, placements=cut)), expected)
             assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", ["uniform_", "normal_", "exponential_"])
+def test_fills_can_be_traced(name: str) -> None:
+    """With a key that is part of the program: a new one gives new numbers, and the same gives the same."""
+    arguments = (1.0,) if name == "exponential_" else (0.0, 1.0)
+
+    def draw(first: Tensor, second: Tensor) -> Tensor:
+        return fill(torch.empty(5, 6), Box(3, (5, 6), (9, 1)), Key(first, second), name, arguments)
+
+    keys = torch.tensor(123), torch.tensor(-456)
+    traced = make_fx(draw, tracing_mode="fake")(*keys)
+    for first, second in (keys, (torch.tensor(7), torch.tensor(8))):
+        expected = fill(torch.empty(5, 6), Box(3, (5, 6), (9, 1)), Key(first.item(), second.item()), name, arguments)
+        assert torch.equal(traced(first, second), expected)
