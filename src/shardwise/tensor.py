@@ -14,13 +14,11 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import _foreach_supported_types as _optimized_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clipped_types
@@ -49,7 +47,6 @@ from .placement import (
     ShardOrderEntry,
 )
 from .reuse import hand_out
-from .saving import chunk_list, shard_at, write_items
 from .spec import (
     DTensorSpec,
     TensorMeta,
@@ -60,6 +57,10 @@ from .spec import (
     rebuild_spec,
 )
 from .world import RankTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 __all__ = ["DTensor"]
 
@@ -301,14 +302,20 @@ class DTensor(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         """For torch.distributed.checkpoint: what this process writes."""
+        from .saving import write_items  # with all of torch.distributed.checkpoint, half a second of importing
+
         return write_items(fqn, self._local_tensor, self._spec)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """For torch.distributed.checkpoint: what this process reads."""
+        from .saving import chunk_list
+
         return chunk_list(self._local_tensor, self._spec)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """For torch.distributed.checkpoint: the part that an index names."""
+        from .saving import shard_at
+
         return shard_at(index, self._local_tensor, self._spec)
 
 
