@@ -52,6 +52,17 @@ def _without_empty(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     return aten.cat(kept, dim) if 0 < len(kept) < len(tensors) else NotImplemented
 
 
+def _block_diagonal(tensors: Sequence[Tensor]) -> Tensor:
+    """Matrices along a diagonal: each with zeros left and right of it, one below the other."""
+    blocks = [tensor if tensor.dim() == 2 else tensor.view(1, -1) for tensor in tensors]
+    total, rows, left = sum(block.shape[1] for block in blocks), [], 0
+    for block in blocks:
+        rows.append(aten.constant_pad_nd(block, [left, total - left - block.shape[1]]))
+        left += block.shape[1]
+    joined: Tensor = aten.cat(rows)
+    return joined
+
+
 def _renormed_rows(table: Tensor, rows: Tensor, max_norm: float, norm_type: float) -> Tensor:
     """Rows of a table that are looked up are made no longer than a limit, in place."""
     length = aten.linalg_vector_norm(table, norm_type, [1], True)
@@ -73,6 +84,7 @@ def _least_squares(a: Tensor, b: Tensor, rcond: float | None = None, *, driver: 
 
 INSTEAD.update(
     {
+        "aten::block_diag.default": _block_diagonal,
         "aten::cat.default": _without_empty,
         "aten::embedding_renorm_.default": _renormed_rows,
         "aten::linalg_lstsq.default": _least_squares,
