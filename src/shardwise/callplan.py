@@ -25,7 +25,7 @@ from .localrun import drawing, fill, of_rank, on_each, ordered_as, skipping_empt
 from .mesh import MeshView
 from .metadata import NEEDS_DATA, NoRule, memory_key, recall, refuse_what_fails, remember, result_metas
 from .propagate import Decision, KernelCost, Operand, Result, ShardingPropagator
-from .rules import BindError, Bound, BoundTensor, Call, Registered, bind, local_size, refine
+from .rules import BindError, Bound, BoundTensor, Call, Registered, Rule, bind, local_size, refine, without_order
 from .rules.registry import COPES_WITH_EMPTY, UNREAD
 from .spec import DTensorSpec, TensorMeta
 from .world import rank_int
@@ -143,7 +143,9 @@ class Planner:
         places = [self.where[position] for position in self.registered.writes]
         return [where for where in places if isinstance(self._at(where), Argument)]
 
-    def _bind(self, rule: Any, call: Call) -> Bound:
+    def _bind(self, rule: Rule, call: Call) -> Bound:
+        if any(tensor.is_complex() for tensor in tensors_in(self.outputs)):
+            rule = without_order(rule)
         shapes = [_shapes(tensor) for tensor in self.registered.tensors(call)]
         flat = self.outputs if isinstance(self.outputs, (tuple, list)) else (self.outputs,)
         if len(rule.outputs) == 1 and rule.outputs[0].listed:

@@ -151,3 +151,9 @@ def test_an_interleaved_cut_is_followed_as_it_is() -> None:
             result = (a * b).exp().unflatten(0, (2, 5))
         assert result.placements == (Shard(1),)
         torch.testing.assert_close(whole(result), (r(2, 5, 3) * r(10, 3).view(2, 5, 3)).exp())
+
+
+@pytest.mark.parametrize("fn", [lambda x: x + 2j, lambda x: x.to(torch.complex64)], ids=["add", "to"])
+def test_a_maximum_does_not_become_complex(fn: Any) -> None:
+    """Complex numbers have no order, so the maximum is taken before."""
+    check_case(fn, (r(5, 3),), partial=("max", "min"), limit=20)

@@ -64,3 +64,9 @@ def test_cut_dims_are_not_gathered() -> None:
         x = on(mesh, r(1 << 18), Shard(0))
         for fn in (lambda: x.cumsum(0), lambda: x.cummin(0), lambda: x.topk(3)):
             assert all("collective(s) inside" in text for text in communication(fn))
+
+
+def test_complex_exponents() -> None:
+    """Each sum has many logarithms; it is the one of one device, and large numbers do not overflow."""
+    for value in (r(5, 3, dtype=torch.complex64) * 4, torch.full((5, 3), 1e4, dtype=torch.complex64)):
+        check_case(lambda x: torch.logcumsumexp(x, 0), (value,), grad=False)

@@ -72,3 +72,8 @@ def test_a_cut_dim_is_not_gathered(fn) -> None:
         said = communication(lambda: both(x))
     assert len(said) == 2  # one for each direction
     assert all("1 collective(s) inside" in text for text in said)
+
+
+def test_complex_logsumexp() -> None:
+    """Complex numbers have no maximum to take off."""
+    check_case(lambda x: torch.logsumexp(x, (0, 2)), (r(5, 2, 3, dtype=torch.complex64),))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..rules import Call, dims_text, register
+from ..rules import Call, dims_text, register, whole_dims
 from ..rules.build import normalized
 from .requests import Cut, Gather, Kernel, KernelRun, LocalCall
 
@@ -124,15 +124,18 @@ def _topk_rule(call: Call) -> str:
     return f"{operand} -> {result}, {result}" + (" ; reduce none ; kernel k" if dims else "")
 
 
-def _add_exponents(one: Tensor, other: Tensor) -> Tensor:
-    return torch.logaddexp(one, other) if not one.is_complex() else (one.exp() + other.exp()).log()
+def _exponents_rule(call: Call) -> str:
+    if call.tensors[0].dtype.is_complex:  # which of the many logarithms comes out depends on all numbers before
+        dims = whole_dims("x", call.ndim(0), call.arg("dim"))
+        return f"{dims} -> {dims}"
+    return _scanned(1)(call)
 
 
 # What is exchanged is one row of each piece.
 _ROWS = 0.02
 register("aten::cumsum", _scanned(1, "linear 0"), {"k": Kernel(cumulate(0, torch.add), traffic=_ROWS)})
 register("aten::cumprod", _scanned(1), {"k": Kernel(cumulate(1, torch.mul), traffic=_ROWS)})
-register("aten::logcumsumexp", _scanned(1), {"k": Kernel(cumulate(-math.inf, _add_exponents), traffic=_ROWS)})
+register("aten::logcumsumexp", _exponents_rule, {"k": Kernel(cumulate(-math.inf, torch.logaddexp), traffic=_ROWS)})
 register("aten::cummax", _scanned(2), {"k": Kernel(cumulate_extreme(True), traffic=_ROWS)})
 register("aten::cummin", _scanned(2), {"k": Kernel(cumulate_extreme(False), traffic=_ROWS)})
 register("aten::topk", _topk_rule, {"k": Kernel(topk, traffic=4.0)})

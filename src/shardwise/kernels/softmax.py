@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..rules import Call, dims_text, register
+from ..rules import Call, dims_text, reduction, register
 from ..rules.build import normalized
 from ..rules.reduce import merged
 from ..rules.registry import KEEPS_SIZES
@@ -103,6 +103,8 @@ def along_kernel(operands: int, *clauses: str) -> Callable[[Call], str]:
 
 
 def _logsumexp_rule(call: Call) -> str:
+    if call.tensors[0].dtype.is_complex:  # they have no maximum
+        return reduction(call.ndim(0), call.arg("dim"), call.arg("keepdim"), reduce="none")
     return merged(call.ndim(0), call.arg("dim"), call.arg("keepdim"))
 
 

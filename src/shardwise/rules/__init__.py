@@ -35,7 +35,7 @@ from .frame import BindError
 from .notation import RuleError
 from .refine import refine
 from .registry import Call, Registered, Registry, register, register_table, registry, rule_for
-from .rule import Rule, parse, without_operands
+from .rule import Rule, parse, without_operands, without_order
 from .schema import TensorArgument, tensor_arguments
 from .served import served_by
 
@@ -44,6 +44,7 @@ __all__ = [
     "Rule",
     "parse",
     "without_operands",
+    "without_order",
     "RuleError",
     # for these shapes
     "bind",

@@ -140,6 +140,16 @@ def without_operands(rule: Rule, dropped: frozenset[int]) -> Rule:
     return parse(_text(tuple(rule.inputs[i] for i in kept), rule.outputs, clauses))
 
 
+@lru_cache(maxsize=4096)
+def without_order(rule: Rule) -> Rule:
+    """The rule of the op where results are complex: they have no order, so no maximum or minimum passes.
+
+    >>> without_order(parse("a? -> a ; linear 0 ; monotone 0"))
+    Rule('a? -> a ; linear 0')
+    """
+    return parse(_text(rule.inputs, rule.outputs, _clause_texts(rule) | {"monotone": "", "antitone": ""}))
+
+
 # ---- clauses ----------------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ DTYPES = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex12
 LARGEST = 4000  # elements of all tensors of a sample
 
 STEPS = {torch.float64: 2.0**20, torch.complex128: 2.0**20, torch.float32: 2.0**12, torch.complex64: 2.0**12}
+STEPS |= {torch.float16: 2.0**5, torch.bfloat16: 2.0**2}
 """Into how many steps a unit is divided."""
 
 SKIPPED = ("empty", "jiterator", "sparse", "quant", "uniform", "resize_", "to_sparse", "as_strided", "_refs", "chalf")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch import Tensor
 from .trial import Answer
 
 FEWEST = 50  # numbers from which on frequencies are compared
+POOLS, FARTHER = 8, 1.5  # of plain calls, and how much farther apart the distributed ones may be
 FAR = 2.5  # by chance one pair of samples in some 100,000 is farther apart than this, times the usual distance
 
 
@@ -25,15 +27,28 @@ def other_seeds(number: int) -> Iterator[None]:
         yield
 
 
-def same_distribution(plain: Sequence[Answer], distributed: Sequence[Answer], whole: Callable[[Any], Tensor]) -> bool:
-    """Whether the results of plain and of distributed calls are drawn alike, as far as so few numbers can tell."""
-    for results in range(len(plain[0].results)):
-        one = [answer.results[results] for answer in plain]
-        other = [answer.results[results] for answer in distributed]
-        if not isinstance(one[0], Tensor):
+def same_distribution(
+    plain: Sequence[Answer],
+    distributed: Sequence[Answer],
+    whole: Callable[[Any], Tensor],
+    again: Callable[[int], Answer],
+) -> bool:
+    """Whether the results of plain and of distributed calls are drawn alike, as far as so few numbers can tell.
+
+    Numbers of one call may hang together, as where whole channels are dropped. So what is far apart is compared with
+    how far apart plain calls are: `again` makes another one.
+    """
+    for index, first in enumerate(plain[0].results):
+        if not isinstance(first, Tensor):
             continue
-        pooled = _pooled(one), _pooled([whole(value) for value in other])
-        if min(map(len, pooled)) >= FEWEST and distance(*pooled) > FAR:
+        one = _pooled([answer.results[index] for answer in plain])
+        other = _pooled([whole(answer.results[index]) for answer in distributed])
+        if min(len(one), len(other)) < FEWEST or distance(one, other) <= FAR:
+            continue
+        count = len(plain)
+        pools = [_pooled([again(count * i + j).results[index] for j in range(count)]) for i in range(POOLS)]
+        usual = max(distance(*pair) for pair in itertools.combinations(pools, 2))
+        if distance(one, other) > FARTHER * usual:
             return False
     return True
 

@@ -91,7 +91,7 @@ def cover(name: str, effort: Effort, side: Side, seed: int = 0, sweep: Sweep = P
                     break
             outcome.served = dict(sorted(_served(plans)))
             outcome.rule = outcome.rule or _made_of(outcome.served)
-            if effort.local and given:
+            if effort.local and outcome.samples:
                 largest = max(given, key=lambda sample: [min(tensor.dim(), 3) for tensor in sample.tensors])
                 outcome.local = list(_local(largest, side, meshes[0]))
     if not outcome.cases and outcome.status == "ok":
@@ -130,7 +130,12 @@ def _cover_sample(
             if not side.settle(before != (outcome.status, len(outcome.failures))):
                 outcome.add("error", f"ranks do not agree | {where}")
                 return False
-    if drawn and not same_distribution([a for a, _ in drawn], [b for _, b in drawn], side.whole):
+
+    def again(number: int) -> Answer:
+        with other_seeds(10_000 + number):
+            return trial.again()
+
+    if drawn and not same_distribution([a for a, _ in drawn], [b for _, b in drawn], side.whole, again):
         outcome.add("wrong", f"another distribution than on one device | {_described(sample)}")
     return True
 

@@ -21,7 +21,7 @@ from .samples import Sweep
 from .sides import Processes
 
 RANKS = 4
-PATIENCE = timedelta(seconds=20)  # for one collective
+PATIENCE = timedelta(seconds=30)  # for one collective
 MOST = 40.0  # seconds for an entry, on average
 TOGETHER = 16  # entries that one set of processes is given
 
