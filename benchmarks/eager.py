@@ -135,22 +135,21 @@ def report_ops(report: Report, mesh: Any, device: str) -> None:
 
 
 def report_step(report: Report, mesh: Any, device: str) -> None:
-    times: dict[str, float | None] = {"plain, one device": milliseconds(plain(device), device)}
+    steps, refused = {"plain, one device": plain(device)}, []
     for name, build in (("local outputs", local_outputs), ("all distributed", all_distributed)):
         for library in LIBRARIES:
+            step = build(library, mesh, device)
             try:
-                times[f"{library}, {name}"] = milliseconds(build(library, mesh, device), device)
+                step()
+                steps[f"{library}, {name}"] = step
             except Exception as error:
-                times[f"{library}, {name}"] = None
-                report.add(f"{library}, {name}: refused, {type(error).__name__}.")
-    rows = [[name, "refused" if time is None else f"{time:.2f}"] for name, time in times.items()]
+                refused.append([f"{library}, {name}", type(error).__name__])
+    times = milliseconds(steps, device)
+    rows = [[name, f"{time:.2f}"] for name, time in times.items()] + refused
     report.table("A training step: forward, backward and foreach AdamW of 4 blocks, ms", ["", "ms"], rows)
     ours, theirs = (times[f"{library}, local outputs"] for library in LIBRARIES)
-    every = times["shardwise, all distributed"]
-    if ours and theirs and every:
-        report.add(
-            f"Local outputs: {ours / theirs:.2f} of PyTorch's time. All distributed: {every / ours:.2f} of that."
-        )
+    ratios = f"{ours / theirs:.2f} of PyTorch's time", f"{times['shardwise, all distributed'] / ours:.2f} of that"
+    report.add(f"Local outputs: {ratios[0]}. All distributed: {ratios[1]}.")
 
 
 def main() -> None:

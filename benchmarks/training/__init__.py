@@ -107,17 +107,17 @@ def _blocks(device: str) -> nn.Module:
     return nn.Sequential(*(Block() for _ in range(BLOCKS))).to(device)
 
 
-def milliseconds(run: Step, device: str, warm: int = 3, steps: int = 5, repeats: int = 8) -> float:
-    """The time of a step: the best mean of several runs."""
+def milliseconds(steps: dict[str, Step], device: str, number: int = 5, repeats: int = 12) -> dict[str, float]:
+    """The time of each step: the best mean of several runs. They take turns, to meet the same disturbances."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    for _ in range(warm):
-        run()
-    best = float("inf")
-    for _ in range(repeats):
-        wait()
-        start = time.perf_counter()
-        for _ in range(steps):
-            run()
-        wait()
-        best = min(best, (time.perf_counter() - start) / steps)
-    return best * 1e3
+    best = dict.fromkeys(steps, float("inf"))
+    for repeat in range(1 + repeats):
+        for name, run in steps.items():
+            wait()
+            start = time.perf_counter()
+            for _ in range(number):
+                run()
+            wait()
+            if repeat:  # the first is for warming up
+                best[name] = min(best[name], (time.perf_counter() - start) / number * 1e3)
+    return best

@@ -11,7 +11,7 @@ extending   register_sharding, local_map
 """
 
 from . import experimental, random
-from . import linear as _linear  # noqa: F401  (F.linear on distributed tensors as one op)
+from . import whole as _whole  # noqa: F401  (keeps functions on distributed tensors whole)
 from .comm.cost import CostModel, cost_model, set_cost_model, using_cost_model
 from .creation import distribute_tensor, empty, full, ones, rand, randn, randperm, zeros
 from .extend import local_map, register_sharding

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from .bindings import IN_PYTHON
 from .comm.transport import identity
 from .layout import Coordinate, Layout
 from .mesh import MeshView
@@ -72,12 +73,13 @@ def skipping_empty(
 ) -> Callable[..., Any]:
     """The op, but on a rank that holds nothing of some operand: many kernels raise there, some crash."""
     outs = [argument.name for argument in tensor_arguments(func) if argument.out]
+    run = IN_PYTHON.get(func, func)
 
     def at_rank(at: Coordinate, args: Any, kwargs: Any) -> Any:
         read = (*args, *(value for name, value in kwargs.items() if name not in outs))
         tensors = [t for value in read for t in tensors_in(value)]
         if not any(tensor.numel() == 0 for tensor in tensors):
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
         made = [
             tensors[0].new_full(layout.local_shape(at), fill, dtype=dtype, device=kwargs.get("device"))
             for layout, fill, dtype in zip(layouts, fills, dtypes, strict=True)

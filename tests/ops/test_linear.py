@@ -24,6 +24,11 @@ CASES: list[Any] = [
     ("uneven features", F.linear, (r(2, 3, 5), r(7, 5), r(7))),
     ("more ranks than rows", F.linear, (r(1, 2, 4), r(2, 4))),
     ("double precision", F.linear, (r(2, 5, 4, dtype=torch.float64), r(3, 4, dtype=torch.float64))),
+    (
+        "complex",
+        F.linear,
+        (r(5, 4, dtype=torch.complex64), r(3, 4, dtype=torch.complex64), r(3, dtype=torch.complex64)),
+    ),
     ("weight of one row", F.linear, (r(2, 5, 4), r(4))),
 ]
 

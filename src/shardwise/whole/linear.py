@@ -1,10 +1,7 @@
 """`linear` as one op, and one node of autograd.
 
-PyTorch takes F.linear apart before a tensor class sees it: into a view, a transpose, a product and a view, with as many
-nodes in the backward. For a distributed tensor each of them is a dispatch. So a kernel stands above autograd and keeps
-it whole: one dispatch forward, one for each gradient.
-
-Where a transformation or autocast has its own idea of linear, it is left to that.
+PyTorch makes a view, a transpose, a product and a view of it, with as many nodes in the backward. For a distributed
+tensor each of them is a dispatch; here there is one forward, and one for each gradient.
 """
 
 from __future__ import annotations
@@ -13,21 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._ops import OpOverload
 
-from .above_autograd import arrive, pass_on, stand_above
-from .bindings import IN_PYTHON, QuickFunction
-from .rules import register
-from .tensor import DTensor
+from ..above_autograd import pass_on, stand_above
+from ..bindings import IN_PYTHON, QuickFunction
+from ..rules import register
+from ..tensor import DTensor
+from .call import call, is_ours, needs_grad
 
 _linear = torch.ops.aten.linear.default
-_modes = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._are_functorch_transforms_active
-_autocast = torch._C._is_any_autocast_enabled
-_OURS = {DTensor}
-_dispatch: Callable[..., Any] = DTensor.__torch_dispatch__
 
 
 # ---- on local parts -------------------------------------------------------------------------------------------------
@@ -46,12 +38,16 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
     """The gradient of the input, from that of the output."""
-    return _rows(gradient).mm(weight).view(*gradient.shape[:-1], weight.shape[1])
+    return _rows(gradient).mm(_conjugate(weight)).view(*gradient.shape[:-1], weight.shape[1])
 
 
 def weight_gradient(gradient: Tensor, input: Tensor) -> Tensor:
     """The gradient of the weight: a sum over all that comes before the features."""
-    return _rows(gradient).t().mm(_rows(input))
+    return _rows(gradient).t().mm(_rows(_conjugate(input)))
+
+
+def _conjugate(tensor: Tensor) -> Tensor:
+    return tensor.conj_physical() if tensor.is_complex() else tensor
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -88,25 +84,20 @@ _weight_gradient = _define(
 IN_PYTHON[_linear] = linear
 
 
-def _call(op: OpOverload, *args: Any) -> Any:
-    """The op, straight to distributed tensors, unless a dispatch mode wants to see it."""
-    return op(*args) if _modes() else _dispatch(op, (), args)
-
-
 class _Linear(QuickFunction):
     @staticmethod
     def forward(ctx: Any, input: DTensor, weight: DTensor, bias: DTensor | None) -> DTensor:
         ctx.save_for_backward(input, weight)
-        return _call(_linear, input, weight, bias) if bias is not None else _call(_linear, input, weight)
+        return call(_linear, input, weight, bias) if bias is not None else call(_linear, input, weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         input, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        call = _differentiable if torch.is_grad_enabled() else _call
+        run = _differentiable if torch.is_grad_enabled() else call
         return (
-            call(_input_gradient, gradient, weight) if wanted[0] else None,
-            call(_weight_gradient, gradient, input) if wanted[1] else None,
+            run(_input_gradient, gradient, weight) if wanted[0] else None,
+            run(_weight_gradient, gradient, input) if wanted[1] else None,
             _bias_gradient(gradient) if wanted[2] else None,
         )
 
@@ -125,12 +116,9 @@ def _differentiable(op: OpOverload, *args: Any) -> Any:
 
 def _kernel(keys: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     tensors = (input, weight) if bias is None else (input, weight, bias)
-    ours = {type(tensor) for tensor in tensors} == _OURS and weight.dim() == 2
-    if not ours or _autocast() or _transforms() or forward_ad._current_level >= 0:
+    if weight.dim() != 2 or not is_ours(tensors):
         return pass_on(_linear, keys, input, weight, bias)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return _Linear.apply(input, weight, bias)
-    return arrive(_linear, tensors, {}) if _modes() else _dispatch(_linear, (), tensors)
+    return _Linear.apply(input, weight, bias) if needs_grad(tensors) else call(_linear, *tensors)
 
 
 stand_above(_linear, _kernel)

@@ -1,0 +1,126 @@
+"""`rms_norm` as one op, and one node of autograd, on CPU as on GPUs.
+
+PyTorch has a fused kernel for GPUs, which distributed tensors take apart like its CPU code: six ops, twelve backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..above_autograd import pass_on, stand_above
+from ..bindings import IN_PYTHON, QuickFunction
+from ..tensor import DTensor
+from .call import call, is_ours, needs_grad
+
+_rms_norm = torch.ops.aten.rms_norm.default
+_forward = torch.ops.aten._fused_rms_norm.default
+_backward = torch.ops.aten._fused_rms_norm_backward.default
+_DTYPES = (torch.float32, torch.float64)
+
+
+# ---- on local parts -------------------------------------------------------------------------------------------------
+
+
+def forward(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Any:
+    """The result, and the factor of each row."""
+    if input.device.type != "cpu":
+        return _forward(input, normalized_shape, weight, eps)
+    factor = _factor(input, normalized_shape, eps)
+    result = input * factor
+    return result if weight is None else result * weight, factor
+
+
+def backward(
+    gradient: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    factor: Tensor,
+    weight: Tensor | None,
+    output_mask: Sequence[bool],
+) -> Any:
+    """The gradients of input and weight."""
+    if gradient.device.type != "cpu":
+        return _backward(gradient, input, normalized_shape, factor, weight, output_mask)
+    return _gradients(gradient, input, normalized_shape, factor, weight, output_mask)
+
+
+def _gradients(
+    gradient: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    factor: Tensor,
+    weight: Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    unit = input * factor
+    scaled = gradient if weight is None else gradient * weight
+    to_input = to_weight = None
+    if output_mask[0]:
+        along = (scaled * unit).mean(_last(normalized_shape), keepdim=True)
+        to_input = factor * (scaled - unit * along)
+    if output_mask[1]:
+        rows = list(range(input.dim() - len(normalized_shape)))
+        to_weight = (gradient * unit).sum(rows) if rows else gradient * unit
+    return to_input, to_weight
+
+
+def _factor(input: Tensor, normalized_shape: Sequence[int], eps: float | None) -> Tensor:
+    least = torch.finfo(input.dtype).eps if eps is None else eps
+    return input.square().mean(_last(normalized_shape), keepdim=True).add(least).rsqrt()
+
+
+def _last(normalized_shape: Sequence[int]) -> list[int]:
+    return list(range(-len(normalized_shape), 0))
+
+
+IN_PYTHON[_forward] = forward
+IN_PYTHON[_backward] = backward
+
+
+# ---- the kernel -----------------------------------------------------------------------------------------------------
+
+
+class _RMSNorm(QuickFunction):
+    @staticmethod
+    def forward(
+        ctx: Any, input: DTensor, weight: DTensor | None, normalized_shape: list[int], eps: float | None
+    ) -> DTensor:
+        result, factor = call(_forward, input, normalized_shape, weight, eps)
+        ctx.save_for_backward(input, weight, factor)
+        ctx.normalized_shape, ctx.eps = normalized_shape, eps
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        input, weight, factor = ctx.saved_tensors
+        shape, mask = ctx.normalized_shape, list(ctx.needs_input_grad[:2])
+        if torch.is_grad_enabled():  # for gradients of gradients, by ops that have derivatives
+            factor = _factor(input, shape, ctx.eps)
+            return *_gradients(gradient, input, shape, factor, weight, mask), None, None
+        return *call(_backward, gradient, input, shape, factor, weight, mask), None, None
+
+
+def _kernel(
+    keys: Any, input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Any:
+    tensors = (input,) if weight is None else (input, weight)
+    fits = tuple(input.shape[input.dim() - len(normalized_shape) :]) == tuple(normalized_shape) and len(
+        normalized_shape
+    )
+    if (
+        not fits
+        or not is_ours(tensors)
+        or {tensor.dtype for tensor in tensors} - {input.dtype}
+        or input.dtype not in _DTYPES
+    ):
+        return pass_on(_rms_norm, keys, input, normalized_shape, weight, eps)
+    if needs_grad(tensors):
+        return _RMSNorm.apply(input, weight, list(normalized_shape), eps)
+    return call(_forward, input, list(normalized_shape), weight, eps)[0]
+
+
+stand_above(_rms_norm, _kernel)
