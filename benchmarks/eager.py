@@ -165,6 +165,8 @@ def main() -> None:
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     mesh = dist.init_device_mesh(given.device, (RANKS,), mesh_dim_names=("tp",))
     report = Report("eager" if given.device == "cpu" else f"eager-{given.device}")
+    if given.device == "cuda":
+        report.add(f"{torch.cuda.get_device_name()}.")
     if given.ops or not given.step:
         report_ops(report, mesh, given.device)
     if given.step or not given.ops:
