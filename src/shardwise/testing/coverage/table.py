@@ -19,8 +19,8 @@ _HEAD = """\
 
 Every entry of PyTorch's operator database on distributed tensors, against one device. Made by `make coverage`. Each is
 tried with {samples} samples or more, each with {placements} random placements of all its tensors, on a line of 4 ranks
-and a mesh of 2x2. Some inputs are Partial, many are cut unevenly. Results, gradients and written arguments are compared.
-Of random functions shapes, dtypes and distributions are compared, and that replicas agree.
+and a mesh of 2x2. Some inputs are Partial, many are cut unevenly. Results, gradients and arguments that are written are
+compared. Of random functions shapes, dtypes and distributions are compared, and that replicas agree.
 
 The column for torch.distributed.tensor is made by `make reference`: the same script, samples and comparisons on four
 gloo processes, with two of the placements. There a hang is an error.
