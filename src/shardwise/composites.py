@@ -187,9 +187,7 @@ def _with_out() -> Iterator[OpOverload]:
     They write to plain tensors of their own as well, or to what they take for a view of a result.
     """
     for schema in torch._C._jit_get_all_schemas():
-        if "out" not in schema.overload_name or not schema.name.startswith(
-            "aten::"
-        ):  # most
+        if "out" not in schema.overload_name or not schema.name.startswith("aten::"):  # most
             continue
         func = _overload(f"{schema.name}.{schema.overload_name}")
         if func is not None and _is_composite(func) and any(argument.is_out for argument in schema.arguments):
