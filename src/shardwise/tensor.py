@@ -24,7 +24,7 @@ from torch.optim.optimizer import _foreach_supported_types as _optimized_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clipped_types
 
 from .bindings import QuickFunction
-from .comm.groups import adopt
+from .comm.groups import adopt, before_first_use, first_use
 from .comm.plan import SpecPlan
 from .comm.redistribute import plan as plan_between
 from .comm.redistribute import redistribute_local, start_redistribute
@@ -90,6 +90,7 @@ class DTensor(torch.Tensor):
                 "the DTensor constructor got a local tensor that requires grad",
                 "use DTensor.from_local, which is differentiable, or detach it",
             )
+        first_use()
         tensor = _wrap(local_tensor, spec)
         return tensor.requires_grad_() if requires_grad else tensor
 
@@ -414,7 +415,7 @@ DTensor.__torch_dispatch__ = staticmethod(
     hot_path(DTensor, DTensor._op_dispatcher.hot, DTensor._op_dispatcher.dispatch)
 )
 
-let_pass(DTensor)
+before_first_use(lambda: let_pass(DTensor))
 
 
 def _is_param(tensor: Tensor) -> bool:

@@ -8,6 +8,7 @@ made, which all its ranks do. A submesh uses the groups that exist already and o
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,12 +29,26 @@ from ..mesh import (
 )
 from ..world import current_world, groups_of, register_group
 
+_waiting: list[Callable[[], None]] = []
+
+
+def before_first_use(run: Callable[[], None]) -> None:
+    """Run this when the first mesh is adopted: what importing should not take time for."""
+    _waiting.append(run)
+
+
+def first_use() -> None:
+    """Run what waits for the first mesh."""
+    while _waiting:
+        _waiting.pop()()
+
 
 def adopt(mesh: DeviceMesh) -> MeshView:
     """The view of a mesh with its groups made, ready to communicate."""
     ready = adopted_view(mesh)
     if ready is not None:
         return ready
+    first_use()
     view = view_of(mesh)
     if not view.adopted:
         if has_groups(mesh):
