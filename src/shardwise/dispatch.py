@@ -252,6 +252,9 @@ class OpDispatcher:
                 else:
                     local_kwargs[where] = local_kwargs[where].new_empty(0)
         result = plan.run_local(*local_args, **local_kwargs)
+        returns = bool(plan.func._schema.returns)
+        if not returns:
+            result = [local_args[where] if isinstance(where, int) else local_kwargs[where] for where, _ in plan.writes]
         if not plan.in_place:
             specs = plan.results if isinstance(plan.results, (tuple, list)) else (plan.results,)
             results = result if isinstance(result, (tuple, list)) else (result,)
@@ -266,6 +269,8 @@ class OpDispatcher:
                 target._local_tensor.copy_(redistribute_local(local, source, goal))
         for target in targets:
             self.written(target)
+        if not returns:
+            return None
         return targets[0] if not isinstance(plan.results, (tuple, list)) else type(plan.results)(targets)
 
     # ---- without a rule -----------------------------------------------------------------------------------------

@@ -112,7 +112,8 @@ def ready(plan: CallPlan, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: W
     if run is None:
         return None
     if plan.writes:
-        return Ready(run, None, None, False, _first) if plan.in_place and plan.writes == ((0, 0),) else None
+        finish = _first if plan.func._schema.returns else _nothing
+        return Ready(run, None, None, False, finish) if plan.in_place and plan.writes == ((0, 0),) else None
     if type(plan.results) is DTensorSpec:
         return Ready(run, plan.results.tensor_meta, plan.results, plan.is_view, None)
     if isinstance(plan.results, (tuple, list)):

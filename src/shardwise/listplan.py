@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
@@ -81,9 +80,7 @@ class _ElementPlanner(Planner):
             return value if where not in self.lists else [] if value is None else [value]
 
         if not self.func._schema.returns:
-            # An op that only writes yields what it writes; not all of them can run without data.
-            metas = [self._at(where).meta for where in self.written]
-            return tuple(torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="meta") for m in metas)
+            return super()._outputs(args, kwargs)
         named = {name: listed(name, value) for name, value in kwargs.items()}
         return result_metas(self.func, [listed(i, value) for i, value in enumerate(args)], named)[0]
 

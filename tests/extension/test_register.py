@@ -160,3 +160,21 @@ def test_rows_of_the_wrong_length() -> None:
     shardwise.experimental.register_sharding(OP)(lambda x, weight: [([Shard(0)], [Shard(1)])])
     with pytest.raises(RuleError, match="has 1 output and 1 input placements: give 1 and 2"):
         check(weighted, X, WEIGHT, limit=1, grad=False, meshes=((2,),))
+
+
+@torch.library.custom_op("shardwise_tests::add_row_sums", mutates_args=("total",))
+def add_row_sums(total: Tensor, x: Tensor) -> None:
+    total += x.sum(1)
+
+
+@pytest.mark.parametrize("cut", [Shard(0), Shard(1), Replicate(), Partial()])
+@pytest.mark.parametrize("total_cut", [Shard(0), Replicate()])
+def test_an_op_that_writes_and_returns_nothing(cut, total_cut) -> None:
+    shardwise.register_sharding(torch.ops.shardwise_tests.add_row_sums.default, "a, a [b] -> a")
+    with shardwise.simulate(4):
+        mesh = init_device_mesh("cpu", (4,))
+        total = make_dtensor(torch.ones(5), mesh, [total_cut], seed=0)
+        x = make_dtensor(X, mesh, [cut], seed=0)
+        for count in (1, 2):  # planned, then by the hot path
+            assert add_row_sums(total, x) is None
+            torch.testing.assert_close(assemble(total), 1 + count * X.sum(1))
