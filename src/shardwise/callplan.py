@@ -135,7 +135,7 @@ class Planner:
         return self._write_down()
 
     def _outputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if not self.func._schema.returns:
+        if self.written and not self.func._schema.returns:
             # An op that only writes yields what it writes; not all of them can run without data.
             metas = [self._at(where).meta for where in self.written]
             return tuple(torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="meta") for m in metas)

@@ -138,3 +138,14 @@ def test_a_bias_is_added_once() -> None:
         x, w, bias = on(mesh, r(5, 3), Shard(1)), on(mesh, r(3, 2), Shard(0)), on(mesh, r(2), Replicate())
         assert not communication(lambda: torch.addmm(bias, x, w))
         torch.testing.assert_close(whole(torch.addmm(bias, x, w)), torch.addmm(r(2), r(5, 3), r(3, 2)))
+
+
+def test_an_op_without_results_goes_by_its_rule() -> None:
+    """`linalg.inv` ends in an op that returns nothing and writes nothing."""
+    check = torch.ops.aten._linalg_check_errors.default
+    with ranks(3) as mesh:
+        inverse = linalg.inv(on(mesh, definite, Shard(0)))
+        torch.testing.assert_close(whole(inverse), linalg.inv(definite))
+        plans = [plan for key, plan in inverse._op_dispatcher.plans.items() if key[0] is check]
+        assert plans
+        assert None not in plans
