@@ -34,18 +34,9 @@ def forward(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | Non
     return result if weight is None else result * weight, factor
 
 
-def backward(
-    gradient: Tensor,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    factor: Tensor,
-    weight: Tensor | None,
-    output_mask: Sequence[bool],
-) -> Any:
+def backward(gradient: Tensor, *args: Any) -> Any:
     """The gradients of input and weight."""
-    if gradient.device.type != "cpu":
-        return _backward(gradient, input, normalized_shape, factor, weight, output_mask)
-    return _gradients(gradient, input, normalized_shape, factor, weight, output_mask)
+    return _gradients(gradient, *args) if gradient.device.type == "cpu" else _backward(gradient, *args)
 
 
 def _gradients(
@@ -104,19 +95,18 @@ class _RMSNorm(QuickFunction):
         return *call(_backward, gradient, input, shape, factor, weight, mask), None, None
 
 
+def _is_served(tensors: Sequence[Tensor], normalized_shape: Sequence[int]) -> bool:
+    """Whether shapes fit, and sums are made in the dtype of the tensors. PyTorch has words for what does not fit."""
+    input, count = tensors[0], len(normalized_shape)
+    fits = count > 0 and list(input.shape[-count:]) == list(normalized_shape)
+    return fits and input.dtype in _DTYPES and all(tensor.dtype == input.dtype for tensor in tensors)
+
+
 def _kernel(
     keys: Any, input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Any:
     tensors = (input,) if weight is None else (input, weight)
-    fits = tuple(input.shape[input.dim() - len(normalized_shape) :]) == tuple(normalized_shape) and len(
-        normalized_shape
-    )
-    if (
-        not fits
-        or not is_ours(tensors)
-        or {tensor.dtype for tensor in tensors} - {input.dtype}
-        or input.dtype not in _DTYPES
-    ):
+    if not is_ours(tensors) or not _is_served(tensors, normalized_shape):
         return pass_on(_rms_norm, keys, input, normalized_shape, weight, eps)
     if needs_grad(tensors):
         return _RMSNorm.apply(input, weight, list(normalized_shape), eps)

@@ -23,7 +23,7 @@ and a mesh of 2x2. Some inputs are Partial, many are cut unevenly. Results, grad
 compared. Of random functions shapes, dtypes and distributions are compared, and that replicas agree.
 
 The column for torch.distributed.tensor is made by `make reference`: the same script, samples and comparisons on four
-gloo processes, with two of the placements. There a hang is an error.
+gloo processes, with two or more of the placements. There a hang is an error.
 
 """
 
