@@ -34,7 +34,7 @@ coverage: $(READY)  ## PyTorch's operator database against one device, in some 1
 	@OMP_NUM_THREADS=1 $(BIN)/python -m shardwise.testing.coverage $(ARGS)
 
 reference: $(READY)  ## the same for torch.distributed.tensor, on four processes, in some 30 minutes
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.coverage.reference $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.testing.reference $(ARGS)
 
 bench: $(READY)  ## run every script in benchmarks/
 	@set -e; for script in $(sort $(wildcard benchmarks/*.py)); do \

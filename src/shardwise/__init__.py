@@ -10,23 +10,25 @@ modules     distribute_module; styles and plans in shardwise.parallel
 extending   register_sharding, local_map
 """
 
-from . import experimental, random
-from . import whole as _whole  # noqa: F401  (keeps functions on distributed tensors whole)
+from . import experimental, random, rules
 from .comm.cost import CostModel, cost_model, set_cost_model, using_cost_model
-from .creation import distribute_tensor, empty, full, ones, rand, randn, randperm, zeros
+from .dispatch.modes import explicit, implicit_replication, strict_ops
 from .extend import local_map, register_sharding
-from .gradients import accumulate_gradients
-from .mesh import DeviceMesh, init_device_mesh
-from .modes import explicit, implicit_replication, strict_ops
 from .nn import distribute_module
-from .placement import InterleavedShard, P, Partial, Placement, Replicate, Shard, ShardOrder, ShardOrderEntry
-from .spec import DTensorSpec, TensorMeta
-from .tensor import DTensor, plan
+from .overrides import linear as _linear  # noqa: F401
+from .overrides import rms_norm as _rms_norm  # noqa: F401
+from .sharding.mesh import DeviceMesh, init_device_mesh
+from .sharding.placement import InterleavedShard, P, Partial, Placement, Replicate, Shard, ShardOrder, ShardOrderEntry
+from .sharding.spec import DTensorSpec, TensorMeta
+from .tensor.creation import distribute_tensor, empty, full, ones, rand, randn, randperm, zeros
+from .tensor.dtensor import DTensor, plan
+from .tensor.leaf_gradient import accumulate_gradients
 from .world import RankTensor, simulate
 
 __all__ = [
     "experimental",
     "random",
+    "rules",
     "DTensor",
     "distribute_tensor",
     "distribute_module",

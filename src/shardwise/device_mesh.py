@@ -1,5 +1,5 @@
 """The mesh names at the path where programs for `torch.distributed` look for them."""
 
-from .mesh import DeviceMesh, init_device_mesh
+from .sharding.mesh import DeviceMesh, init_device_mesh
 
 __all__ = ["DeviceMesh", "init_device_mesh"]

@@ -11,17 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
+from ._torch import pytree
+from ._torch.ops import OpOverload
 from .errors import InputError, PlacementError
-from .kernels.requests import Kernel
-from .placement import Partial, Placement, Placements, Shard
-from .rules import Call, Rule, RuleError, parse, register, tensor_arguments
-from .rules.rule import NO_DIMS
-from .spec import normalize_placements
-from .tensor import DTensor
+from .notation import Rule, RuleError, parse, tensor_arguments
+from .notation.rule import NO_DIMS
+from .ops.call import Call
+from .ops.kernel import Kernel
+from .ops.registry import register
+from .sharding.placement import Partial, Placement, Placements, Shard
+from .sharding.spec import normalize_placements
+from .tensor.dtensor import DTensor
 
 Row = tuple[Sequence[Placement | None], Sequence[Placement | None]]
 
@@ -48,20 +50,14 @@ def register_sharding(
                 _check_rule(each, parse(rule))
         for each in ops:
             register(each, rule, kernels)
-        _forget_plans()
         return None
 
     def decorate(rows_of: Callable[..., Sequence[Row]]) -> Callable[..., Sequence[Row]]:
         for each in ops:
             register(each, functools.partial(_rule_from_rows, rows_of))
-        _forget_plans()
         return rows_of
 
     return decorate
-
-
-def _forget_plans() -> None:
-    DTensor._op_dispatcher.plans.clear()
 
 
 def _check_rule(op: OpOverload, rule: Rule) -> None:
@@ -252,7 +248,7 @@ def _localized(
             raise InputError(
                 f"argument {index} of {func.__name__} is a DTensor, its in_placements are None", "give them"
             )
-        normal, order = normalize_placements(value._spec.view, wanted, value.dim())
+        normal, order = normalize_placements(value._spec.mesh_info, wanted, value.dim())
         if (normal, order) != (value.placements, value.shard_order):
             if not redistribute_inputs:
                 raise PlacementError(

@@ -18,9 +18,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from .comm.groups import adopt
 from .errors import InputError, LayoutError
-from .placement import REDUCE_OPS, InterleavedShard, Partial, Placement, Replicate, Shard, ShardOrder
-from .spec import DTensorSpec, TensorMeta
-from .tensor import DTensor
+from .sharding.placement import REDUCE_OPS, InterleavedShard, Partial, Placement, Replicate, Shard, ShardOrder
+from .sharding.spec import DTensorSpec, TensorMeta
+from .tensor.dtensor import DTensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
@@ -93,8 +93,8 @@ def _as_gradient(grad: DTensor, spec: DTensorSpec) -> DTensor:
 
 
 def _our_spec(theirs: TorchDTensor) -> DTensorSpec:
-    view = adopt(theirs.device_mesh)
-    if view.simulated:
+    mesh_info = adopt(theirs.device_mesh)
+    if mesh_info.simulated:
         raise InputError("from_torch in a simulated world", "PyTorch's DTensor needs a process for each rank")
     placements = [_ours(placement, theirs) for placement in theirs.placements]
     interleaved = any(isinstance(placement, InterleavedShard) for placement in placements)
@@ -110,7 +110,7 @@ def _our_spec(theirs: TorchDTensor) -> DTensorSpec:
             f"from_torch of {list(theirs.placements)} on shape {list(theirs.shape)}: strided shards of uneven sizes",
             "redistribute it to Shard or Replicate first",
         )
-    held, expected = tuple(theirs.to_local().shape), spec.local_shape(view.coordinate)
+    held, expected = tuple(theirs.to_local().shape), spec.local_shape(mesh_info.coordinate)
     if held != expected:
         raise InputError(
             f"from_torch of {spec!r}: this rank holds a part of shape {list(held)}, not {list(expected)}",
@@ -140,7 +140,7 @@ def _their_placements(spec: DTensorSpec) -> list[Any]:
     from torch.distributed import tensor
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    if spec.view.simulated:
+    if spec.mesh_info.simulated:
         raise InputError("to_torch in a simulated world", "PyTorch's DTensor needs a process for each rank")
     found: list[Any] = []
     for placement, blocks in zip(spec.placements, _blocks(spec), strict=True):
@@ -162,7 +162,7 @@ def _blocks(spec: DTensorSpec) -> list[int]:
     blocks = [p.blocks if isinstance(p, InterleavedShard) else 1 for p in spec.placements]
     for _, axes in spec.shard_order:
         for place, axis in enumerate(axes):
-            blocks[axis] *= math.prod(spec.view.sizes[major] for major in axes[:place] if major > axis)
+            blocks[axis] *= math.prod(spec.mesh_info.sizes[major] for major in axes[:place] if major > axis)
     cut = [
         InterleavedShard(p.dim, count) if isinstance(p, Shard) else p
         for p, count in zip(spec.placements, blocks, strict=True)
@@ -170,7 +170,7 @@ def _blocks(spec: DTensorSpec) -> list[int]:
     uneven = any(count > 1 for count in blocks) and not spec.layout.is_even()
     if uneven or not _says(cut, spec):
         raise InputError(
-            f"to_torch of {spec!r} on {spec.view!r}: PyTorch's placements cannot say this cut",
+            f"to_torch of {spec!r} on {spec.mesh_info!r}: PyTorch's placements cannot say this cut",
             "redistribute to placements that cut each dim evenly, in the order of the mesh's axes",
         )
     return blocks

@@ -1,5 +1,5 @@
 """The placements at the path where programs for `torch.distributed.tensor` look for them."""
 
-from .placement import Partial, Placement, Replicate, Shard
+from .sharding.placement import Partial, Placement, Replicate, Shard
 
 __all__ = ["Placement", "Shard", "Replicate", "Partial"]

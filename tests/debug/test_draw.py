@@ -113,7 +113,7 @@ def test_a_cell_names_exactly_the_ranks_that_hold_it(shape):
                 for column, ranks in zip(picture.columns, cells, strict=True):
                     for rank in ranks:
                         held[rank] += (row[1] - row[0]) * (column[1] - column[0])
-                        runs = spec.layout.runs(spec.view.coordinates[rank])
+                        runs = spec.layout.runs(spec.mesh_info.coordinates[rank])
                         for piece, dim in ((row, runs[0]), (column, runs[1])):
                             assert any(start <= piece[0] and piece[1] <= stop for start, stop in dim)
             assert held == {rank: shard.numel() for rank, shard in x.shards.items()}
@@ -155,7 +155,7 @@ def test_visualize_without_rich_falls_back_to_text(capsys, monkeypatch):
 def test_only_the_first_rank_of_the_mesh_prints(capsys, monkeypatch):
     with shardwise.simulate(8):
         x = tensor((6, 8), P("dp", "tp"))
-        monkeypatch.setattr(x._spec.view, "coordinate", (0, 1))
+        monkeypatch.setattr(x._spec.mesh_info, "coordinate", (0, 1))
         visualize_sharding(x)
         assert capsys.readouterr().out == ""
 

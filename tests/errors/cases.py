@@ -125,7 +125,7 @@ ROWS: dict[str, Row] = {
     "a class": Row(
         lambda w: distribute_tensor(w.whole, w.mesh, [Replicate(), Shard]),
         errors.InputError,
-        "the placement of axis tp is <class 'shardwise.placement.Shard'>, a builtins.type",
+        "the placement of axis tp is <class 'shardwise.sharding.placement.Shard'>, a builtins.type",
         "use Shard, Replicate or Partial",
     ),
     "a placement of PyTorch's own": Row(

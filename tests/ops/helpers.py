@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise
 from shardwise import DTensor, Placement, Replicate
-from shardwise.modes import explicit
+from shardwise.dispatch.modes import explicit
 from shardwise.testing import check
 from shardwise.testing.values import make_dtensor
 

@@ -181,11 +181,11 @@ def test_reductions_without_a_meaning_are_refused_by_all_ranks_alike() -> None:
 def test_all_groups_are_made_with_the_first_tensor() -> None:
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("x", "y", "z"))
     first = distribute_tensor(torch.arange(12.0).view(3, 4), mesh, [Shard(0), Replicate(), Shard(1)])
-    groups = first._spec.view.groups
+    groups = first._spec.mesh_info.groups
     assert set(groups) == {(0,), (1,), (2,), *axis_sets(3)}
     with no_new_groups():
         again = distribute_tensor(torch.randn(4, 4), mesh, P(("x", "z")))
-        assert again._spec.view.groups is groups
+        assert again._spec.mesh_info.groups is groups
         for target in (P(("z", "x")), P("z", "x"), P(None, ("z", "y", "x")), P()):
             moved = again.redistribute(placements=target)
             assert_same(moved.full_tensor(), again.full_tensor())

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwise import Partial, Replicate, Shard
-from shardwise.creation import randperm
 from shardwise.random.bits import Key
 from shardwise.random.box import Box
 from shardwise.random.fill import fill
+from shardwise.tensor.creation import randperm
 from tests.ops.helpers import check_case, no_communication, on, r, ranks, table, whole
 
 x = r(5, 6)

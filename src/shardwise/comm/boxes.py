@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..layout import Coordinate, Layout, Run
+from ..sharding.layout import Coordinate, Layout, Run
 
 Box = tuple[tuple[int, int, int], ...]
 """For each dim: offset in the sender's local tensor, offset in the receiver's, length."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ..mesh import MeshView
+from ..sharding.mesh import MeshInfo
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ class CostModel:
     node_size: int | None = None
     bandwidth: Mapping[str, float] = field(default_factory=dict)
 
-    def links(self, view: MeshView) -> Links:
+    def links(self, mesh_info: MeshInfo) -> Links:
         """These costs for the axes of one mesh."""
-        default = _CPU if view.device_type == "cpu" else _ACCELERATOR
+        default = _CPU if mesh_info.device_type == "cpu" else _ACCELERATOR
         node = self.node_bandwidth or default.node_bandwidth or 1.0
         network = self.network_bandwidth or default.network_bandwidth or 1.0
-        node_size = self.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", view.world_size))
+        node_size = self.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", mesh_info.world_size))
         bandwidth = []
-        for axis, name in enumerate(view.names):
-            crosses = any(len({rank // node_size for rank in group}) > 1 for group in view.rank_groups((axis,)))
+        for axis, name in enumerate(mesh_info.names):
+            crosses = any(len({rank // node_size for rank in group}) > 1 for group in mesh_info.rank_groups((axis,)))
             bandwidth.append(self.bandwidth.get(name, network if crosses else node))
         return Links(
             self.latency if self.latency is not None else default.latency or 0.0,

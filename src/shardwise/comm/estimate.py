@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from ..layout import Layout
+from ..sharding.layout import Layout
 from .cost import Links
 from .states import DistState, common_slots, held, lacking, product, talking_axes
 

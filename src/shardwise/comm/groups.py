@@ -14,17 +14,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import MeshError
-from ..mesh import (
+from ..sharding.mesh import (
     Axes,
-    MeshView,
-    adopted_view,
+    MeshInfo,
+    adopted_mesh,
     flattened_meshes,
     group_name,
     group_ranks,
     has_groups,
+    mesh_info_of,
     remember_adopted,
     root_mesh,
-    view_of,
     world_group_name,
 )
 from ..world import current_world, groups_of, register_group
@@ -43,47 +43,49 @@ def first_use() -> None:
         _waiting.pop()()
 
 
-def adopt(mesh: DeviceMesh) -> MeshView:
+def adopt(mesh: DeviceMesh) -> MeshInfo:
     """The view of a mesh with its groups made, ready to communicate."""
-    ready = adopted_view(mesh)
+    ready = adopted_mesh(mesh)
     if ready is not None:
         return ready
     first_use()
-    view = view_of(mesh)
-    if not view.adopted:
+    mesh_info = mesh_info_of(mesh)
+    if not mesh_info.adopted:
         if has_groups(mesh):
-            view.mesh = mesh  # the view may have been made for one loaded from a file, or of a world that has ended
-        _check_membership(view)
-        view.simulated = current_world() is not None
-        if view.simulated:
-            _simulated_groups(view)
+            mesh_info.mesh = (
+                mesh  # the view may have been made for one loaded from a file, or of a world that has ended
+            )
+        _check_membership(mesh_info)
+        mesh_info.simulated = current_world() is not None
+        if mesh_info.simulated:
+            _simulated_groups(mesh_info)
         else:
-            _process_groups(view)
-        view.adopted = True
-    remember_adopted(mesh, view)
-    return view
+            _process_groups(mesh_info)
+        mesh_info.adopted = True
+    remember_adopted(mesh, mesh_info)
+    return mesh_info
 
 
-def _check_membership(view: MeshView) -> None:
-    ranks_of_mesh = view.instances.flatten().tolist()
-    if max(ranks_of_mesh) >= view.world_size:
+def _check_membership(mesh_info: MeshInfo) -> None:
+    ranks_of_mesh = mesh_info.instances.flatten().tolist()
+    if max(ranks_of_mesh) >= mesh_info.world_size:
         raise MeshError(
-            f"{view!r} has the ranks {ranks_of_mesh}, but this world has {view.world_size}",
+            f"{mesh_info!r} has the ranks {ranks_of_mesh}, but this world has {mesh_info.world_size}",
             "use a mesh of ranks that exist; torch.distributed.checkpoint brings a saved tensor to another mesh",
         )
     if current_world() is None:
-        outside = [] if view.coordinate else [dist.get_rank()]
+        outside = [] if mesh_info.coordinate else [dist.get_rank()]
     else:
-        outside = [rank for rank, coordinate in enumerate(view.coordinates) if not coordinate]
-    if not has_groups(view.mesh):
+        outside = [rank for rank, coordinate in enumerate(mesh_info.coordinates) if not coordinate]
+    if not has_groups(mesh_info.mesh):
         raise MeshError(
-            f"{view!r} was loaded from a file and no mesh like it was used yet in this world",
+            f"{mesh_info!r} was loaded from a file and no mesh like it was used yet in this world",
             "make the mesh with init_device_mesh and a first tensor on it before loading",
         )
     if outside:
         ranks = f"rank {outside[0]} is" if len(outside) == 1 else f"ranks {outside} are"
         raise MeshError(
-            f"{ranks} not in {view!r}, whose ranks are {ranks_of_mesh}",
+            f"{ranks} not in {mesh_info!r}, whose ranks are {ranks_of_mesh}",
             "use a mesh that holds every rank that runs this line",
         )
 
@@ -93,47 +95,47 @@ def axis_sets(ndim: int) -> list[Axes]:
     return [axes for count in range(2, ndim + 1) for axes in itertools.combinations(range(ndim), count)]
 
 
-def _axis_groups(view: MeshView) -> dict[Axes, str]:
+def _axis_groups(mesh_info: MeshInfo) -> dict[Axes, str]:
     """The groups that the mesh came with, one for each axis."""
     try:
-        return {(axis,): group_name(view.mesh, axis) for axis in range(len(view.sizes))}
+        return {(axis,): group_name(mesh_info.mesh, axis) for axis in range(len(mesh_info.sizes))}
     except (RuntimeError, LookupError, ValueError):
         raise MeshError(
-            f"{view!r} belongs to a world that has ended", "make it again in this one with init_device_mesh"
+            f"{mesh_info!r} belongs to a world that has ended", "make it again in this one with init_device_mesh"
         ) from None
 
 
-def _simulated_groups(view: MeshView) -> None:
-    ndim = len(view.sizes)
-    view.groups.update(_axis_groups(view))
+def _simulated_groups(mesh_info: MeshInfo) -> None:
+    ndim = len(mesh_info.sizes)
+    mesh_info.groups.update(_axis_groups(mesh_info))
     for axes in axis_sets(ndim):
-        view.groups[axes] = f"shardwise:{id(view)}:{axes}"
-    for axes, name in view.groups.items():
-        register_group(name, view.rank_groups(axes))
+        mesh_info.groups[axes] = f"shardwise:{id(mesh_info)}:{axes}"
+    for axes, name in mesh_info.groups.items():
+        register_group(name, mesh_info.rank_groups(axes))
 
 
-def _process_groups(view: MeshView) -> None:
-    view.groups.update(_axis_groups(view))
-    existing = _existing_groups(view)
-    may_create = root_mesh(view.mesh) is view.mesh and view.covers_world()
-    for axes in axis_sets(len(view.sizes)):
-        ranks = view.rank_groups(axes)
+def _process_groups(mesh_info: MeshInfo) -> None:
+    mesh_info.groups.update(_axis_groups(mesh_info))
+    existing = _existing_groups(mesh_info)
+    may_create = root_mesh(mesh_info.mesh) is mesh_info.mesh and mesh_info.covers_world()
+    for axes in axis_sets(len(mesh_info.sizes)):
+        ranks = mesh_info.rank_groups(axes)
         name = existing.get(_partition(ranks))
         if name is None and may_create:
             name = _create(ranks)
         if name is not None:
-            view.groups[axes] = name
+            mesh_info.groups[axes] = name
 
 
-def _existing_groups(view: MeshView) -> dict[tuple[tuple[int, ...], ...], str]:
+def _existing_groups(mesh_info: MeshInfo) -> dict[tuple[tuple[int, ...], ...], str]:
     """Groups that are there already, by the way they part the ranks: flattened axes and the root mesh's groups."""
     found = {}
-    for flattened in flattened_meshes(view.mesh):
-        found[_partition(view_of(flattened).rank_groups((0,)))] = group_name(flattened, 0)
-    root = view_of(root_mesh(view.mesh))
+    for flattened in flattened_meshes(mesh_info.mesh):
+        found[_partition(mesh_info_of(flattened).rank_groups((0,)))] = group_name(flattened, 0)
+    root = mesh_info_of(root_mesh(mesh_info.mesh))
     for axes, name in root.groups.items():
         found[_partition(root.rank_groups(axes))] = name
-    found[(tuple(range(view.world_size)),)] = world_group_name()
+    found[(tuple(range(mesh_info.world_size)),)] = world_group_name()
     return found
 
 

@@ -16,8 +16,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..layout import Coordinate, Layout
-from ..mesh import MeshView
+from ..sharding.layout import Coordinate, Layout
+from ..sharding.mesh import MeshInfo
 from ..world import RankTensor, map_ranks, rank_int
 from .boxes import Box, Schedule, intersection, schedule
 from .plan import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SLICE, TO_PARTIAL, Step
@@ -53,46 +53,46 @@ class Move(NamedTuple):
     finish: LocalOp | None
 
 
-def bind(step: Step, view: MeshView, dtype: torch.dtype) -> Move:
+def bind(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move:
     """The move that carries out a step on this mesh."""
     if step.op:
         check_reducible(dtype, step.op)
     if math.prod(step.after.shape) == 0:
-        return Move(on_ranks(view, lambda at, local: local.new_empty(step.after.local_shape(at))), False, None)
+        return Move(on_ranks(mesh_info, lambda at, local: local.new_empty(step.after.local_shape(at))), False, None)
     if step.kind == SLICE:
-        return Move(on_ranks(view, lambda at, local: _take(step, at, local)), False, None)
+        return Move(on_ranks(mesh_info, lambda at, local: _take(step, at, local)), False, None)
     if step.kind == TO_PARTIAL:
-        return Move(on_ranks(view, lambda at, local: _spread(step, at, local)), False, None)
+        return Move(on_ranks(mesh_info, lambda at, local: _spread(step, at, local)), False, None)
     if step.kind == ALL_REDUCE:
-        return _all_reduce_move(step, view, dtype)
+        return _all_reduce_move(step, mesh_info, dtype)
     even = step.before.is_even() and step.after.is_even()
     if even and step.kind == ALL_GATHER:
-        return _all_gather_move(step, view, dtype)
+        return _all_gather_move(step, mesh_info, dtype)
     if even and step.kind == REDUCE_SCATTER and reduces_natively(dtype, step.op):
-        return _reduce_scatter_move(step, view, dtype)
+        return _reduce_scatter_move(step, mesh_info, dtype)
     if even and step.kind == ALL_TO_ALL:
-        return _all_to_all_move(step, view, dtype)
-    return _exchange_move(step, view, dtype)
+        return _all_to_all_move(step, mesh_info, dtype)
+    return _exchange_move(step, mesh_info, dtype)
 
 
-def on_ranks(view: MeshView, fn: Callable[[Coordinate, Tensor], Tensor]) -> LocalOp:
+def on_ranks(mesh_info: MeshInfo, fn: Callable[[Coordinate, Tensor], Tensor]) -> LocalOp:
     """A local op from one that also takes the coordinate of the rank it works for."""
 
     def run(local: Tensor) -> Tensor:
         if isinstance(local, RankTensor):
-            coordinates = view.coordinates
+            coordinates = mesh_info.coordinates
             return map_ranks(lambda rank, shard: fn(coordinates[rank], shard), local)
-        return fn(view.coordinate, local)
+        return fn(mesh_info.coordinate, local)
 
     return run
 
 
-def from_ranks(view: MeshView, fn: Callable[[Coordinate], Tensor]) -> Tensor:
+def from_ranks(mesh_info: MeshInfo, fn: Callable[[Coordinate], Tensor]) -> Tensor:
     """A local tensor made from nothing but the coordinate of its rank."""
-    if view.simulated:
-        coordinates = view.coordinates
+    if mesh_info.simulated:
+        coordinates = mesh_info.coordinates
         return map_ranks(lambda rank: fn(coordinates[rank]))
-    return fn(view.coordinate)
+    return fn(mesh_info.coordinate)
 
 
 # ---- even moves: reshapes around one native collective --------------------------------------------------------------
@@ -165,12 +165,12 @@ def _order_is_trivial(sizes: Sequence[int], order: Sequence[int]) -> bool:
     return moved == sorted(moved)
 
 
-def _group(step: Step, view: MeshView) -> tuple[str, int]:
-    return view.groups[step.axes], math.prod(view.sizes[axis] for axis in step.axes)
+def _group(step: Step, mesh_info: MeshInfo) -> tuple[str, int]:
+    return mesh_info.groups[step.axes], math.prod(mesh_info.sizes[axis] for axis in step.axes)
 
 
-def _all_gather_move(step: Step, view: MeshView, dtype: torch.dtype) -> Move:
-    name, ranks = _group(step, view)
+def _all_gather_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move:
+    name, ranks = _group(step, mesh_info)
     sides = _slotted(step)
     arrange = _grouped_to_local(step, sides)
     if moves_natively(dtype):
@@ -183,8 +183,8 @@ def _all_gather_move(step: Step, view: MeshView, dtype: torch.dtype) -> Move:
     )
 
 
-def _all_to_all_move(step: Step, view: MeshView, dtype: torch.dtype) -> Move:
-    name, ranks = _group(step, view)
+def _all_to_all_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move:
+    name, ranks = _group(step, mesh_info)
     sides = _slotted(step)
     pack, arrange = _local_to_grouped(step, sides), _grouped_to_local(step, sides)
     piece = math.prod(sides.held_before) // ranks
@@ -199,10 +199,10 @@ def _all_to_all_move(step: Step, view: MeshView, dtype: torch.dtype) -> Move:
     )
 
 
-def _reduce_scatter_move(step: Step, view: MeshView, dtype: torch.dtype) -> Move:
-    name, ranks = _group(step, view)
+def _reduce_scatter_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move:
+    name, ranks = _group(step, mesh_info)
     pack = _local_to_grouped(step, _slotted(step))
-    op, shape = wire_op(dtype, step.op), step.after.local_shape((0,) * len(view.sizes))
+    op, shape = wire_op(dtype, step.op), step.after.local_shape((0,) * len(mesh_info.sizes))
     return Move(
         lambda local: reduce_scatter(to_wire(pack(local), step.op), op, ranks, name),
         True,
@@ -210,8 +210,8 @@ def _reduce_scatter_move(step: Step, view: MeshView, dtype: torch.dtype) -> Move
     )
 
 
-def _all_reduce_move(step: Step, view: MeshView, dtype: torch.dtype) -> Move:
-    name, ranks = _group(step, view)
+def _all_reduce_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move:
+    name, ranks = _group(step, mesh_info)
     if reduces_natively(dtype, step.op):
         op = wire_op(dtype, step.op)
         if travels_as_is(dtype, step.op):
@@ -225,15 +225,15 @@ def _all_reduce_move(step: Step, view: MeshView, dtype: torch.dtype) -> Move:
     def reduce(at: Coordinate, received: Tensor) -> Tensor:
         return reduce_locally(received.view(dtype).view(ranks, *step.after.local_shape(at)), step.op)
 
-    return Move(lambda local: all_gather(_as_bytes(local), ranks, name), True, on_ranks(view, reduce))
+    return Move(lambda local: all_gather(_as_bytes(local), ranks, name), True, on_ranks(mesh_info, reduce))
 
 
 # ---- any to any -----------------------------------------------------------------------------------------------------
 
 
-def _exchange_move(step: Step, view: MeshView, dtype: torch.dtype) -> Move:
+def _exchange_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move:
     """One all-to-all in which each rank sends each peer what it has and the peer needs; then, perhaps, a reduction."""
-    name, ranks = _group(step, view)
+    name, ranks = _group(step, mesh_info)
     schedules: dict[Coordinate, Schedule] = {}
 
     def schedule_at(at: Coordinate) -> Schedule:
@@ -244,8 +244,8 @@ def _exchange_move(step: Step, view: MeshView, dtype: torch.dtype) -> Move:
 
     native = moves_natively(dtype)
     unit = 1 if native else dtype.itemsize
-    outgoing = _splits(view, ranks, lambda at: [unit * size for size in schedule_at(at).send_sizes])
-    incoming = _splits(view, ranks, lambda at: [unit * size for size in schedule_at(at).receive_sizes])
+    outgoing = _splits(mesh_info, ranks, lambda at: [unit * size for size in schedule_at(at).send_sizes])
+    incoming = _splits(mesh_info, ranks, lambda at: [unit * size for size in schedule_at(at).receive_sizes])
 
     def pack(at: Coordinate, local: Tensor) -> Tensor:
         flat = _pack(local, schedule_at(at).send)
@@ -261,15 +261,15 @@ def _exchange_move(step: Step, view: MeshView, dtype: torch.dtype) -> Move:
             return reduce_locally(torch.stack(operands), step.op)
         return _unpack(received, schedule_at(at).receive, shape)
 
-    packed, unpacked = on_ranks(view, pack), on_ranks(view, unpack)
+    packed, unpacked = on_ranks(mesh_info, pack), on_ranks(mesh_info, unpack)
     return Move(lambda local: all_to_all(packed(local), incoming, outgoing, name), True, unpacked)
 
 
-def _splits(view: MeshView, ranks: int, sizes_at: Callable[[Coordinate], list[int]]) -> list[int]:
+def _splits(mesh_info: MeshInfo, ranks: int, sizes_at: Callable[[Coordinate], list[int]]) -> list[int]:
     """The split sizes of an all-to-all; per rank where the world is simulated."""
-    if not view.simulated:
-        return sizes_at(view.coordinate)
-    by_rank = [sizes_at(at) for at in view.coordinates]
+    if not mesh_info.simulated:
+        return sizes_at(mesh_info.coordinate)
+    by_rank = [sizes_at(at) for at in mesh_info.coordinates]
     # Sizes that differ between ranks are SymInts, which the op takes as well as ints.
     return [cast(int, rank_int([sizes[peer] for sizes in by_rank])) for peer in range(ranks)]
 
@@ -348,9 +348,11 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 # ---- from a source rank ---------------------------------------------------------------------------------------------
 
 
-def scatter_move(before: Layout, after: Layout, axis: int, source: int, view: MeshView, dtype: torch.dtype) -> LocalOp:
+def scatter_move(
+    before: Layout, after: Layout, axis: int, source: int, mesh_info: MeshInfo, dtype: torch.dtype
+) -> LocalOp:
     """One rank along an axis hands out what each needs of what it holds; `before` does not use the axis."""
-    name, ranks = view.groups[(axis,)], view.sizes[axis]
+    name, ranks = mesh_info.groups[(axis,)], mesh_info.sizes[axis]
     native = moves_natively(dtype)
     unit = 1 if native else dtype.itemsize
 
@@ -376,23 +378,23 @@ def scatter_move(before: Layout, after: Layout, axis: int, source: int, view: Me
         received = received if native else received.view(dtype)
         return _unpack(received, [boxes_for(at, at[axis])], after.local_shape(at))
 
-    packed, unpacked = on_ranks(view, pack), on_ranks(view, unpack)
-    into, out = _splits(view, ranks, incoming), _splits(view, ranks, outgoing)
+    packed, unpacked = on_ranks(mesh_info, pack), on_ranks(mesh_info, unpack)
+    into, out = _splits(mesh_info, ranks, incoming), _splits(mesh_info, ranks, outgoing)
     return lambda local: unpacked(wait(all_to_all(packed(local), into, out, name)))
 
 
-def broadcast_move(axis: int, source: int, view: MeshView, dtype: torch.dtype) -> LocalOp:
+def broadcast_move(axis: int, source: int, mesh_info: MeshInfo, dtype: torch.dtype) -> LocalOp:
     """One rank along an axis gives all the others a copy of what it holds."""
-    name = view.groups[(axis,)]
+    name = mesh_info.groups[(axis,)]
     if moves_natively(dtype):
         return lambda local: wait(broadcast(local.contiguous(), source, name))
     return lambda local: wait(broadcast(_as_bytes(local), source, name)).view(dtype).view(local.shape)
 
 
-def all_gather_ranks(message: Tensor, view: MeshView) -> Tensor:
+def all_gather_ranks(message: Tensor, mesh_info: MeshInfo) -> Tensor:
     """One row for each rank of this rank's mesh, in mesh order, from a vector of equal length on each."""
     table = message.view(1, -1)
-    for axis in reversed(range(len(view.sizes))):
-        if view.sizes[axis] > 1:
-            table = wait(all_gather(table, view.sizes[axis], view.groups[(axis,)]))
+    for axis in reversed(range(len(mesh_info.sizes))):
+        if mesh_info.sizes[axis] > 1:
+            table = wait(all_gather(table, mesh_info.sizes[axis], mesh_info.groups[(axis,)]))
     return table

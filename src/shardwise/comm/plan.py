@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..layout import Layout
-from ..mesh import names_text
-from ..spec import DTensorSpec, spec_text
+from ..sharding.layout import Layout
+from ..sharding.mesh import names_text
+from ..sharding.spec import DTensorSpec, spec_text
 from .boxes import intersection, volume
 
 # Kinds of steps. The local ones have no axes.
@@ -85,7 +85,7 @@ class SpecPlan:
     plan: Plan
 
     def __str__(self) -> str:
-        return self.plan.text(self.source.dtype, self.source.view.names)
+        return self.plan.text(self.source.dtype, self.source.mesh_info.names)
 
 
 _MANY_RANKS = 4096

@@ -16,7 +16,7 @@ import math
 from functools import lru_cache
 
 from ..errors import CommunicationError
-from ..layout import Factor, Layout
+from ..sharding.layout import Factor, Layout
 from .cost import Links
 from .plan import EXCHANGE, SLICE, Plan, Step
 from .states import Axes, DistState, Edge, Slots, Task, common_slots, held, lacking, moves_from, product

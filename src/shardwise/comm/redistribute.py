@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..errors import MeshError
-from ..mesh import MeshView
-from ..spec import DTensorSpec, in_memory_order, memory_order
+from ..sharding.mesh import MeshInfo
+from ..sharding.spec import DTensorSpec, in_memory_order, memory_order
 from .cost import Links, cost_model, generation
 from .groups import adopt
 from .moves import LocalOp, Move, bind, on_ranks, wait
@@ -30,41 +30,42 @@ _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
 def plan(source: DTensorSpec, target: DTensorSpec) -> SpecPlan:
     """What it takes to bring a tensor from one spec to another. Prints as readable steps with bytes."""
-    return _plan(source, target, generation(), source.view.adopted)
+    return _plan(source, target, generation(), source.mesh_info.adopted)
 
 
 @lru_cache(maxsize=16384)
 def _plan(source: DTensorSpec, target: DTensorSpec, generation: int, adopted: bool) -> SpecPlan:
-    if source.view is not target.view:
+    if source.mesh_info is not target.mesh_info:
         raise MeshError(
-            f"from {source!r} on {source.view!r} to {target!r} on {target.view!r}: a tensor stays on its mesh",
+            f"from {source!r} on {source.mesh_info!r} to {target!r} on {target.mesh_info!r}: "
+            "a tensor stays on its mesh",
             "use placements of the tensor's own mesh, or full_tensor() and distribute_tensor on the other one",
         )
-    view = source.view
-    groups = frozenset(view.groups) if adopted else None
-    links = _links(view, generation)
+    mesh_info = source.mesh_info
+    groups = frozenset(mesh_info.groups) if adopted else None
+    links = _links(mesh_info, generation)
     return SpecPlan(source, target, make_plan(source.layout, target.layout, source.dtype.itemsize, links, groups))
 
 
-def links_of(view: MeshView) -> Links:
+def links_of(mesh_info: MeshInfo) -> Links:
     """What communication costs on a mesh, by the cost model in use."""
-    return _links(view, generation())
+    return _links(mesh_info, generation())
 
 
 @lru_cache(maxsize=256)
-def _links(view: MeshView, generation: int) -> Links:
-    return cost_model().links(view)
+def _links(mesh_info: MeshInfo, generation: int) -> Links:
+    return cost_model().links(mesh_info)
 
 
 @lru_cache(maxsize=16384)
 def _moves(source: DTensorSpec, target: DTensorSpec, generation: int) -> tuple[Move, ...]:
     adopt(source.mesh)
     steps = _plan(source, target, generation, True).plan.steps
-    moves = tuple(bind(step, source.view, source.dtype) for step in steps)
+    moves = tuple(bind(step, source.mesh_info, source.dtype) for step in steps)
     order = memory_order(target.tensor_meta)
     if moves and order is not None:
         # Moved data is row-major. Where the target is not, views that are legal on one device must stay so here.
-        moves += (Move(on_ranks(source.view, lambda at, local: in_memory_order(local, order)), False, None),)
+        moves += (Move(on_ranks(source.mesh_info, lambda at, local: in_memory_order(local, order)), False, None),)
     return moves
 
 

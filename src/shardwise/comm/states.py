@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from ..layout import Dim, Factor, Layout, PartialAxes, Sizes, split_factor
+from ..sharding.layout import Dim, Factor, Layout, PartialAxes, Sizes, split_factor
 from .plan import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER, SLICE, TO_PARTIAL
 
 Axes = tuple[int, ...]

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
 
+from .._torch.ops import OpOverload, OpOverloadPacket
 from ..comm.groups import ranks_of_group
 from ..world import RankTensor, current_world, values_of
 

@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..mesh import axes_of_group
-from ..placement import Placement
-from ..tensor import DTensor
+from .._torch import pytree
+from .._torch.modes import TorchDispatchMode
+from .._torch.ops import OpOverload
+from ..sharding.mesh import axes_of_group
+from ..sharding.placement import Placement
+from ..tensor.dtensor import DTensor
 from ..world import RankTensor
 from .collectives import group_of, kind_of, public_op, received_bytes
 from .comm_record import Collective, ModuleRecord, OpCounts, Operation, counts, received

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
-from ..placement import Placement
-from ..spec import DTensorSpec
-from ..tensor import DTensor
+from .._torch.ops import OpOverload
+from ..sharding.placement import Placement
+from ..sharding.spec import DTensorSpec
+from ..tensor.dtensor import DTensor
 from .collectives import public_op
 from .module_calls import Moment
 

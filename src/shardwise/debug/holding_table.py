@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from ..comm.plan import bytes_text
-from ..tensor import DTensor
+from ..tensor.dtensor import DTensor
 from .table import boxed
 
 
@@ -27,7 +27,7 @@ def draw_module(module: nn.Module) -> str:
     Those that are alike in numbered modules share a row.
     """
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    meshes = {repr(tensor.spec.view) for tensor in state.values() if isinstance(tensor, DTensor)}
+    meshes = {repr(tensor.spec.mesh_info) for tensor in state.values() if isinstance(tensor, DTensor)}
     cuts = {name: _cut_text(tensor, with_mesh=len(meshes) > 1) for name, tensor in state.items()}
     rows: dict[tuple[str, str], list[int]] = {}
     for name, shared in _row_names(cuts).items():
@@ -60,7 +60,7 @@ def _row_names(cuts: Mapping[str, str]) -> dict[str, str]:
 def _cut_text(tensor: Tensor, with_mesh: bool) -> str:
     if not isinstance(tensor, DTensor):
         return f"plain {list(tensor.shape)}"
-    return f"{tensor.spec!r} on {tensor.spec.view!r}" if with_mesh else repr(tensor.spec)
+    return f"{tensor.spec!r} on {tensor.spec.mesh_info!r}" if with_mesh else repr(tensor.spec)
 
 
 def held_bytes(tensor: Tensor) -> int:

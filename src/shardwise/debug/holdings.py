@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from ..layout import Coordinate, Run
-from ..spec import DTensorSpec
+from ..sharding.layout import Coordinate, Run
+from ..sharding.spec import DTensorSpec
 
 Ranks = tuple[int, ...]
 Runs = tuple[tuple[Run, ...], ...]
@@ -22,9 +22,9 @@ _SHOWN_RUNS = 6
 
 def members(spec: DTensorSpec) -> dict[int, Coordinate]:
     """The ranks of this process's instance of the mesh and their coordinates."""
-    instances = spec.view.instances.flatten(1).tolist()
+    instances = spec.mesh_info.instances.flatten(1).tolist()
     ranks = next((ranks for ranks in instances if dist.get_rank() in ranks), instances[0])
-    places = itertools.product(*map(range, spec.view.sizes))
+    places = itertools.product(*map(range, spec.mesh_info.sizes))
     return dict(zip(ranks, places, strict=True))
 
 

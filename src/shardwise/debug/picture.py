@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..spec import DTensorSpec
-from ..tensor import DTensor
+from ..sharding.spec import DTensorSpec
+from ..tensor.dtensor import DTensor
 from .holding_table import draw_module
 from .holdings import Grid, grid, holders_text, holdings, members, part_text, ranks_text, run_text
 
@@ -37,7 +37,7 @@ def draw(dtensor: DTensor | DTensorSpec | nn.Module) -> str:
     if isinstance(dtensor, nn.Module):
         return draw_module(dtensor)
     spec = _spec_of(dtensor)
-    lines = [f"{spec!r} on {spec.view!r}"]
+    lines = [f"{spec!r} on {spec.mesh_info!r}"]
     lines += _grid_lines(spec) or _list_lines(spec)
     return "\n".join(lines)
 
@@ -45,7 +45,7 @@ def draw(dtensor: DTensor | DTensorSpec | nn.Module) -> str:
 def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
     """Print who holds what of a tensor, on the first rank of its mesh; in colour if `use_rich` and rich is there."""
     spec = _spec_of(dtensor)
-    if any(spec.view.coordinate or ()):
+    if any(spec.mesh_info.coordinate or ()):
         return
     if header:
         print(header)
@@ -120,7 +120,7 @@ def _print_rich(spec: DTensorSpec, picture: Grid) -> None:
         name = [Text(run_text(run))] if spec.ndim == 2 else []
         table.add_row(*name, *(cell(ranks) for ranks in row))
     console = Console()
-    console.print(f"{spec!r} on {spec.view!r}", markup=False, highlight=False)
+    console.print(f"{spec!r} on {spec.mesh_info!r}", markup=False, highlight=False)
     console.print(table)
     if nothing := _holds_nothing(spec):
         console.print(nothing, highlight=False)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InputError
-from ..mesh import current_mesh
+from ..sharding.mesh import current_mesh
 from .parameters import replicate_rest, tied_in
 
 PartitionFn = Callable[[str, nn.Module, DeviceMesh], None]

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..creation import distribute_tensor
 from ..errors import PlacementError
-from ..placement import Placement, Replicate
-from ..tensor import DTensor
+from ..sharding.placement import Placement, Replicate
+from ..tensor.creation import distribute_tensor
+from ..tensor.dtensor import DTensor
 
 
 class Ties:
@@ -101,7 +101,8 @@ def _check_same(tensor: DTensor, name: str, mesh: DeviceMesh, placements: tuple[
         same = False
     if not same:
         raise PlacementError(
-            f"{name!r} is distributed already, as {spec!r} on {spec.view!r}, and is to be cut by {list(placements)}",
+            f"{name!r} is distributed already, as {spec!r} on {spec.mesh_info!r}, "
+            f"and is to be cut by {list(placements)}",
             "cut it once; modules that share a parameter cut it in the same way",
         )
 

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.groups import adopt
 from ..errors import InputError, MeshError
-from ..mesh import MeshView, view_of
-from ..placement import Placement, Replicate, Shard
-from ..tensor import DTensor
+from ..sharding.mesh import MeshInfo, mesh_info_of
+from ..sharding.placement import Placement, Replicate, Shard
+from ..tensor.dtensor import DTensor
 
 DEFAULT_AXIS = "tp"
 
@@ -26,30 +26,30 @@ class StyleAxis:
 
     def __init__(self, mesh: DeviceMesh, name: str | None = None) -> None:
         self.mesh = mesh
-        self.view = adopt(mesh)
-        self.index = _index(self.view, name)
-        self.size = self.view.sizes[self.index]
+        self.mesh_info = adopt(mesh)
+        self.index = _index(self.mesh_info, name)
+        self.size = self.mesh_info.sizes[self.index]
 
     @property
     def alone(self) -> bool:
         """Whether the mesh has no other axis."""
-        return len(self.view.sizes) == 1
+        return len(self.mesh_info.sizes) == 1
 
     @cached_property
     def others(self) -> DeviceMesh:
         """The mesh of the other axes."""
-        names = tuple(name for axis, name in enumerate(self.view.names) if axis != self.index)
+        names = tuple(name for axis, name in enumerate(self.mesh_info.names) if axis != self.index)
         if self.mesh.mesh_dim_names is None:
-            raise MeshError(f"the axes of {self.view!r} have no names", "give mesh_dim_names to init_device_mesh")
+            raise MeshError(f"the axes of {self.mesh_info!r} have no names", "give mesh_dim_names to init_device_mesh")
         return self.mesh[names]
 
     @cached_property
-    def _others_view(self) -> MeshView:
-        return view_of(self.others)
+    def _others_view(self) -> MeshInfo:
+        return mesh_info_of(self.others)
 
     def parameter(self, placement: Placement) -> tuple[Placement, ...]:
         """Placements of a parameter: replicated over the other axes."""
-        return tuple(placement if axis == self.index else Replicate() for axis in range(len(self.view.sizes)))
+        return tuple(placement if axis == self.index else Replicate() for axis in range(len(self.mesh_info.sizes)))
 
     def placed(self, tensor: DTensor, placement: Placement) -> tuple[Placement, ...]:
         """The tensor's placements with this axis doing something else."""
@@ -63,8 +63,8 @@ class StyleAxis:
             return DTensor.from_local(tensor, self.mesh, (placement,), shape=shape)
         if not isinstance(tensor, DTensor):
             raise InputError(
-                f"a plain tensor of shape {list(tensor.shape)} on {self.view!r}: only {self.view.names[self.index]} is "
-                "spoken of, and how the other axes cut it is not known",
+                f"a plain tensor of shape {list(tensor.shape)} on {self.mesh_info!r}: "
+                f"only {self.mesh_info.names[self.index]} is spoken of, and how the other axes cut it is not known",
                 "distribute the model's inputs over the mesh, e.g. distribute_tensor(x, mesh, P('dp'))",
             )
         rest = tensor.placements
@@ -85,8 +85,8 @@ class StyleAxis:
         if isinstance(mine, Shard):
             if part[mine.dim] % self.size:
                 raise InputError(
-                    f"a local output of {tensor._spec!r}: parts over {self.view.names[self.index]} differ in size, so "
-                    "they are no tensor on the other axes",
+                    f"a local output of {tensor._spec!r}: parts over {self.mesh_info.names[self.index]} "
+                    "differ in size, so they are no tensor on the other axes",
                     "keep outputs distributed: use_local_output=False",
                 )
             part[mine.dim] //= self.size
@@ -94,17 +94,17 @@ class StyleAxis:
 
     def is_detached(self, tensor: DTensor) -> bool:
         """Whether a tensor is on the mesh of the other axes."""
-        return not self.alone and tensor._spec.view is self._others_view
+        return not self.alone and tensor._spec.mesh_info is self._others_view
 
 
-def _index(view: MeshView, name: str | None) -> int:
+def _index(mesh_info: MeshInfo, name: str | None) -> int:
     if name is not None:
-        return view.axis_index(name)
-    if len(view.sizes) == 1:
+        return mesh_info.axis_index(name)
+    if len(mesh_info.sizes) == 1:
         return 0
-    if DEFAULT_AXIS in view.names:
-        return view.names.index(DEFAULT_AXIS)
+    if DEFAULT_AXIS in mesh_info.names:
+        return mesh_info.names.index(DEFAULT_AXIS)
     raise MeshError(
-        f"a style on {view!r}, none of whose axes is named {DEFAULT_AXIS!r}",
-        f"slice the mesh, e.g. mesh[{view.names[-1]!r}], or name the axis: style.over({view.names[-1]!r})",
+        f"a style on {mesh_info!r}, none of whose axes is named {DEFAULT_AXIS!r}",
+        f"slice the mesh, e.g. mesh[{mesh_info.names[-1]!r}], or name the axis: style.over({mesh_info.names[-1]!r})",
     )

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from ..errors import InputError, PlacementError
-from ..placement import InterleavedShard, Placement, Replicate, Shard
+from ..sharding.placement import InterleavedShard, Placement, Replicate, Shard
 
 SERVED = "nn.Linear and modules like it, nn.Embedding, convolutions"
 

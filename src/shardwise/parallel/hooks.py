@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..dispatch.gather_cache import Last, state, state_of
 from ..errors import MeshError
-from ..placement import Placement, Shard
-from ..reuse import Last, state, state_of
-from ..spec import DTensorSpec, contiguous_meta, normalize_placements
-from ..tensor import DTensor
+from ..sharding.placement import Placement, Shard
+from ..sharding.spec import DTensorSpec, contiguous_meta, normalize_placements
+from ..tensor.dtensor import DTensor
 from .axis import StyleAxis
-from .sizes import KnownSizes, hand_out
+from .sizes import KnownSizes, mark_exposed
 
 _MAX_TARGETS = 4096
 _last = Last()
@@ -41,8 +41,8 @@ class Entrance:
         self.dim_size = dim_size  # of the dim that a plain tensor is cut in, where the module knows it
         self.targets: dict[DTensorSpec, DTensorSpec] = {}
         cut = isinstance(layout, Shard) and axis.alone
-        self.sizes = KnownSizes(axis.view, layout) if cut else None  # type: ignore[arg-type]
-        self.key = (id(axis.view), layout, desired, use_local)
+        self.sizes = KnownSizes(axis.mesh_info, layout) if cut else None  # type: ignore[arg-type]
+        self.key = (id(axis.mesh_info), layout, desired, use_local)
 
     def __call__(self, value: Any) -> Any:
         """The tensor as the module gets it. Other values pass."""
@@ -102,7 +102,7 @@ class Exit:
         if not self.use_local:
             return tensor
         if self.hands_out:
-            hand_out(tensor._spec)
+            mark_exposed(tensor._spec)
         return self.axis.detach(tensor)
 
 
@@ -120,9 +120,9 @@ def moved(tensor: DTensor, axis: StyleAxis, placement: Placement, targets: dict[
     spec = tensor._spec
     target = targets.get(spec)
     if target is None:
-        if spec.view is not axis.view:
+        if spec.mesh_info is not axis.mesh_info:
             raise MeshError(
-                f"an input {spec!r} on {spec.view!r} for a module that was parallelized over {axis.view!r}",
+                f"an input {spec!r} on {spec.mesh_info!r} for a module that was parallelized over {axis.mesh_info!r}",
                 "parallelize the module over the mesh of its inputs; styles act on its axis 'tp'",
             )
         if len(targets) >= _MAX_TARGETS:
@@ -133,7 +133,7 @@ def moved(tensor: DTensor, axis: StyleAxis, placement: Placement, targets: dict[
 
 def _placed(spec: DTensorSpec, placements: tuple[Placement, ...]) -> DTensorSpec:
     """The same spec where these are its placements already: then there is nothing to do, in the backward neither."""
-    normal, order = normalize_placements(spec.view, placements, spec.ndim)
+    normal, order = normalize_placements(spec.mesh_info, placements, spec.ndim)
     target = DTensorSpec(spec.mesh, normal, spec.tensor_meta, order)
     if target.layout is spec.layout:
         return spec

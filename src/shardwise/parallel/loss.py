@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..placement import Partial, Replicate
-from ..tensor import DTensor
+from ..sharding.placement import Partial, Replicate
+from ..tensor.dtensor import DTensor
 
 _LOSSES = (F.cross_entropy, F.nll_loss)
 

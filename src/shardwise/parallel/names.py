@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import InputError
-from ..placement import Partial, Replicate
+from ..sharding.placement import Partial, Replicate
 from .prepare import PrepareModuleOutput
 from .style import ParallelStyle
 from .styles import ColwiseParallel, ReplicateParallel, RowwiseParallel, SequenceParallel

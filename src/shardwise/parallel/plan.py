@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InputError, ShardwiseError
-from ..mesh import current_mesh
 from ..nn.parameters import tied_in
+from ..sharding.mesh import current_mesh
 from .names import named_style
 from .style import ParallelStyle
 

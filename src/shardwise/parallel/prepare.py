@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InputError
-from ..placement import Placement
+from ..sharding.placement import Placement
 from .axis import StyleAxis
 from .hooks import Entrance, Exit
 from .style import ParallelStyle

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..nn.parameters import distribute_parameter, replicate_rest
-from ..placement import Placement, Replicate, Shard
+from ..sharding.placement import Placement, Replicate, Shard
 from . import cuts
 from .axis import StyleAxis
 from .hooks import Entrance, Exit

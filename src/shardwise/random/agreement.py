@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.groups import adopt
 from ..comm.moves import all_gather, wait
 from ..errors import WorldError
-from ..mesh import MeshView
+from ..sharding.mesh import MeshInfo
 from ..world.mapping import generator_for
 
-_checked: WeakKeyDictionary[MeshView, set[str]] = WeakKeyDictionary()
+_checked: WeakKeyDictionary[MeshInfo, set[str]] = WeakKeyDictionary()
 
 
 class _Switch:
@@ -39,52 +39,52 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
 
     >>> shardwise.random.manual_seed(0, mesh)
     """
-    view = adopt(device_mesh)
-    _default(view).manual_seed(seed)
-    _checked.pop(view, None)
+    mesh_info = adopt(device_mesh)
+    _default(mesh_info).manual_seed(seed)
+    _checked.pop(mesh_info, None)
 
 
-def check_first_use(view: MeshView, generator: torch.Generator) -> None:
+def check_first_use(mesh_info: MeshInfo, generator: torch.Generator) -> None:
     """Compare this generator's state on all ranks of the mesh, unless this was done before."""
-    if view.simulated or not _Switch.on:
+    if mesh_info.simulated or not _Switch.on:
         return
-    seen = _checked.get(view)
+    seen = _checked.get(mesh_info)
     if seen is None:
-        seen = _checked[view] = set()
+        seen = _checked[mesh_info] = set()
     name = (
         f"the default {generator.device.type} generator" if _is_default(generator) else "the generator that was passed"
     )
     if name not in seen:
         seen.add(name)
-        _compare(view, generator, name)
+        _compare(mesh_info, generator, name)
 
 
-def _compare(view: MeshView, generator: torch.Generator, name: str) -> None:
+def _compare(mesh_info: MeshInfo, generator: torch.Generator, name: str) -> None:
     digest = hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=8).digest()
-    device = "cpu" if view.device_type in ("cpu", "meta") else view.device_type
+    device = "cpu" if mesh_info.device_type in ("cpu", "meta") else mesh_info.device_type
     states = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=device)
     # Axis by axis, the last one first: then they lie in the order of the mesh.
-    for axis in reversed(range(len(view.sizes))):
-        if view.sizes[axis] > 1:
-            states = wait(all_gather(states, view.sizes[axis], view.groups[(axis,)]))
+    for axis in reversed(range(len(mesh_info.sizes))):
+        if mesh_info.sizes[axis] > 1:
+            states = wait(all_gather(states, mesh_info.sizes[axis], mesh_info.groups[(axis,)]))
     found = states.tolist()
     common, count = Counter(found).most_common(1)[0]
     if count == len(found):
         return
-    ranks = view.mesh.mesh.flatten().tolist()
+    ranks = mesh_info.mesh.mesh.flatten().tolist()
     parted = [str(rank) for rank, state in zip(ranks, found, strict=True) if state != common]
-    _checked.pop(view, None)
+    _checked.pop(mesh_info, None)
     raise WorldError(
-        f"{name} is in another state on rank(s) {', '.join(parted)} than on the other ranks of {view!r}",
+        f"{name} is in another state on rank(s) {', '.join(parted)} than on the other ranks of {mesh_info!r}",
         "seed all ranks alike with torch.manual_seed(seed) or shardwise.random.manual_seed(seed, mesh), and draw for "
         "one rank alone from a generator of its own; shardwise.random.set_generator_check(False) turns this check off",
     )
 
 
-def _default(view: MeshView) -> torch.Generator:
-    if view.device_type in ("cpu", "meta"):
+def _default(mesh_info: MeshInfo) -> torch.Generator:
+    if mesh_info.device_type in ("cpu", "meta"):
         return torch.default_generator
-    return generator_for((), torch.device(view.device_type))
+    return generator_for((), torch.device(mesh_info.device_type))
 
 
 def _is_default(generator: torch.Generator) -> bool:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layout import Coordinate, Layout
+from ..sharding.layout import Coordinate, Layout
 
 
 class Box(NamedTuple):

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..comm.moves import take
 from ..errors import InputError
-from ..layout import Coordinate, Factor, Layout
-from ..mesh import MeshView
-from ..spec import TensorMeta
+from ..sharding.layout import Coordinate, Factor, Layout
+from ..sharding.mesh import MeshInfo
+from ..sharding.spec import TensorMeta
 from ..world.mapping import generator_for
 from .agreement import check_first_use
 from .bits import Key, mixed
@@ -60,12 +60,12 @@ class Draw:
     __slots__ = ("_device", "_generator", "_key", "_made", "_meta", "_whole")
 
     def __init__(
-        self, view: MeshView, meta: TensorMeta, device: torch.device, generator: torch.Generator | None
+        self, mesh_info: MeshInfo, meta: TensorMeta, device: torch.device, generator: torch.Generator | None
     ) -> None:
         self._meta, self._device = meta, device
         self._key: Key | None = None
         self._made: Tensor | None = None
-        self._whole = Layout.make(view.sizes, tuple((Factor(size, ()),) for size in meta.shape))
+        self._whole = Layout.make(mesh_info.sizes, tuple((Factor(size, ()),) for size in meta.shape))
         if device.type == "meta":
             return
         self._generator = generator = generator_for((generator,), device)
@@ -74,7 +74,7 @@ class Draw:
                 f"a generator on {generator.device} for numbers on {device}",
                 "use one of that device, or one of the CPU",
             )
-        check_first_use(view, generator)
+        check_first_use(mesh_info, generator)
 
     def numbers(
         self,

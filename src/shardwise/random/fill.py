@@ -46,41 +46,43 @@ def fill(out: Tensor, box: Box, key: Key, name: str, arguments: tuple[Any, ...])
     pairs = _pairs(out.dtype, name, arguments)
     make = _MAKERS[name](out.dtype, *arguments)
     limit = _IN_CACHE if out.device.type == "cpu" else _AT_ONCE
-    view = out.view(box.sizes)
+    mesh_info = out.view(box.sizes)
     if pairs:
-        _fill_pairs(view, box, key, make, limit)
+        _fill_pairs(mesh_info, box, key, make, limit)
         return out
     for place, piece in counters(box, limit, out.device):
-        make(piece.view(-1), key, view[place].view(-1))
+        make(piece.view(-1), key, mesh_info[place].view(-1))
     return out
 
 
-def _fill_pairs(view: Tensor, box: Box, key: Key, make: Maker, limit: int) -> None:
+def _fill_pairs(mesh_info: Tensor, box: Box, key: Key, make: Maker, limit: int) -> None:
     """Fill a tensor of the box's sizes with numbers that come in pairs, of which it may hold but one half."""
     if box.strides[-1] != 1:
-        return _fill_pairs(view.unsqueeze(-1), Box(box.offset, (*box.sizes, 1), (*box.strides, 1)), key, make, limit)
+        return _fill_pairs(
+            mesh_info.unsqueeze(-1), Box(box.offset, (*box.sizes, 1), (*box.strides, 1)), key, make, limit
+        )
     for dim, (size, stride) in enumerate(zip(box.sizes[:-1], box.strides, strict=False)):
         if size > 1 and stride % 2:  # rows start now inside a pair, now between pairs
             for first in (0, 1):
-                rows = view[(*[slice(None)] * dim, slice(first, None, 2))]
+                rows = mesh_info[(*[slice(None)] * dim, slice(first, None, 2))]
                 _fill_pairs(rows, box.every_other(dim, first), key, make, limit)
             return None
     skip, length = box.offset % 2, box.sizes[-1]
     halves = tuple(stride // 2 for stride in box.strides[:-1])
     touched = Box(box.offset // 2, (*box.sizes[:-1], (skip + length + 1) // 2), (*halves, 1))
-    whole = skip == 0 and length % 2 == 0 and view.is_contiguous()
-    for place, piece in counters(touched, limit, view.device):
+    whole = skip == 0 and length % 2 == 0 and mesh_info.is_contiguous()
+    for place, piece in counters(touched, limit, mesh_info.device):
         if whole:
-            make(piece.view(-1), key, view.view(*touched.sizes, 2)[place].view(-1))
+            make(piece.view(-1), key, mesh_info.view(*touched.sizes, 2)[place].view(-1))
             continue
-        made = view.new_empty((*piece.shape[:-1], 2 * piece.shape[-1]))
+        made = mesh_info.new_empty((*piece.shape[:-1], 2 * piece.shape[-1]))
         make(piece.view(-1), key, made.view(-1))
         last = place[-1]
-        if len(place) < view.dim():
-            view[place] = made[..., skip : skip + length]
+        if len(place) < mesh_info.dim():
+            mesh_info[place] = made[..., skip : skip + length]
         elif isinstance(last, slice):  # a part of one row
             begin, end = 2 * last.start - skip, min(2 * last.stop - skip, length)
-            view[place[:-1]][max(begin, 0) : end] = made[max(-begin, 0) : end - begin]
+            mesh_info[place[:-1]][max(begin, 0) : end] = made[max(-begin, 0) : end - begin]
     return None
 
 

@@ -20,33 +20,25 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..callplan import Argument, Planner
+from .._torch import pytree
+from .._torch.modes import TorchDispatchMode
+from .._torch.ops import OpOverload
 from ..comm.groups import adopt
+from ..dispatch.call_plan import Argument, Planner
+from ..dispatch.propagate import Operand
+from ..dispatch.result_meta import NEEDS_DATA, NoRule
 from ..errors import ShardwiseError
-from ..layout import Layout, PartialAxes
-from ..mesh import MeshView
-from ..metadata import NEEDS_DATA, NoRule
-from ..placement import Replicate
-from ..propagate import Operand
-from ..rules import (
-    BindError,
-    Bound,
-    Call,
-    Passing,
-    Registered,
-    cut_layout,
-    passes,
-    rule_for,
-    summands,
-    tensor_arguments,
-)
-from ..spec import DTensorSpec, TensorMeta, contiguous_meta
-from ..tensor import DTensor
+from ..notation import BindError, Bound, Passing, cut_layout, passes, summands, tensor_arguments
+from ..ops.call import Call
+from ..ops.registry import rule_for
+from ..ops.resolve import ResolvedOp
+from ..sharding.layout import Layout, PartialAxes
+from ..sharding.mesh import MeshInfo
+from ..sharding.placement import Replicate
+from ..sharding.spec import DTensorSpec, TensorMeta, contiguous_meta
+from ..tensor.dtensor import DTensor
 from ..world import simulate
 from .checker import plain_run
 from .values import assemble, with_spec
@@ -137,13 +129,13 @@ def _is_definite(call: Recorded) -> bool:
 class BoundCall(NamedTuple):
     """A call's rule, bound to its shapes, with its operands and where they are among the arguments."""
 
-    registered: Registered
+    registered: ResolvedOp
     bound: Bound
     operands: list[Operand]
     places: list[Where]
 
 
-def bound_call(call: Recorded, view: MeshView) -> BoundCall | None:
+def bound_call(call: Recorded, mesh_info: MeshInfo) -> BoundCall | None:
     """The rule of a call; None where it has none, or is one of those on lists."""
     registered = rule_for(call.func)
     if registered is None or registered.variant == "foreach":
@@ -152,8 +144,8 @@ def bound_call(call: Recorded, view: MeshView) -> BoundCall | None:
     metas: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
         Tensor, lambda t: _argument(t).meta, (call.args, call.kwargs)
     )
-    planner = Planner(call.func, list(args), kwargs, registered, view)
-    seen = Call.make(call.func, metas[0], metas[1], registered)
+    planner = Planner(call.func, list(args), kwargs, registered, mesh_info)
+    seen = Call.make(call.func, metas[0], metas[1], registered.operands)
     if NEEDS_DATA & set(call.func.tags):
         return None
     try:
@@ -217,9 +209,9 @@ def try_call(call: Recorded, mesh_sizes: tuple[int, ...], limit: int = 12, seed:
     """The call with every placement that its rule allows on a mesh, compared with the plain call."""
     with simulate(math.prod(mesh_sizes)):
         mesh = init_device_mesh("cpu", mesh_sizes)
-        view = adopt(mesh)
+        mesh_info = adopt(mesh)
         try:
-            found = bound_call(call, view)
+            found = bound_call(call, mesh_info)
         except BindError:
             return Tried(0, [])  # shapes that its rule does not take: the dispatcher runs such a call whole
         except Exception as error:
@@ -233,7 +225,7 @@ def try_call(call: Recorded, mesh_sizes: tuple[int, ...], limit: int = 12, seed:
         cases, failures = 0, []
         for chosen in allowed(found.bound, mesh_sizes, limit, seed):
             try:
-                given = _distributed(call, found, view, layouts(found, mesh_sizes, chosen))
+                given = _distributed(call, found, mesh_info, layouts(found, mesh_sizes, chosen))
             except ShardwiseError:
                 continue  # no such cut, or no such reduction of this dtype
             cases += 1
@@ -251,7 +243,7 @@ def _failure(kind: str, call: Recorded, where: str, error: Exception) -> Failure
     return Failure(kind, str(call.func), where, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
 
-def _distributed(call: Recorded, found: BoundCall, view: MeshView, wanted: list[Layout]) -> dict[Where, DTensor]:
+def _distributed(call: Recorded, found: BoundCall, mesh_info: MeshInfo, wanted: list[Layout]) -> dict[Where, DTensor]:
     made: dict[Where, DTensor] = {}
     for number, ((where, index), layout) in enumerate(zip(found.places, wanted, strict=True)):
         value = call.args[where] if isinstance(where, int) else call.kwargs[where]
@@ -260,14 +252,16 @@ def _distributed(call: Recorded, found: BoundCall, view: MeshView, wanted: list[
             averaged = any(op == "avg" for _, op in layout.partial)
             if averaged and not bool((tensor.to(torch.complex128).abs() < AVERAGED).all()):
                 raise ShardwiseError("an average of numbers so large overflows")
-            spec = DTensorSpec.from_layout(view, layout, contiguous_meta(tensor.shape, tensor.dtype))
+            spec = DTensorSpec.from_layout(mesh_info, layout, contiguous_meta(tensor.shape, tensor.dtype))
             made[where, index] = with_spec(tensor, spec, seed=number)
     if not made:
         raise ShardwiseError("no operand to distribute")
     for argument in tensor_arguments(call.func):
         value = call.kwargs.get(argument.name) if argument.out else None
         if isinstance(value, Tensor):
-            spec = DTensorSpec(view.mesh, [Replicate()] * len(view.sizes), contiguous_meta(value.shape, value.dtype))
+            spec = DTensorSpec(
+                mesh_info.mesh, [Replicate()] * len(mesh_info.sizes), contiguous_meta(value.shape, value.dtype)
+            )
             made[argument.name, None] = with_spec(value, spec, seed=0)
     return made
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import LayoutError
-from ..placement import Partial, Placement, Replicate, Shard
-from ..tensor import DTensor
+from ..sharding.placement import Partial, Placement, Replicate, Shard
+from ..tensor.dtensor import DTensor
 from ..world import common, simulate
 from .values import make_dtensor
 

@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from ..rules.schema import operands_of, tensor_arguments
+from .._torch import pytree
+from ..notation.schema import operands_of, tensor_arguments
 from .calls import Recorded
 
 MOST_SETS = 400  # sets of dims that are tried for one call

@@ -17,13 +17,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
 
+from .._torch import pytree
+from .._torch.ops import OpOverload
 from ..errors import InputError
-from ..rules import Call, parse, register
-from ..rules.generated import Line
-from ..rules.schema import overload_key
+from ..notation import parse
+from ..notation.schema import overload_key
+from ..ops.call import Call
+from ..ops.generated import Line
+from ..ops.registry import register
 from .calls import Failure, Recorded, try_call
 from .children import Lost, in_children
 from .cuts import Setup, factors_of

@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
 
-from ..metadata import NEEDS_DATA
-from ..rules import generated, served_by
-from ..rules.generated import Line
-from ..rules.schema import operands_of, overload_key, overloads, variant_of
+from .._torch import pytree
+from .._torch.ops import OpOverload
+from ..dispatch.result_meta import NEEDS_DATA
+from ..notation.schema import operands_of, overload_key, overloads, variant_of
+from ..ops import generated
+from ..ops.generated import Line
+from ..ops.served import served_by
 from .calls import Recorded, call_key, recorded, try_call
 from .children import Lost, in_children
 from .discovery import found_lines

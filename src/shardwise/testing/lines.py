@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..rules import BindError, Bound, BoundTensor, RuleError, bind, parse
-from ..rules.generated import Line, as_literal, ranks_of
-from ..rules.schema import KINDS, operands_of
+from ..notation import BindError, Bound, BoundTensor, RuleError, bind, parse
+from ..notation.schema import KINDS, operands_of
+from ..ops.generated import Line, as_literal, ranks_of
 from .cuts import Cut, Setup
 
 Tokens = list[list[str]]

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..rules import parse
-from ..rules.rule import PASSING
+from ..notation import parse
+from ..notation.rule import PASSING
 from .cuts import Setup, same_results, variants
 
 COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from ..mesh import MeshView
+from .._torch import pytree
+from ..sharding.mesh import MeshInfo
 from .calls import BoundCall, Recorded, Where, bound_call
 
 SMALLEST = 4  # the least size of a factor that says something
@@ -33,9 +33,9 @@ class Suggestion(NamedTuple):
     rule: str
 
 
-def probe(call: Recorded, view: MeshView) -> list[Suggestion]:
+def probe(call: Recorded, mesh_info: MeshInfo) -> list[Suggestion]:
     """The whole factors of a call's rule that could be cut, judged by this call and by others of the same shapes."""
-    found = bound_call(call, view)
+    found = bound_call(call, mesh_info)
     if found is None or found.registered.variant != "functional":
         return []
     suggestions = []

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from .._torch import pytree
 from .checker import plain_run
 from .own_samples import OWN
 

@@ -20,10 +20,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InputError, LayoutError
-from ..layout import default_order, from_placements
-from ..mesh import view_of
-from ..placement import REDUCE_OPS, DimAxes, InterleavedShard, P, Partial, Placement, Placements, Replicate, Shard
-from ..spec import DTensorSpec, contiguous_meta
+from ..sharding.layout import default_order, from_placements
+from ..sharding.mesh import mesh_info_of
+from ..sharding.placement import (
+    REDUCE_OPS,
+    DimAxes,
+    InterleavedShard,
+    P,
+    Partial,
+    Placement,
+    Placements,
+    Replicate,
+    Shard,
+)
+from ..sharding.spec import DTensorSpec, contiguous_meta
 
 try:
     from hypothesis import strategies as st
@@ -133,10 +143,12 @@ def specs(
     draw: DrawFn, mesh: DeviceMesh, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
 ) -> DTensorSpec:
     """Specs on a mesh, in a world that is running."""
-    view = view_of(mesh)
+    mesh_info = mesh_info_of(mesh)
     shape = draw(tensor_shapes()) if shape is None else shape
     dtype = draw(dtypes()) if dtype is None else dtype
-    return DTensorSpec(mesh, draw(any_placements(view.sizes, view.names, shape, dtype)), contiguous_meta(shape, dtype))
+    return DTensorSpec(
+        mesh, draw(any_placements(mesh_info.sizes, mesh_info.names, shape, dtype)), contiguous_meta(shape, dtype)
+    )
 
 
 def any_placements(

@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.groups import adopt
 from ..errors import PlacementError, WorldError
-from ..layout import Coordinate, Layout, PartialAxes
-from ..mesh import MeshView
-from ..placement import Placements
-from ..spec import DTensorSpec, contiguous_meta
-from ..tensor import DTensor
+from ..sharding.layout import Coordinate, Layout, PartialAxes
+from ..sharding.mesh import MeshInfo
+from ..sharding.placement import Placements
+from ..sharding.spec import DTensorSpec, contiguous_meta
+from ..tensor.dtensor import DTensor
 from ..world import RankTensor
 
 Key = tuple[int, ...]
@@ -36,25 +36,27 @@ def make_dtensor(value: Tensor, mesh: DeviceMesh, placements: Placements, *, see
     ranks pass the same value and seed. In a simulated world, where a submesh has several parallel instances, `value`
     may be a RankTensor that gives each instance its own.
     """
-    view = adopt(mesh)
-    return with_spec(value, DTensorSpec(view.mesh, placements, contiguous_meta(value.shape, value.dtype)), seed=seed)
+    mesh_info = adopt(mesh)
+    return with_spec(
+        value, DTensorSpec(mesh_info.mesh, placements, contiguous_meta(value.shape, value.dtype)), seed=seed
+    )
 
 
 def with_spec(value: Tensor, spec: DTensorSpec, *, seed: int) -> DTensor:
     """The same for a spec, whose layout no placement list need be able to say. Its mesh has been adopted."""
-    view = spec.view
-    if view.simulated:
-        values = value.shards if isinstance(value, RankTensor) else (value,) * view.world_size
+    mesh_info = spec.mesh_info
+    if mesh_info.simulated:
+        values = value.shards if isinstance(value, RankTensor) else (value,) * mesh_info.world_size
         tables: dict[int, dict[Key, Tensor]] = {}
         shards: list[Tensor] = []
-        for rank, at in enumerate(_coordinates(view)):
-            instance = _instance_of(view, rank)
+        for rank, at in enumerate(_coordinates(mesh_info)):
+            instance = _instance_of(mesh_info, rank)
             if instance not in tables:
                 tables[instance] = _operand_table(values[rank], spec.layout, seed)
             shards.append(_shard(tables[instance], spec.layout, at))
         return DTensor(RankTensor(shards), spec)
-    assert view.coordinate is not None, "an adopted mesh holds this rank"
-    return DTensor(_shard(_operand_table(value, spec.layout, seed), spec.layout, view.coordinate), spec)
+    assert mesh_info.coordinate is not None, "an adopted mesh holds this rank"
+    return DTensor(_shard(_operand_table(value, spec.layout, seed), spec.layout, mesh_info.coordinate), spec)
 
 
 def assemble(dtensor: DTensor, *, instance: int | None = None) -> Tensor:
@@ -67,7 +69,7 @@ def assemble(dtensor: DTensor, *, instance: int | None = None) -> Tensor:
     spec, local = dtensor._spec, dtensor._local_tensor
     if not isinstance(local, RankTensor):
         raise WorldError("assemble sees only this process's shard", "use it in a simulated world, else full_tensor()")
-    by_instance = spec.view.instances.flatten(1).tolist()
+    by_instance = spec.mesh_info.instances.flatten(1).tolist()
     chosen = by_instance if instance is None else [by_instance[instance]]
     values = [_assemble_ranks(ranks, local.shards, spec) for ranks in chosen]
     for ranks, value in zip(chosen[1:], values[1:], strict=True):
@@ -194,7 +196,7 @@ def _shard(table: dict[Key, Tensor], layout: Layout, at: Coordinate) -> Tensor:
 
 def _assemble_ranks(ranks: Sequence[int], shards: Sequence[Tensor], spec: DTensorSpec) -> Tensor:
     layout, wholes, seen = spec.layout, dict[Key, Tensor](), dict[Key, Tensor]()
-    coordinates = _coordinates(spec.view)
+    coordinates = _coordinates(spec.mesh_info)
     for rank in ranks:
         at, shard = coordinates[rank], shards[rank]
         expected = spec.local_shape(at)
@@ -258,13 +260,13 @@ def _equal(one: Tensor, other: Tensor) -> Tensor:
 # ---- index arithmetic --------------------------------------------------------------------------------------------
 
 
-def _coordinates(view: MeshView) -> list[Coordinate]:
+def _coordinates(mesh_info: MeshInfo) -> list[Coordinate]:
     """The coordinate of every rank; all are in an adopted mesh."""
-    return [at for at in view.coordinates if at is not None]
+    return [at for at in mesh_info.coordinates if at is not None]
 
 
-def _instance_of(view: MeshView, rank: int) -> int:
-    return int((view.instances.flatten(1) == rank).any(1).nonzero().item())
+def _instance_of(mesh_info: MeshInfo, rank: int) -> int:
+    return int((mesh_info.instances.flatten(1) == rank).any(1).nonzero().item())
 
 
 def _key(partial: PartialAxes, at: Coordinate) -> Key:

@@ -35,11 +35,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..comm.groups import adopt
-from ..dispatch import GatherWarning
-from ..rules import rule_for, served_by
-from ..rules.registry import registry
-from ..rules.schema import overloads
-from ..tensor import DTensor
+from ..dispatch.dispatcher import GatherWarning
+from ..notation.schema import overloads
+from ..ops.registry import registry, rule_for
+from ..ops.served import served_by
+from ..tensor.dtensor import DTensor
 from ..world import simulate
 from .calls import Failure, Recorded, call_key, recorded, try_call
 from .checker import MESHES, check
@@ -184,10 +184,10 @@ def probe_entry(name: str, effort: Effort, seed: int) -> list[Suggestion]:
     """Hints for the rules of the ops that an entry calls."""
     found: list[Suggestion] = []
     with simulate(2):
-        view = adopt(init_device_mesh("cpu", (2,)))
+        mesh_info = adopt(init_device_mesh("cpu", (2,)))
         for sample in samples(name, effort.samples, seed):
             for call in recorded(sample.fn, sample.args, sample.kwargs, sample.grad) or ():
-                found += probe(call, view)
+                found += probe(call, mesh_info)
     return list(dict.fromkeys(found))
 
 

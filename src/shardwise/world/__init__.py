@@ -12,11 +12,11 @@
 tensor([4., 4.])
 """
 
-from shardwise.world import collectives as collectives  # importing it teaches RankTensor to communicate
-from shardwise.world.rank_int import rank_int, values_of
-from shardwise.world.ranks import RankTensor, common, map_ranks, rank_factories, replicate
-from shardwise.world.registry import World, current_world, groups_of, register_group
-from shardwise.world.simulate import SimulatedWorld, simulate
+from . import collectives as collectives
+from .rank_int import rank_int, values_of
+from .ranks import RankTensor, common, map_ranks, rank_factories, replicate
+from .registry import World, current_world, groups_of, register_group
+from .simulate import SimulatedWorld, simulate
 
 __all__ = [
     "RankTensor",

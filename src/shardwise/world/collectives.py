@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import WorldError
-from shardwise.world.rank_int import values_of
-from shardwise.world.ranks import RankTensor, implements, wrap
-from shardwise.world.registry import Groups, current_world, groups_of
+from ..errors import WorldError
+from .rank_int import values_of
+from .ranks import RankTensor, implements, wrap
+from .registry import Groups, current_world, groups_of
 
 __all__: list[str] = []
 

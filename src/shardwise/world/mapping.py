@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import WorldError
+from ..errors import WorldError
 
 __all__ = ["Op", "agreed", "describe", "generator_for", "same"]
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import WorldError
+from ..errors import WorldError
 
 __all__ = ["RankIntNode", "RankStrideNode", "rank_int", "rank_stride", "values_of"]
 

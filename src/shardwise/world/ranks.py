@@ -20,12 +20,12 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.errors import WorldError
-from shardwise.world.mapping import Op, agreed, describe, generator_for, same
-from shardwise.world.rank_int import rank_int, rank_stride, values_of
-from shardwise.world.registry import current_world
+from .._torch.modes import TorchDispatchMode
+from ..errors import WorldError
+from .mapping import Op, agreed, describe, generator_for, same
+from .rank_int import rank_int, rank_stride, values_of
+from .registry import current_world
 
 __all__ = ["RankTensor", "common", "implements", "map_ranks", "rank_factories", "replicate", "wrap"]
 

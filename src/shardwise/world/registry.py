@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwise.errors import WorldError
+from ..errors import WorldError
 
 __all__ = ["Groups", "World", "active", "current_world", "groups_of", "register_group"]
 

@@ -23,9 +23,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardwise.errors import WorldError
-from shardwise.mesh import forget_world
-from shardwise.world.registry import World, active, register_group
+from ..errors import WorldError
+from ..sharding.mesh import forget_world
+from .registry import World, active, register_group
 
 __all__ = ["SimulatedWorld", "simulate"]
 

@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
+from ..._torch import pytree
+from ...dispatch.modes import explicit
 from ...errors import CommunicationError
-from ...modes import explicit
-from ...placement import Partial, Placement, Replicate, Shard
-from ...rules import Call, rule_for
-from ...rules.served import KINDS, served_by
-from ...spec import TensorMeta
-from ...tensor import DTensor
+from ...ops.call import Call
+from ...ops.registry import rule_for
+from ...ops.served import KINDS, served_by
+from ...sharding.placement import Partial, Placement, Replicate, Shard
+from ...sharding.spec import TensorMeta
+from ...tensor.dtensor import DTensor
 from ..calls import Recorded
 from .distribution import other_seeds, same_distribution
 from .samples import MESHES, PLAIN, Placed, Sample, Sweep, choices, database, samples
@@ -189,7 +190,7 @@ def _rule(name: str, calls: Sequence[Recorded]) -> str:
         found = rule_for(call.func)
         if found is not None and call.func._schema.name.removeprefix("aten::").strip("_") in names:
             args, kwargs = pytree.tree_map_only(Tensor, _meta, (call.args, call.kwargs))
-            rule = found.rule(Call.make(call.func, args, kwargs, found))
+            rule = found.rule(Call.make(call.func, args, kwargs, found.operands))
             return "" if rule is None else f"`{rule}`"
     return ""
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from ...placement import Partial, Placement, Replicate, Shard
+from ..._torch import pytree
+from ...sharding.placement import Partial, Placement, Replicate, Shard
 from ..samples import exact
 
 LARGEST = 4000  # elements of all tensors of a sample, where there are small ones

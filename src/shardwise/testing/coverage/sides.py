@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ...placement import Placement
-from ...tensor import DTensor
+from ...sharding.placement import Placement
+from ...tensor.dtensor import DTensor
 from ...world import RankTensor, common, simulate
 from ..values import assemble, make_dtensor
 

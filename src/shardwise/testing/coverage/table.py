@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...rules.served import KINDS
+from ...ops.served import KINDS
 from .entry import Outcome
 
 DOCUMENT = Path("docs/coverage.md")

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
-from ...placement import Placement, Replicate, Shard
+from ..._torch import pytree
+from ...sharding.placement import Placement, Replicate, Shard
 from ..calls import HALF, INDEFINITE, Recorder
 from .samples import Sample
 from .sides import Side

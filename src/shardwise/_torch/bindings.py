@@ -1,0 +1,96 @@
+"""The quickest ways into PyTorch from Python: the binding of an op, where it calls just that; an edge of autograd.
+
+An overload unpacks its arguments by its schema, a binding (`torch.add`, `Tensor.view`) in generated code. That
+saves up to two microseconds a call. Which op a binding calls depends on the types of its arguments, so it is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+
+from . import pytree
+from .modes import TorchDispatchMode, without_modes
+from .ops import OpOverload
+
+_PLACES = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
+_NAMES = {"_to_copy": "to"}
+
+
+def binding(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """What calls this op quickest with arguments of these types.
+
+    >>> binding(torch.ops.aten.t.default, (torch.ones(2, 3),), {})
+    <method 't' of 'torch._C.TensorBase' objects>
+    """
+    return _choose(func, args, kwargs)
+
+
+def types_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the choice of a binding depends on."""
+    return tuple(map(_kind, args)), tuple((name, str(value)) for name, value in kwargs.items())
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_kind, value))
+    return (type(value), value.dtype) if isinstance(value, Tensor) else type(value)
+
+
+def _choose(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    namespace, _, name = func._schema.name.partition("::")
+    if namespace == "aten" and not func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+        for place in _PLACES:
+            candidate = getattr(place, _NAMES.get(name, name), None)
+            if candidate is not None and _calls(candidate, func, args, kwargs):
+                return candidate
+    return func._op
+
+
+def _calls(candidate: Callable[..., Any], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a binding calls just this op, with just these arguments."""
+    given = pytree.tree_map_only(Tensor, _on_meta, (list(args), kwargs))
+    with without_modes(), torch.no_grad(), _Recorder() as recorder:
+        try:
+            candidate(*given[0], **given[1])
+        except Exception:
+            return False
+    return len(recorder.calls) == 1 and _same(recorder.calls[0], (func, *given))
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down the ops that reach it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[OpOverload, list[Any], dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func, list(args), kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _same(called: tuple[Any, ...], wanted: tuple[Any, ...]) -> bool:
+    """Whether two calls are the same: identical tensors, equal values."""
+    one, its_tree = pytree.tree_flatten(called)
+    other, tree = pytree.tree_flatten(wanted)
+    return its_tree == tree and all(a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(one, other))  # noqa: B905
+
+
+class QuickFunction(torch.autograd.Function):
+    """An autograd function that is applied without preparing for functorch where none of its transforms is active."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """As for any autograd function; arguments by position."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]

@@ -1,0 +1,133 @@
+"""What runs on a rank's part: the op, around it what empty parts, memory order and random draws ask for.
+
+Each function here takes or makes a callable on local arguments. In the simulated world local arguments hold all ranks,
+and what depends on the rank is run rank by rank (`on_each`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch.ops import OpOverload
+from ..comm.transport import identity
+from ..notation import tensor_arguments
+from ..ops.registry import resolve
+from ..random import Draw
+from ..sharding.layout import Coordinate, Layout
+from ..sharding.mesh import MeshInfo
+from ..sharding.spec import DTensorSpec, TensorMeta, in_memory_order, memory_order
+from ..world import RankTensor, map_ranks, values_of
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors that an argument or a result is, or holds."""
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return [element for element in values if isinstance(element, Tensor)]
+
+
+def ordered_as(specs: Sequence[DTensorSpec], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Local results as the op itself would lay them out in memory, so that the same views of them are legal."""
+    orders = [memory_order(spec.tensor_meta) for spec in specs]
+    if not any(order is not None for order in orders):
+        return run
+
+    def ordered(*args: Any, **kwargs: Any) -> Any:
+        remaining = iter(orders)
+
+        def place(result: Any) -> Any:
+            if isinstance(result, (list, tuple)):
+                return type(result)(place(element) for element in result)
+            order = next(remaining) if isinstance(result, Tensor) else None
+            return result if order is None else in_order(result, order)
+
+        return place(run(*args, **kwargs))
+
+    return ordered
+
+
+def in_order(local: Tensor, order: tuple[int, ...]) -> Tensor:
+    """A local tensor with its dims lying in memory in this order."""
+    if isinstance(local, RankTensor):  # rank by rank: an empty part has no order of its own
+        mapped: Tensor = map_ranks(lambda rank, part: in_memory_order(part, order), local)
+        return mapped
+    return in_memory_order(local, order)
+
+
+def fill(layout: Layout, dtype: torch.dtype) -> Any:
+    """What a rank without data contributes: the identity of the reduction, or nothing at all."""
+    ops = [op for _, op in layout.partial]
+    return identity(dtype, ops[0]) if ops else 0
+
+
+def skipping_empty(
+    func: OpOverload,
+    mesh_info: MeshInfo,
+    layouts: Sequence[Layout],
+    fills: Sequence[Any],
+    dtypes: Sequence[torch.dtype],
+    structure: Any,
+) -> Callable[..., Any]:
+    """The op, but on a rank that holds nothing of some operand: many kernels raise there, some crash."""
+    outs = [argument.name for argument in tensor_arguments(func) if argument.out]
+    run = resolve(func).python or func
+
+    def at_rank(at: Coordinate, args: Any, kwargs: Any) -> Any:
+        read = (*args, *(value for name, value in kwargs.items() if name not in outs))
+        tensors = [t for value in read for t in tensors_in(value)]
+        if not any(tensor.numel() == 0 for tensor in tensors):
+            return run(*args, **kwargs)
+        made = [
+            tensors[0].new_full(layout.local_shape(at), fill, dtype=dtype, device=kwargs.get("device"))
+            for layout, fill, dtype in zip(layouts, fills, dtypes, strict=True)
+        ]
+        for name, result in zip(outs, made, strict=False):
+            if kwargs[name].shape == result.shape:
+                kwargs[name].copy_(result)
+        if isinstance(structure, (tuple, list)):
+            return type(structure)(None if index is None else made[index] for index in structure)
+        return None if structure is None else made[structure]
+
+    return on_each(mesh_info, lambda at, args, kwargs: (args, kwargs), lambda call, at: at_rank(at, *call))
+
+
+def drawing(run: Callable[..., Any], mesh_info: MeshInfo, like: Tensor) -> Callable[..., Any]:
+    """With a `Draw` in the place of the generator: made once a call, so that all ranks have the same."""
+    meta = TensorMeta(like.shape, like.stride(), like.dtype)
+
+    def draw(*args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Any:
+        device = next(tensor.device for value in (*args, *kwargs.values()) for tensor in tensors_in(value))
+        return run(*args, **kwargs, generator=Draw(mesh_info, meta, device, generator))
+
+    return draw
+
+
+def on_each(mesh_info: MeshInfo, make: Callable[..., Any], fn: Callable[[Any, Coordinate], Any]) -> Callable[..., Any]:
+    """Runs on local arguments rank by rank, with the coordinate of each rank."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not mesh_info.simulated:
+            return fn(make(mesh_info.coordinate, args, kwargs), mesh_info.coordinate)
+        coordinates = mesh_info.coordinates
+        return map_ranks(
+            lambda rank: fn(make(coordinates[rank], of_rank(args, rank), of_rank(kwargs, rank)), coordinates[rank])
+        )
+
+    return run
+
+
+def of_rank(value: Any, rank: int) -> Any:
+    """Arguments as one rank sees them."""
+    if isinstance(value, RankTensor):
+        return value.shards[rank]
+    if isinstance(value, torch.SymInt):
+        values = values_of(value)
+        return value if values is None else values[rank]
+    if isinstance(value, dict):
+        return {name: of_rank(element, rank) for name, element in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(of_rank(element, rank) for element in value)
+    return value

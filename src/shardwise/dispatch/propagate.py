@@ -1,0 +1,327 @@
+"""Propagation: which factor of an op's rule each mesh axis cuts, so that the least has to be communicated.
+
+Pure: layouts in, layouts out, nothing of it depends on the rank. Each axis has a few options: cut one factor, pass
+operands on as Partial where the rule allows it, or do nothing. The price of a choice is what it takes to bring the
+operands to it, what its kernels communicate, and a later reduction of outputs it leaves Partial. With one or two axes
+to decide all combinations are tried; with more, axis by axis in a few improving sweeps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..comm.cost import Links
+from ..comm.estimate import estimate
+from ..notation import Bound, BoundTensor, Cuts, Passing, cut_layout, output_partial, passes
+from ..sharding.layout import Factor, Layout, PartialAxes, Sizes, divides_evenly
+
+_TRY_ALL = 25  # combinations up to which all are tried: two axes with a handful of options each
+_PATIENCE = 0.5  # a reduction that can wait is cheaper: it may meet another, or end in the wanted cut
+
+
+class Operand(NamedTuple):
+    """A tensor argument: its position in the rule, its shape and factors, how it is cut now, and its item size.
+
+    A `plain` one (a number, an ordinary 0-dim tensor) is the same on all ranks and stays so.
+    """
+
+    position: int
+    tensor: BoundTensor
+    layout: Layout
+    itemsize: int
+    plain: bool = False
+
+
+class Result(NamedTuple):
+    """A tensor result: which output of the rule it is of, its shape and factors, its item size.
+
+    `fixed` is the layout it must have in the end, for results written into an argument.
+    """
+
+    output: int
+    tensor: BoundTensor
+    itemsize: int
+    fixed: Layout | None = None
+
+
+class Decision(NamedTuple):
+    """What was chosen: the layouts of operands and results for the local call, and what each axis cuts."""
+
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    cuts: Cuts
+    seconds: float
+    has_summands: bool
+    """Whether some operand is added to a sum over a cut factor, so that a rank without data still contributes."""
+
+
+class KernelCost(NamedTuple):
+    """What cutting a factor with a kernel costs: collectives, and bytes as a multiple of its local outputs."""
+
+    rounds: int
+    traffic: float
+    joint: bool = False
+    """Whether it serves cuts of several factors at once."""
+
+
+Option = int | Passing | None
+"""What one axis does: cut a factor, pass Partial operands on, or nothing."""
+
+
+class ShardingPropagator:
+    """Chooses for one bound rule on one mesh."""
+
+    def __init__(
+        self,
+        bound: Bound,
+        operands: Sequence[Operand],
+        results: Sequence[Result],
+        mesh_sizes: Sizes,
+        links: Links,
+        kernels: Mapping[int, KernelCost],
+        groups: frozenset[tuple[int, ...]] | None = None,
+    ) -> None:
+        self.bound, self.operands, self.results = bound, operands, results
+        self.mesh_sizes, self.links, self.kernels, self.groups = mesh_sizes, links, kernels, groups
+        self.preferred = [self._preferred_order(factor) for factor in range(len(bound.factors))]
+        self.factors_of = [frozenset(itertools.chain(*operand.tensor.dims)) for operand in operands]
+        self.factors_of_results = [frozenset(itertools.chain(*result.tensor.dims)) for result in results]
+        # A sweep comes back to the same parts of choices again and again.
+        self._summands_of: dict[int, frozenset[int]] = {}
+        self._priced: dict[Any, tuple[float, float]] = {}
+        self._priced_operands: dict[Any, tuple[Layout, float, float]] = {}
+        self._priced_results: dict[Any, tuple[Layout, float, float]] = {}
+
+    def choose(self) -> Decision:
+        """The cheapest choice; of equally cheap ones the one that holds least in memory."""
+        options = [self._options(axis) for axis in range(len(self.mesh_sizes))]
+        followed = tuple(self._as_largest(axis, choices) for axis, choices in enumerate(options))
+        if self._price(followed)[0] == 0.0:
+            return self._decide(followed)  # nothing is communicated now or later: the usual case
+        if math.prod(len(choices) for choices in options) > _TRY_ALL:
+            return self._decide(self._sweep(options, followed))
+        return self._decide(self._cheapest(itertools.product(*options)))
+
+    def _cheapest(self, choices: Iterable[tuple[Option, ...]]) -> tuple[Option, ...]:
+        """The choice of least price; of equally cheap ones the first with least memory."""
+        best: tuple[Option, ...] = ()
+        price = math.inf, math.inf
+        for choice in choices:
+            its_price = self._price(choice, price[0])
+            if not best or its_price < price:
+                best, price = choice, its_price
+        return best
+
+    def _sweep(self, options: Sequence[Sequence[Option]], start: tuple[Option, ...]) -> tuple[Option, ...]:
+        """Improve a choice axis by axis, given all the others, at most thrice."""
+        chosen = start
+        for _ in range(3):
+            before = chosen
+            for axis, choices in enumerate(options):
+                if len(choices) > 1:
+                    chosen = self._cheapest((*chosen[:axis], option, *chosen[axis + 1 :]) for option in choices)
+            if chosen == before:
+                break
+        return chosen
+
+    def _as_largest(self, axis: int, choices: Sequence[Option]) -> Option:
+        """The option that leaves the largest operand which uses this axis as it is."""
+        best: tuple[int, Option] = (-1, choices[0])
+        for operand in self.operands:
+            size = math.prod(operand.tensor.shape)
+            for dim, factors in zip(operand.layout.dims, operand.tensor.dims, strict=True):
+                if size > best[0] and len(factors) == 1 and any(axis in part.axes for part in dim):
+                    best = size, factors[0] if factors[0] in choices else best[1]
+        return best[1]
+
+    # ---- options --------------------------------------------------------------------------------------------
+
+    def _options(self, axis: int) -> list[Option]:
+        """What this axis may do. An axis that every operand replicates stays out of it: slicing gains nothing."""
+        used = [_use(operand.layout, axis) for operand in self.operands]
+        fixed = [_use(result.fixed, axis) for result in self.results if result.fixed is not None]
+        if self.mesh_sizes[axis] == 1:
+            return self._single_options(axis)
+        if not any(used) and not any(fixed):
+            return [None]
+        options: list[Option] = [factor for factor in range(len(self.bound.factors)) if self._may_cut(factor, axis)]
+        for op in dict.fromkeys(use for use in used + fixed if isinstance(use, str)):
+            options += passes(self.bound, op)
+        return [None, *options]
+
+    def _single_options(self, axis: int) -> list[Option]:
+        """An axis of one rank costs nothing; it follows the first operand that names it, so that results show it."""
+        for operand in self.operands:
+            for dim, factors in zip(operand.layout.dims, operand.tensor.dims, strict=True):
+                if len(factors) == 1 and any(axis in f.axes for f in dim) and self._may_cut(factors[0], axis):
+                    return [factors[0]]
+        return [None]
+
+    def _may_cut(self, index: int, axis: int) -> bool:
+        factor = self.bound.factors[index]
+        return not factor.whole and (not factor.kernel or index in self.kernels)
+
+    def _preferred_order(self, factor: int) -> tuple[int, ...]:
+        """The order in which the largest operand is cut along a factor: axes that share it keep that order."""
+        best: tuple[int, tuple[int, ...]] = (-1, ())
+        for operand in self.operands:
+            size = math.prod(operand.tensor.shape)
+            for dim, factors in zip(operand.layout.dims, operand.tensor.dims, strict=True):
+                axes = tuple(axis for part in dim for axis in part.axes)
+                if factor in factors and axes and size > best[0]:
+                    best = size, axes
+        return best[1]
+
+    # ---- prices ---------------------------------------------------------------------------------------------
+
+    def _cuts(self, options: Sequence[Option]) -> Cuts:
+        """The cuts of a choice, the axes of each factor in its preferred order."""
+        cuts = [(axis, option) for axis, option in enumerate(options) if isinstance(option, int)]
+
+        def place(cut: tuple[int, int]) -> tuple[int, int, int]:
+            axis, factor = cut
+            order = self.preferred[factor]
+            return factor, order.index(axis) if axis in order else len(order), axis
+
+        return tuple(sorted(cuts, key=place))
+
+    def _allowed(self, cuts: Cuts) -> bool:
+        """Whether these cuts go together: even where they must be, one kernel, over axes that can talk."""
+        by_factor: dict[int, tuple[int, ...]] = {}
+        for axis, factor in cuts:
+            by_factor[factor] = (*by_factor.get(factor, ()), axis)
+        talking: list[int] = []
+        kernels: list[KernelCost] = []
+        for index, axes in by_factor.items():
+            bound = self.bound.factors[index]
+            if bound.even and not divides_evenly(self.mesh_sizes, Factor(bound.size, axes)):
+                return False
+            if bound.kernel:
+                kernels.append(self.kernels[index])
+                talking += axes
+        if self.groups is not None and len(talking) > 1 and tuple(sorted(talking)) not in self.groups:
+            return False
+        return len(kernels) <= 1 or all(kernel.joint for kernel in kernels)
+
+    def _price(self, options: tuple[Option, ...], limit: float = math.inf) -> tuple[float, float]:
+        """Seconds and bytes of a choice; infinite as soon as they are seen to exceed a limit."""
+        found = self._priced.get(options)
+        if found is None:
+            found = self._make_price(options, limit)
+            if found[0] < math.inf:
+                self._priced[options] = found
+        return found
+
+    def _make_price(self, options: tuple[Option, ...], limit: float) -> tuple[float, float]:
+        cuts = self._cuts(options)
+        if not self._allowed(cuts):
+            return math.inf, math.inf
+        seconds = memory = output_bytes = 0.0
+        for i, operand in enumerate(self.operands):
+            layout, price, nbytes = self._operand(i, cuts, options)
+            if operand.plain and layout is not operand.layout:
+                return math.inf, math.inf
+            seconds += price
+            memory += nbytes
+            if seconds > limit:
+                return math.inf, math.inf
+        for i in range(len(self.results)):
+            _, price, nbytes = self._result(i, cuts, options)
+            seconds += price
+            output_bytes += nbytes
+        axes = tuple(axis for axis, factor in cuts if self.bound.factors[factor].kernel)
+        if axes:  # of one kernel, though it may be joint over several factors
+            rounds, traffic, _ = self.kernels[dict(cuts)[axes[0]]]
+            seconds += rounds * self.links.seconds(axes, len(axes), 0.0) if rounds else 0.0
+            seconds += traffic * output_bytes / min(self.links.bandwidth[axis] for axis in axes)
+        return seconds, memory + output_bytes
+
+    def _operand(self, index: int, cuts: Cuts, options: Sequence[Option]) -> tuple[Layout, float, float]:
+        """An operand's layout under a choice, the price of bringing it there, and the bytes it then takes."""
+        operand, mine = self.operands[index], self.factors_of[index]
+        partial = self._operand_partial(operand.position, options)
+        key = index, tuple([cut for cut in cuts if cut[1] in mine]), partial
+        found = self._priced_operands.get(key)
+        if found is None:
+            layout = cut_layout(operand.tensor, self.bound, self.mesh_sizes, key[1], partial)
+            price = estimate(operand.layout, layout, operand.itemsize, self.links)
+            nbytes = 0 if layout is operand.layout else layout.max_local_numel() * operand.itemsize
+            found = self._priced_operands[key] = layout, price, nbytes
+        return found
+
+    def _result(self, index: int, cuts: Cuts, options: Sequence[Option]) -> tuple[Layout, float, float]:
+        """A result's layout under a choice, the price of what must still be done with it, and its bytes."""
+        result, mine = self.results[index], self.factors_of_results[index]
+        passed = [(axis, option.op) for axis, option in enumerate(options) if isinstance(option, Passing)]
+        partial = tuple(sorted((*output_partial(self.bound, result.output, cuts), *passed)))
+        key = index, tuple([cut for cut in cuts if cut[1] in mine]), partial
+        found = self._priced_results.get(key)
+        if found is None:
+            layout = cut_layout(result.tensor, self.bound, self.mesh_sizes, key[1], partial)
+            nbytes = layout.max_local_numel() * result.itemsize
+            if result.fixed is not None:
+                price = estimate(layout, result.fixed, result.itemsize, self.links)
+            else:
+                price = self._later(layout, nbytes)
+            found = self._priced_results[key] = layout, price, nbytes
+        return found
+
+    def _operand_partial(self, position: int, options: Sequence[Option]) -> PartialAxes:
+        """The axes on which an operand is Partial: those that pass it on, and those on which it is a summand."""
+        partial = []
+        for axis, option in enumerate(options):
+            if isinstance(option, Passing) and position in option.operands:
+                partial.append((axis, _operand_op(self.bound, option)))
+            elif isinstance(option, int) and position in self._summands(option):
+                partial.append((axis, "sum"))
+        return tuple(partial)
+
+    def _summands(self, factor: int) -> frozenset[int]:
+        """The operands that are added to what a cut factor is summed over, such as the bias of a product.
+
+        They lack the factor and are linear only together with operands that have it. Added on every rank they
+        would count several times, so they are spread as Partial.
+        """
+        found = self._summands_of.get(factor)
+        if found is None:
+            lacking = any(not result.tensor.has(factor) for result in self.results)
+            having = {operand.position for operand in self.operands if operand.tensor.has(factor)}
+            joint = [set(members) for members in self.bound.linear if len(members) > 1 and having & set(members)]
+            found = frozenset(set().union(*joint) - having) if lacking else frozenset()
+            self._summands_of[factor] = found
+        return found
+
+    def _later(self, layout: Layout, nbytes: float) -> float:
+        """The price of reducing a Partial result in the end: a reduce-scatter."""
+        if not layout.partial:
+            return 0.0
+        axes = tuple(axis for axis, _ in layout.partial)
+        peers = math.prod(self.mesh_sizes[axis] for axis in axes)
+        return _PATIENCE * self.links.seconds(axes, peers - 1, nbytes * (peers - 1) / peers)
+
+    def _decide(self, options: tuple[Option, ...]) -> Decision:
+        cuts = self._cuts(options)
+        operands = tuple(self._operand(i, cuts, options)[0] for i in range(len(self.operands)))
+        results = tuple(self._result(i, cuts, options)[0] for i in range(len(self.results)))
+        summed = any(self._summands(factor) for _, factor in cuts)
+        return Decision(operands, results, cuts, self._price(options)[0], summed)
+
+
+def _operand_op(bound: Bound, passing: Passing) -> str:
+    """The op of the operands, given that of the outputs: the same, but for antitone ops."""
+    if passing.op in ("max", "min") and passing.operands in bound.antitone and passing.operands not in bound.monotone:
+        return "min" if passing.op == "max" else "max"
+    return passing.op
+
+
+def _use(layout: Layout | None, axis: int) -> str | bool:
+    """What an axis does to a tensor: a reduction's op, True where it cuts, False where it replicates."""
+    if layout is None:
+        return False
+    for partial_axis, op in layout.partial:
+        if partial_axis == axis:
+            return op
+    return any(axis in factor.axes for dim in layout.dims for factor in dim)

@@ -1,0 +1,200 @@
+"""Metadata: shapes, strides and dtypes of an op's results, without running it on data.
+
+PyTorch's meta kernels tell them, at up to milliseconds a call. What they told once for an op whose results take their
+sizes from its operands is remembered in that form, so that a new batch size, or a new cut, does not ask again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._torch import pytree
+from .._torch.modes import without_modes
+from .._torch.ops import OpOverload
+from ..notation import Bound, BoundTensor
+from ..sharding.spec import TensorMeta, contiguous_stride
+
+
+class NoRule(Exception):
+    """The op has no rule that fits this call; it is run whole."""
+
+
+NEEDS_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+def result_metas(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The results of the call on tensors without data: shapes, strides and dtypes, or the op's own error."""
+    with without_modes(), torch.no_grad():
+        try:
+            return func(*map(_on_meta, args), **{n: _on_meta(v, n) for n, v in kwargs.items()})
+        except NotImplementedError as error:
+            found = _of_zeros(func, args, kwargs)
+            if found is None:
+                raise NoRule(f"{func} has no meta kernel") from error
+            return found
+        except Exception as error:
+            own = _own_error(func, args, kwargs)
+            if own is not None:
+                raise own from error
+            found = _of_zeros(func, args, kwargs)  # the meta kernel refuses what the op takes
+            if found is None:
+                raise
+            return found
+
+
+_OWN_ERRORS = 1 << 24  # elements up to which a call that fails is made with real tensors
+_REAL_RESULTS = 1 << 24  # elements up to which an op without a meta kernel is run for the shapes of its results
+
+
+def _of_zeros(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The results of an op that has no meta kernel, told by running it on zeros; None where that does not work."""
+    metas = [value for value in pytree.tree_leaves((args, kwargs), is_leaf=_is_meta) if _is_meta(value)]
+    if sum(meta.shape.numel() for meta in metas) > _REAL_RESULTS:
+        return None
+
+    def zeros(value: Any) -> Any:
+        return torch.zeros_like(_on_meta(value), device="cpu") if _is_meta(value) else value
+
+    try:
+        given, named = pytree.tree_map(zeros, (list(args), kwargs), is_leaf=_is_meta)
+        result = func(*given, **named)
+    except Exception:
+        return None
+    return pytree.tree_map_only(Tensor, lambda t: t.to("meta"), result)
+
+
+def _own_error(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Exception | None:
+    """The error of a call that has failed without data, in the words that the op itself has for it."""
+    metas = [value for value in pytree.tree_leaves((args, kwargs), is_leaf=_is_meta) if _is_meta(value)]
+    if sum(meta.shape.numel() for meta in metas) > _OWN_ERRORS:
+        return None
+
+    def zeros(value: Any) -> Any:
+        return torch.zeros((), dtype=value.dtype).expand(value.shape) if _is_meta(value) else value
+
+    try:
+        given, named = pytree.tree_map(zeros, (list(args), kwargs), is_leaf=_is_meta)
+        func(*given, **{name: value for name, value in named.items() if name != "device"})
+    except Exception as error:
+        return error
+    return None
+
+
+def refuse_what_fails(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise the error of a call that its meta kernel lets pass: operands of dtypes that do not go together."""
+    metas = [value for value in (*args, *kwargs.values()) if _is_meta(value)]
+    if len({meta.dtype for meta in metas if meta.dtype.is_floating_point or meta.dtype.is_complex}) > 1:
+        error = _own_error(func, args, kwargs)
+        if error is not None:
+            raise error
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, TensorMeta)
+
+
+def _on_meta(value: Any, name: str = "") -> Any:
+    if isinstance(value, TensorMeta):
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+    if isinstance(value, (list, tuple)):
+        return [_on_meta(element) for element in value]
+    if isinstance(value, torch.device) or (name == "device" and value is not None):
+        return torch.device("meta")
+    return value
+
+
+# ---- remembered ------------------------------------------------------------------------------------------------------
+
+Size = tuple[int, int] | None
+"""Where a size of a result comes from: an operand and its dim; None for a dim of size 1."""
+
+
+class Remembered(NamedTuple):
+    """The results of an op on row-major operands of these ranks and dtypes: all row-major, or missing."""
+
+    dtypes: tuple[torch.dtype | None, ...]
+    sizes: tuple[tuple[Size, ...], ...]
+    kind: type | None
+    """The type of the collection of results; None for a single one."""
+
+
+_remembered: dict[Any, Remembered] = {}
+
+
+def memory_key(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What the form of the results depends on; None for calls whose results are not remembered."""
+    key: list[Any] = [func, torch.get_default_dtype()]
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, TensorMeta):
+            if value.stride != contiguous_stride(value.shape) or any(size < 2 for size in value.shape):
+                return None  # sizes of 1 broadcast, and other strides are kept or not
+            key.append((len(value.shape), value.dtype))
+        elif isinstance(value, (list, tuple)):
+            if any(isinstance(element, (TensorMeta, list, tuple)) for element in value):
+                return None
+            key.append(tuple(value))
+        else:
+            key.append((type(value), value))
+    try:
+        hash(made := (*key, *kwargs))
+    except TypeError:
+        return None
+    return made
+
+
+def remember(key: Any, keeps_sizes: bool, bound: Bound, outputs: Any) -> None:
+    """Keep the form of these results, if their rule says where each of their sizes comes from.
+
+    A factor that a kernel cuts, or that is ragged, may have other sizes in a result; a size argument tells sizes by
+    itself. Ops of such rules are remembered only if they are known to keep sizes all the same (`keeps_sizes`).
+    """
+    rule = bound.rule
+    if (rule.kernel or rule.ragged or rule.size_arguments) and not keeps_sizes:
+        return
+    flat = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    if len(flat) != len(bound.outputs) or not all(isinstance(t, BoundTensor) or t is None for t in bound.inputs):
+        return
+    sizes = []
+    for tensor, output in zip(flat, bound.outputs, strict=True):
+        found = _sources(bound, output) if isinstance(tensor, Tensor) and isinstance(output, BoundTensor) else ()
+        if found is None or (isinstance(tensor, Tensor) and not tensor.is_contiguous()):
+            return
+        shape = tensor.shape if isinstance(tensor, Tensor) else ()
+        if any(p and n != bound.inputs[p[0]].shape[p[1]] for n, p in zip(shape, found, strict=True)):
+            return
+        sizes.append(found)
+    dtypes = tuple(tensor.dtype if isinstance(tensor, Tensor) else None for tensor in flat)
+    _remembered[key] = Remembered(dtypes, tuple(sizes), type(outputs) if flat is outputs else None)
+
+
+def _sources(bound: Bound, output: BoundTensor) -> tuple[Size, ...] | None:
+    """Where the sizes of a result come from; None if some size is not simply that of an operand's dim."""
+    places: dict[tuple[int, ...], tuple[int, int]] = {}
+    for i, tensor in enumerate(bound.inputs):
+        for dim, factors in enumerate(tensor.dims if tensor is not None else ()):
+            places.setdefault(factors, (i, dim))
+    sources: list[Size] = []
+    for size, factors in zip(output.shape, output.dims, strict=True):
+        if len(factors) == 1 and factors in places:
+            sources.append(places[factors])
+        elif not factors and size == 1:
+            sources.append(None)
+        else:
+            return None
+    return tuple(sources)
+
+
+def recall(key: Any, operands: Sequence[Any]) -> Any:
+    """The results of a call like one that was remembered, as tensors without data; None if there was none."""
+    found = _remembered.get(key) if key is not None else None
+    if found is None:
+        return None
+    made = []
+    for dtype, sizes in zip(found.dtypes, found.sizes, strict=True):
+        shape = [1 if place is None else operands[place[0]].shape[place[1]] for place in sizes]
+        made.append(None if dtype is None else torch.empty(shape, dtype=dtype, device="meta"))
+    return made[0] if found.kind is None else found.kind(made)

@@ -1,0 +1,257 @@
+"""What binding a rule yields before any size is known: every dim of every tensor with its factors.
+
+Shapes of the same ranks share one frame, so a new batch size costs no new frame.
+
+>>> frame = make_frame(parse("b?.., b?.. -> b.."), (2, 1), (2,), ())
+>>> frame.names, [slot.dims for slot in frame.slots]
+(('b0', 'b1'), [((0,), (1,)), ((1,),), ((0,), (1,))])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..errors import ShardwiseError
+from .patterns import NO_FACTOR, Atom, Dim, Pattern
+from .rule import Entry, Positions, Rule
+
+Rank = int | tuple[int | None, ...] | None
+"""The number of dims of a tensor; None where there is no tensor; a tuple for a list of tensors."""
+
+Group = int | tuple[int | None, ...] | None
+BoundEntry = tuple[int, ...] | int | None
+"""What an entry of a size argument holds: the product of these factors, a fixed number, or something else."""
+
+UNKNOWN = -1
+
+
+class BindError(ShardwiseError, ValueError):
+    """Shapes that a rule does not fit, or cuts that it does not allow."""
+
+
+class Slot(NamedTuple):
+    """One tensor that takes part: its factors by dim, and where its shape tells their sizes."""
+
+    label: str
+    dims: tuple[tuple[int, ...], ...]
+    plain: tuple[tuple[int, int], ...]  # (dim, factor) where a dim is one factor
+    broadcast: tuple[tuple[int, int], ...]  # the same, where the dim may have size 1 instead
+    compound: tuple[tuple[int, tuple[int, ...]], ...]  # (dim, factors) where it is several, or none and of size 1
+
+
+class Marks(NamedTuple):
+    """How a factor may be cut: not at all, with the help of a kernel only, into equal pieces only."""
+
+    whole: bool
+    kernel: bool
+    even: bool
+
+
+class Frame(NamedTuple):
+    """A rule bound to ranks. Factors are numbered in the order in which the tensors name them."""
+
+    names: tuple[str, ...]
+    marks: tuple[Marks, ...]
+    slots: tuple[Slot, ...]
+    inputs: tuple[Group, ...]  # for each input its slot, or the slots of its list
+    outputs: tuple[Group, ...]
+    linear: tuple[Positions, ...]
+    monotone: tuple[Positions, ...]
+    antitone: tuple[Positions, ...]
+    size_args: tuple[tuple[str, tuple[BoundEntry, ...]], ...]
+    fixed: tuple[tuple[int, int], ...]  # (factor, size) that the rule itself gives
+    compounds: bool  # whether any slot has some: most rules have none, and skip solving them
+
+
+class Tensor(NamedTuple):
+    """A tensor that takes part; its rank is UNKNOWN for an output that is still to be inferred."""
+
+    pattern: Pattern
+    ndim: int
+    label: str
+
+
+@lru_cache(maxsize=8192)
+def make_frame(
+    rule: Rule, inputs: tuple[Rank, ...], outputs: tuple[Rank, ...] | None, given: tuple[tuple[str, int], ...]
+) -> Frame:
+    """The frame of a rule for tensors of these ranks; `given` holds ranks of ellipses that no shape tells."""
+    tensors: list[Tensor] = []
+    in_groups = _groups("operand", rule.inputs[: len(inputs)], inputs, tensors)
+    inferred = tuple(None if pattern.listed else UNKNOWN for pattern in rule.outputs)
+    if outputs is None and None in inferred:
+        raise BindError(f"the rule {rule!s} yields a list of unknown length", "pass the shapes of the outputs")
+    out_groups = _groups("output", rule.outputs, inferred if outputs is None else outputs, tensors)
+    ranks = _solve_ranks(rule, tensors, dict(given))
+    index: dict[str, int] = {}
+    whole: set[str] = set()
+    slots = []
+    for tensor in tensors:
+        dims = _expand(rule, tensor, ranks)
+        for atom in (atom for dim in dims for atom in dim if atom != NO_FACTOR):
+            index.setdefault(atom.name, len(index))
+            if atom.whole:
+                whole.add(atom.name)
+        slots.append(_slot(tensor.label, dims, index))
+    present = {i for i, rank in enumerate(inputs) if rank is not None}
+    return Frame(
+        names=tuple(index),
+        marks=_marks(rule, index, whole, slots, out_groups),
+        slots=tuple(slots),
+        inputs=in_groups,
+        outputs=out_groups,
+        linear=_present(rule.linear, present),
+        monotone=_present(rule.monotone, present),
+        antitone=_present(rule.antitone, present),
+        size_args=tuple((a.name, tuple(_entries(a.entries, index, ranks))) for a in rule.size_arguments),
+        fixed=tuple((index[name], size) for name, size in rule.sizes if name in index),
+        compounds=any(slot.compound for slot in slots),
+    )
+
+
+def _groups(kind: str, patterns: Sequence[Pattern], ranks: Sequence[Rank], tensors: list[Tensor]) -> tuple[Group, ...]:
+    """The slot of each argument, numbered on from the tensors that are there; theirs are added."""
+
+    def add(pattern: Pattern, ndim: int | None, label: str) -> int | None:
+        if ndim is None:
+            return None
+        tensors.append(Tensor(pattern, ndim, label))
+        return len(tensors) - 1
+
+    groups: list[Group] = []
+    for position, (pattern, rank) in enumerate(zip(patterns, ranks, strict=True)):
+        if isinstance(rank, tuple):
+            groups.append(tuple(add(pattern, ndim, f"{kind} {position}[{i}]") for i, ndim in enumerate(rank)))
+        else:
+            groups.append(add(pattern, rank, f"{kind} {position}"))
+    return tuple(groups)
+
+
+# ---- ranks ------------------------------------------------------------------------------------------------------
+
+
+def _solve_ranks(rule: Rule, tensors: Sequence[Tensor], ranks: dict[str, int]) -> dict[str, int]:
+    """How many dims each ellipsis stands for.
+
+    A tensor in which nothing broadcasts tells the rank of the one ellipsis that is still unknown. Where all may
+    broadcast, the operand with the most dims tells it.
+    """
+
+    def surplus(tensor: Tensor, name: str) -> int | None:
+        """The rank of this ellipsis by this tensor alone, if all else in it is known."""
+        many = [dim[0].name for dim in tensor.pattern.dims if len(dim) == 1 and dim[0].many]
+        if tensor.ndim == UNKNOWN or name not in many or any(n != name and n not in ranks for n in many):
+            return None
+        others = len(tensor.pattern.dims) - len(many) + sum(ranks[n] for n in many if n != name)
+        return max(0, (tensor.ndim - others) // many.count(name))
+
+    wanted = {atom.name: None for t in tensors for dim in t.pattern.dims for atom in dim if atom.many}
+    wanted.pop("_", None)
+    exact = [t for t in tensors if not any(atom.broadcast for dim in t.pattern.dims for atom in dim)]
+    for candidates in (exact, tensors):
+        progress = True
+        while progress:
+            progress = False
+            for name in [name for name in wanted if name not in ranks]:
+                found = [rank for t in candidates if (rank := surplus(t, name)) is not None]
+                if found:
+                    ranks[name] = max(found)
+                    progress = True
+    unknown = [name for name in wanted if name not in ranks]
+    if unknown:
+        names = " and ".join(f"{name}.." for name in unknown)
+        raise BindError(
+            f"no shape tells how many dims {names} stands for in the rule {rule!s}",
+            f"pass sizes={{{unknown[-1]!r}: (...)}}, or a size argument that holds them",
+        )
+    return ranks
+
+
+def _expand(rule: Rule, tensor: Tensor, ranks: Mapping[str, int]) -> list[Dim]:
+    """The dims of one tensor, ellipses expanded, dims that broadcast and are missing left out."""
+    dims: list[Dim] = []
+    rest: int | None = None
+    for dim in tensor.pattern.dims:
+        if len(dim) != 1 or not dim[0].many:
+            dims.append(tuple(single for atom in dim for single in _singles(atom, ranks)))
+        elif dim[0].name == "_":
+            rest = len(dims)
+        else:
+            dims += [(single,) for single in _singles(dim[0], ranks)]
+    if tensor.ndim == UNKNOWN:
+        if rest is not None or (NO_FACTOR,) in dims:
+            raise BindError(f"{tensor.label} of the rule {rule!s} has dims without a factor", "pass the output shapes")
+        return dims
+    surplus = len(dims) - tensor.ndim
+    if rest is not None and surplus < 0:
+        dims[rest:rest] = [(NO_FACTOR,)] * -surplus
+        return dims
+    if surplus < 0 or not all(len(dim) == 1 and dim[0].broadcast for dim in dims[: max(surplus, 0)]):
+        raise BindError(
+            f"{tensor.label} has {tensor.ndim} dims, in the rule {rule!s} it is {str(tensor.pattern)!r}",
+            f"pass a tensor of {len(dims)} dims",
+        )
+    return dims[surplus:]
+
+
+def _singles(atom: Atom, ranks: Mapping[str, int]) -> Iterator[Atom]:
+    if not atom.many:
+        yield atom
+        return
+    for i in range(ranks.get(atom.name, 0)):
+        yield atom._replace(name=f"{atom.name}{i}", many=False)
+
+
+# ---- factors ----------------------------------------------------------------------------------------------------
+
+
+def _slot(label: str, dims: Sequence[Dim], index: Mapping[str, int]) -> Slot:
+    plain: list[tuple[int, int]] = []
+    broadcast: list[tuple[int, int]] = []
+    compound, numbered = [], []
+    for d, dim in enumerate(dims):
+        factors = tuple(index[atom.name] for atom in dim if atom != NO_FACTOR)
+        numbered.append(factors)
+        if len(dim) != 1:
+            compound.append((d, factors))
+        elif factors:
+            (broadcast if dim[0].broadcast else plain).append((d, factors[0]))
+    return Slot(label, tuple(numbered), tuple(plain), tuple(broadcast), tuple(compound))
+
+
+def _marks(
+    rule: Rule, index: Mapping[str, int], whole: set[str], slots: Sequence[Slot], outputs: Sequence[Group]
+) -> tuple[Marks, ...]:
+    """What the brackets, the kernel clause and the reductions of the outputs that lack a factor make of it."""
+    lacking: dict[str, set[int]] = {op: set() for op in rule.reduce}
+    for op, group in zip(rule.reduce, outputs, strict=True):
+        members = group if isinstance(group, tuple) else (group,)
+        for slot in members:
+            if slot is not None:
+                has = {factor for dim in slots[slot].dims for factor in dim}
+                lacking[op] |= set(index.values()) - has
+    uncut, even = lacking.get("none", set()), lacking.get("avg", set())
+    return tuple(
+        Marks(name in whole or (factor in uncut and name not in rule.kernel), name in rule.kernel, factor in even)
+        for name, factor in index.items()
+    )
+
+
+def _present(sets: Sequence[Positions], present: set[int]) -> tuple[Positions, ...]:
+    """The alternatives among the operands that are there: an absent summand changes nothing."""
+    left = (tuple(i for i in members if i in present) for members in sets)
+    return tuple(dict.fromkeys(members for members in left if members))
+
+
+def _entries(entries: Sequence[Entry], index: Mapping[str, int], ranks: Mapping[str, int]) -> Iterator[BoundEntry]:
+    for entry in entries:
+        if entry is None or isinstance(entry, int):
+            yield entry
+            continue
+        names = [single.name for atom in entry for single in _singles(atom, ranks)]
+        parts = [[name] for name in names] if len(entry) == 1 and entry[0].many else [names]
+        for part in parts:
+            # A factor that only absent tensors have is unknown here, so the argument is left alone.
+            yield tuple(index[name] for name in part) if all(name in index for name in part) else None

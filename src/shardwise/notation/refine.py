@@ -1,0 +1,65 @@
+"""Finer factors where an operand is cut inside a dim, such as the rows of a flattened `(batch, seq@tp)` dim.
+
+The ranks' parts of a factor may be any index sets, as long as they are the same for all tensors that have it. So a
+factor may be taken apart wherever an operand's layout takes its dim apart, and the op then follows that cut as it is.
+
+>>> bound = bind(parse("m k, k n -> m n"), [(10, 6), (6, 8)])
+>>> layout = Layout.make((4,), ((Factor(2, ()), Factor(5, (0,))), (Factor(6, ()),)))
+>>> refine(bound, [(bound.inputs[0], layout)])
+m_0=2 m_1=5 k=6 n=8: m k, k n -> m n
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..sharding.layout import Layout
+from .bind import Bound, BoundFactor, BoundTensor
+
+
+def refine(
+    bound: Bound, cut: Iterable[tuple[BoundTensor, Layout]], anywhere: Callable[[str], bool] = lambda name: False
+) -> Bound:
+    """The same rule with factors split as these tensors' layouts split their dims; the first that does decides.
+
+    `anywhere` tells of a factor with a kernel whether that does not ask where the elements of a part are.
+    """
+    splits: dict[int, tuple[int, ...]] = {}
+    for tensor, layout in cut:
+        for factors, dim in zip(tensor.dims, layout.dims, strict=True):
+            if len(dim) > 1 and len(factors) == 1 and factors[0] not in splits:
+                factor = bound.factors[factors[0]]
+                if not factor.whole and (not factor.kernel or anywhere(factor.name)):
+                    splits[factors[0]] = tuple(part.size for part in dim)
+    return _split(bound, splits) if splits else bound
+
+
+def _split(bound: Bound, splits: dict[int, tuple[int, ...]]) -> Bound:
+    factors: list[BoundFactor] = []
+    renumbered: dict[int, tuple[int, ...]] = {}
+    for index, factor in enumerate(bound.factors):
+        sizes = splits.get(index, (factor.size,))
+        renumbered[index] = tuple(range(len(factors), len(factors) + len(sizes)))
+        if index not in splits:
+            factors.append(factor)
+        else:
+            factors += [factor._replace(name=f"{factor.name}_{i}", size=size) for i, size in enumerate(sizes)]
+
+    def expanded(dim: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(new for old in dim for new in renumbered[old])
+
+    def renamed(argument: Any) -> Any:
+        if isinstance(argument, BoundTensor):
+            return BoundTensor(argument.shape, tuple(map(expanded, argument.dims)))
+        return None if argument is None else tuple(map(renamed, argument))
+
+    return bound._replace(
+        factors=tuple(factors),
+        inputs=tuple(map(renamed, bound.inputs)),
+        outputs=tuple(map(renamed, bound.outputs)),
+        size_args=tuple(
+            (name, tuple(expanded(entry) if isinstance(entry, tuple) else entry for entry in entries))
+            for name, entries in bound.size_args
+        ),
+    )

@@ -1,0 +1,173 @@
+"""What an op's schema says: which arguments are tensors, which are written, and which op it is a variant of.
+
+>>> tensor_arguments(torch.ops.aten.add.out)[2]
+TensorArgument(position=3, name='out', kind='Tensor', write=True, out=True)
+>>> variant_of(torch.ops.aten.add_.Tensor), family(torch.ops.aten.add_.Tensor)
+('inplace', ('aten::add_', 'aten::add'))
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from .._torch.ops import OpOverload
+
+KINDS = {
+    "Tensor": "Tensor",
+    "Optional[Tensor]": "Tensor?",
+    "List[Tensor]": "Tensor[]",
+    "List[Optional[Tensor]]": "Tensor?[]",
+    "Optional[List[Tensor]]": "Tensor[]",
+}
+NUMBER = re.compile(r"((Optional|List)\[)*(number|int|float|bool|complex|SymInt|SymFloat|SymBool)\]*")
+DTYPES = ("dtype", "out_dtype")  # a schema prints their type as int
+FOREACH = "_foreach_"
+ON_LISTS = (FOREACH, "_fused_", "_amp_foreach_")
+"""How the names of ops begin that do to lists of tensors what another op does to one."""
+
+
+class TensorArgument(NamedTuple):
+    """A tensor-like argument of an op. `kind` is Tensor, Tensor?, Tensor[] or Tensor?[]."""
+
+    position: int
+    name: str
+    kind: str
+    write: bool
+    out: bool
+
+
+@lru_cache(maxsize=4096)
+def tensor_arguments(func: OpOverload) -> tuple[TensorArgument, ...]:
+    """The tensor-like arguments of an op, in the order of its schema."""
+    found = []
+    for position, argument in enumerate(func._schema.arguments):
+        kind = KINDS.get(str(argument.type))
+        if kind:
+            alias = argument.alias_info
+            write = alias is not None and alias.is_write
+            found.append(TensorArgument(position, argument.name, kind, write, write and argument.kwarg_only))
+    return tuple(found)
+
+
+def operands_of(func: OpOverload) -> tuple[TensorArgument, ...]:
+    """The tensor-like arguments that are read: all but `out=`."""
+    return tuple(argument for argument in tensor_arguments(func) if not argument.out)
+
+
+def packet_name(func: OpOverload) -> str:
+    """The name that all overloads of an op share, such as `aten::add`."""
+    return func._schema.name
+
+
+def overload_key(func: OpOverload) -> str:
+    """The name of one overload, such as `aten::add.Tensor` or `aten::mm.default`."""
+    return f"{packet_name(func)}.{func._overloadname}"
+
+
+def variant_of(func: OpOverload) -> str:
+    """`functional`, `inplace`, `out` or `foreach`."""
+    arguments = tensor_arguments(func)
+    if _split(packet_name(func))[1].startswith(ON_LISTS) and arguments and arguments[0].kind == "Tensor[]":
+        return "foreach"
+    written = [argument for argument in tensor_arguments(func) if argument.write]
+    if not written:
+        return "functional"
+    return "out" if any(argument.out for argument in written) else "inplace"
+
+
+def family(func: OpOverload) -> tuple[str, ...]:
+    """The names under which the rule of an op may be found, nearest first."""
+    name = packet_name(func)
+    namespace, base = _split(name)
+    names = [name]
+    if base.startswith(FOREACH):
+        base = base.removeprefix(FOREACH)
+        names.append(f"{namespace}::{base}")
+    if base.endswith("_") and not base.endswith("__"):
+        names.append(f"{namespace}::{base[:-1]}")
+    return tuple(names)
+
+
+def overloads(name: str) -> Iterator[OpOverload]:
+    """All overloads of the op of this name; none where this PyTorch has no such op."""
+    namespace, base = _split(name)
+    packet = getattr(getattr(torch.ops, namespace), base, None)
+    if packet is not None:
+        yield from (getattr(packet, overload) for overload in packet.overloads())
+
+
+def _split(name: str) -> tuple[str, str]:
+    namespace, _, base = name.rpartition("::")
+    return namespace, base
+
+
+# ---- one overload as a variant of another -----------------------------------------------------------------------
+
+Operands = tuple[int | None, ...]
+"""For each operand of the op that a rule was written for, the position of the argument that takes its place in
+another op's schema; None where a number does."""
+
+
+def match_operands(func: OpOverload, model: OpOverload) -> Operands | None:
+    """How the arguments of `func` stand for the operands of `model`, or None if it is no variant of it.
+
+    It is one if every operand of the model is there, or a number in its place; if the model needs no other
+    argument; and if it yields as many tensors.
+
+    >>> match_operands(torch.ops.aten.mul.Scalar, torch.ops.aten.mul.Tensor)
+    (0, None)
+    >>> match_operands(torch.ops.aten.max.default, torch.ops.aten.max.other) is None
+    True
+    """
+    wanted, given = model._schema.arguments, func._schema.arguments
+    foreach = variant_of(func) == "foreach"
+    if not foreach and _tensor_results(func) != _tensor_results(model):
+        return None
+    by_name = {argument.name: position for position, argument in enumerate(given)}
+    tensors = {argument.position for argument in operands_of(func)}
+    stand_ins: set[int] = set()
+    operands: list[int | None] = []
+    for operand in operands_of(model):
+        position = by_name.get(operand.name, operand.position)
+        if position >= len(given) or position in stand_ins:
+            return None
+        # Lists of the foreach ops have names of their own; elsewhere another name is another thing.
+        if position in tensors and (foreach or given[position].name == operand.name):
+            operands.append(position)
+        elif _is_number(given[position]):
+            operands.append(None)
+        else:
+            return None
+        stand_ins.add(position)
+    if not tensors <= stand_ins:
+        return None
+    names = {argument.name for argument in wanted}
+    outs = {argument.position for argument in tensor_arguments(func) if argument.out}
+    for position, argument in enumerate(given):
+        if position not in stand_ins | outs and argument.name not in names and argument.name not in DTYPES:
+            return None
+    if any(_is_required(argument) and argument.name not in by_name for argument in _statics(model)):
+        return None
+    return tuple(operands)
+
+
+def _statics(func: OpOverload) -> Iterator[Any]:
+    tensors = {argument.position for argument in tensor_arguments(func)}
+    return (argument for position, argument in enumerate(func._schema.arguments) if position not in tensors)
+
+
+def _is_number(argument: Any) -> bool:
+    return NUMBER.fullmatch(str(argument.type)) is not None
+
+
+def _is_required(argument: Any) -> bool:
+    return not argument.has_default_value() and not str(argument.type).startswith("Optional")
+
+
+def _tensor_results(func: OpOverload) -> int:
+    return sum(str(result.type) in KINDS for result in func._schema.returns)

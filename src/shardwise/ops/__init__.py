@@ -1,0 +1,41 @@
+"""The ops: one file for each family."""
+
+from . import (  # noqa: F401
+    attention,
+    attention_kernels,
+    batch_norm,
+    conjugate,
+    conv,
+    conv_kernels,
+    copies,
+    decompositions,
+    elementwise,
+    extremes,
+    generated,
+    histogram,
+    indexing,
+    indexing_kernels,
+    linalg,
+    loss,
+    loss_kernels,
+    matmul,
+    norm,
+    norm_kernels,
+    optim,
+    optim_kernels,
+    pool,
+    random,
+    reduce,
+    reduce_kernels,
+    resize,
+    scan,
+    shapes,
+    shapes_kernels,
+    softmax,
+    sparse,
+    sparse_gradients,
+    views,
+)
+from .registry import registry
+
+registry.put_behind(generated.table)

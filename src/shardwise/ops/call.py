@@ -1,0 +1,81 @@
+"""One call of an op as its rule sees it: shapes, dtypes and arguments, no data.
+
+>>> x = torch.empty(4, 6)
+>>> call = Call.make(torch.ops.aten.sum.dim_IntList, (x, [1]), {})
+>>> call.shape(0), call.arg("dim"), call.arg("keepdim")
+((4, 6), [1], False)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .._torch.ops import OpOverload
+from ..notation.patterns import RuleError
+from ..notation.schema import Operands, operands_of
+
+_REQUIRED = object()
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an op. Tensors are known by `shape` and `dtype` alone."""
+
+    op: OpOverload
+    arguments: Mapping[str, Any] = field(hash=False)
+    tensors: tuple[Any, ...]
+    """The operands in the order of the rule's inputs: lists for lists, None for what is missing or a number."""
+
+    @classmethod
+    def make(
+        cls, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Operands | None = None
+    ) -> Call:
+        """The call of `op` with these arguments: tensors, or anything with their shape and dtype.
+
+        `operands` are the positions of the rule's operands in the schema, where the rule was written for another op.
+        """
+        schema = op._schema.arguments
+        arguments = {argument.name: value for argument, value in zip(schema, args, strict=False)} | dict(kwargs)
+        positions = operands if operands is not None else tuple(a.position for a in operands_of(op))
+        tensors = tuple(None if p is None else arguments.get(schema[p].name) for p in positions)
+        return cls(op, arguments, tensors)
+
+    def arg(self, name: str, default: Any = _REQUIRED) -> Any:
+        """An argument by its name in the schema: as passed, else the schema's default, else `default`."""
+        if name in self.arguments:
+            return self.arguments[name]
+        for argument in self.op._schema.arguments:
+            if argument.name == name and argument.has_default_value():
+                return argument.default_value
+        if default is _REQUIRED:
+            raise RuleError(f"{self.op} has no argument {name!r} in this call", f"its schema is {self.op._schema}")
+        return default
+
+    def shape(self, position: int) -> tuple[int, ...]:
+        """The shape of an operand."""
+        tensor = self.tensors[position]
+        if tensor is None or is_list(tensor):
+            raise RuleError(f"operand {position} of {self.op} is no tensor in this call", "look at call.tensors first")
+        return tuple(tensor.shape)
+
+    def ndim(self, position: int) -> int:
+        """The number of dims of an operand."""
+        return len(self.shape(position))
+
+    def element(self, index: int) -> Call:
+        """The call that a foreach op makes for one element of its lists."""
+
+        def pick(value: Any) -> Any:
+            if not is_list(value):
+                return value
+            return value[index] if len(value) else None  # a list that is not in use: maxima of no AMSGrad
+
+        arguments = {name: pick(value) for name, value in self.arguments.items()}
+        return replace(self, arguments=arguments, tensors=tuple(map(pick, self.tensors)))
+
+
+def is_list(value: Any) -> bool:
+    """Whether an argument is a list of tensors or numbers; a `TensorMeta` is a tuple, but none."""
+    return isinstance(value, (list, tuple)) and not hasattr(value, "shape")

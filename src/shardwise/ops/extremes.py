@@ -1,0 +1,111 @@
+"""Where an extreme lies: argmax, max along a dim, and their likes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .call import Call
+from .kernel import Cut, Gather, Kernel, KernelRun, LocalCall, Reduce
+from .reduce import merged
+from .tables import register
+
+_LOW_HALF = 0xFFFFFFFF
+_NAN = 0x7FFFFFFF
+_LEAST = -(2**63)
+
+
+def _packs(dtype: torch.dtype) -> bool:
+    """Whether a value of this dtype fits into half an int64."""
+    return dtype.itemsize < 4 or dtype in (torch.float32, torch.int32)
+
+
+def pack(value: Tensor, index: Tensor, largest: bool) -> Tensor:
+    """Value and index as one int64 whose maximum is the first of the extremes, a NaN before anything else."""
+    if value.dtype.is_floating_point:
+        bits = value.float().contiguous().view(torch.int32).to(torch.int64)
+        key = torch.where(bits >= 0, bits, -(bits & _NAN))  # floats of one sign are ordered like their bits
+    else:
+        key = value.to(torch.int64)
+    key = key if largest else ~key
+    if value.dtype.is_floating_point:
+        key = torch.where(value.isnan(), _NAN, key)
+    return (key << 32) | (_LOW_HALF - index)
+
+
+def unpack(packed: Tensor, dtype: torch.dtype, largest: bool) -> tuple[Tensor, Tensor]:
+    """Value and index back from `pack`."""
+    key, index = packed >> 32, _LOW_HALF - (packed & _LOW_HALF)
+    nan = key == _NAN
+    key = key if largest else ~key
+    if not dtype.is_floating_point:
+        return key.to(dtype), index
+    bits = torch.where(key >= 0, key, -key | -(2**31)).to(torch.int32)
+    return torch.where(nan, torch.nan, bits.view(torch.float32)).to(dtype), index
+
+
+def _first_extreme(value: Tensor | None, index: Tensor | None, like: Tensor, cut: Cut, largest: bool) -> KernelRun:
+    """The extreme of what all pieces found (None: this one is empty), `like` a result, and its index."""
+    dtype = like.dtype
+    if _packs(dtype):
+        least = torch.full(like.shape, _LEAST, dtype=torch.int64, device=like.device)
+        found = least if value is None or index is None else pack(value, index, largest)
+        return unpack((yield Reduce(found, "max")), dtype, largest)
+    value = torch.zeros_like(like) if value is None else value
+    index = torch.zeros_like(like, dtype=torch.int64) if index is None else index
+    bits = value.contiguous().view(torch.int64)
+    parts = yield Gather(torch.stack([bits, index]))
+    parts = parts[[start < stop for start, stop in cut.bounds]]
+    # Pieces of several cut dims are in no order: among equals the smallest index is the first.
+    values, indices = parts[:, 0].contiguous().view(dtype), parts[:, 1]
+    best = values.amax(0) if largest else values.amin(0)
+    wins = (values == best) | values.isnan() if dtype.is_floating_point else values == best
+    return best, torch.where(wins, indices, torch.iinfo(torch.int64).max).amin(0)
+
+
+def _local_extreme(x: Tensor, dim: int, largest: bool) -> Any:
+    return x.max(dim) if largest else x.min(dim)
+
+
+def _along_dim(largest: bool, values: bool) -> Callable[[LocalCall, Cut], KernelRun]:
+    def run(call: LocalCall, cut: Cut) -> KernelRun:
+        x, dim = call["self"], call.dims[0] or 0
+        if call.arguments.get("dim") is None:
+            found = yield from _of_all(call, cut, largest)
+        else:
+            like = x.new_empty([size for d, size in enumerate(x.shape) if d != dim])
+            value, index = _local_extreme(x, dim, largest) if cut.held else (None, None)
+            found = yield from _first_extreme(value, None if index is None else index + cut.start, like, cut, largest)
+            if call["keepdim"]:
+                found = tuple(part.unsqueeze(dim) for part in found)
+        return found if values else found[1]
+
+    return run
+
+
+def _of_all(call: LocalCall, cut: Cut, largest: bool) -> KernelRun:
+    """The extreme over all dims and its index in the flattened whole."""
+    x, layout = call["self"], call.given[0]
+    shape = [1] * x.dim() if call["keepdim"] else []
+    value = index = None
+    if x.numel():
+        value, flat = _local_extreme(x.reshape(-1), 0, largest)
+        index = torch.zeros_like(flat)
+        places = torch.unravel_index(flat, tuple(x.shape))
+        for place, start, size in zip(places, layout.offset(call.at), layout.shape, strict=True):
+            index = index * size + place + start
+        value, index = value.reshape(shape), index.reshape(shape)
+    return (yield from _first_extreme(value, index, x.new_empty(shape), cut, largest))
+
+
+def _rule(outputs: int) -> Callable[[Call], str]:
+    return lambda call: merged(call.ndim(0), call.arg("dim"), call.arg("keepdim"), outputs)
+
+
+register("aten::argmax", _rule(1), {"k": Kernel(_along_dim(True, False), traffic=2.0, joint=True)})
+register("aten::argmin", _rule(1), {"k": Kernel(_along_dim(False, False), traffic=2.0, joint=True)})
+register("aten::max.dim", _rule(2), {"k": Kernel(_along_dim(True, True), traffic=2.0, joint=True)})
+register("aten::min.dim", _rule(2), {"k": Kernel(_along_dim(False, True), traffic=2.0, joint=True)})

@@ -1,0 +1,148 @@
+"""What a kernel may ask for: pure data, so that one driver serves a real process and the simulated world.
+
+`pieces` are the ranks that share the cut factor, in the order of their parts: piece 0 holds its beginning.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._torch.ops import OpOverload
+from ..sharding.layout import Coordinate, Factor, Layout, Run, factor_range
+
+
+class Cut(NamedTuple):
+    """How a factor is cut: its global size, the bounds of every piece, and which piece is this rank's.
+
+    `counts` are the sizes of the mesh axes that cut it, major to minor.
+    """
+
+    size: int
+    bounds: tuple[Run, ...]
+    piece: int
+    counts: tuple[int, ...] = ()
+
+    def of(self, size: int) -> Cut:
+        """How the same axes cut a dim of another size: that of another operand, or of a result."""
+        axes = tuple(range(len(self.counts)))
+        places = itertools.product(*map(range, self.counts))
+        bounds = tuple(factor_range(self.counts, Factor(size, axes), place) for place in places)
+        return Cut(size, bounds, self.piece, self.counts)
+
+    @property
+    def start(self) -> int:
+        """The global index of this rank's first element."""
+        return self.bounds[self.piece][0]
+
+    @property
+    def stop(self) -> int:
+        """The global index after this rank's last element."""
+        return self.bounds[self.piece][1]
+
+    @property
+    def held(self) -> int:
+        """How much of the factor this rank holds."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCall:
+    """One rank's part of a call, as kernels and local implementations see it.
+
+    `dims` says for each tensor operand, `out_dims` for each result, which dim carries the cut factor (None: none does).
+    `shapes` and `dtypes` are those of the whole results, `layouts` how they are cut, `given` how the operands are (with
+    their whole shapes), `at` is this rank's coordinate.
+    """
+
+    func: OpOverload
+    arguments: dict[str, Any]
+    dims: tuple[int | None, ...]
+    out_dims: tuple[int | None, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    layouts: tuple[Layout, ...]
+    at: Coordinate
+    given: tuple[Layout, ...] = ()
+
+    def __getitem__(self, name: str) -> Any:
+        """A local argument by its name in the schema."""
+        return self.arguments[name]
+
+    def local_shape(self, result: int = 0) -> tuple[int, ...]:
+        """The shape of this rank's part of a result."""
+        return self.layouts[result].local_shape(self.at)
+
+    def run(self, **changed: Any) -> Any:
+        """The op itself on the local arguments, some of them changed."""
+        arguments = {**self.arguments, **changed}
+        positional = [arguments[a.name] for a in self.func._schema.arguments if not a.kwarg_only]
+        named = {a.name: arguments[a.name] for a in self.func._schema.arguments if a.kwarg_only}
+        return self.func(*positional, **named)
+
+
+class Gather(NamedTuple):
+    """Every piece's tensor (all of one shape), as one tensor with a new first dim."""
+
+    tensor: Tensor
+
+
+class Reduce(NamedTuple):
+    """The reduction of every piece's tensor (all of one shape)."""
+
+    tensor: Tensor
+    op: str = "sum"
+
+
+Rows = Run | Sequence[Run]
+"""Rows of a dim: those from a start to a stop, or several such runs, one after the other."""
+
+
+class Fetch(NamedTuple):
+    """Rows of the whole, whoever holds them: piece i gets the rows `wanted[i]` along `dim`.
+
+    `held[i]` are the rows that piece i has; all pieces give the same two lists. Rows that nobody holds are zero.
+    """
+
+    tensor: Tensor
+    dim: int
+    held: Sequence[Rows]
+    wanted: Sequence[Rows]
+
+
+class Return(NamedTuple):
+    """The way back of `Fetch`: piece i hands back the rows `computed[i]`; each owner gets the sum of what it holds."""
+
+    tensor: Tensor
+    dim: int
+    held: Sequence[Rows]
+    computed: Sequence[Rows]
+
+
+Request = Gather | Reduce | Fetch | Return
+KernelRun = Generator[Request, Tensor, Any]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel and what it costs.
+
+    `run(call, cut)` is the generator: `call` holds the local arguments, `cut` says how the factor is cut. It returns
+    what the op returns, for this rank's part. `rounds` is the number of its collectives, `traffic` the bytes it
+    receives as a multiple of the bytes of its local outputs.
+
+    A `joint` kernel merges what any ranks found, so that several of its factors may be cut at once: `cut` then counts
+    the elements of all of them together, and its pieces are in no order. One that works `anywhere` does not ask which
+    elements a rank holds, so that they need not lie next to each other.
+    """
+
+    run: Callable[..., KernelRun]
+    rounds: int = 1
+    traffic: float = 1.0
+    joint: bool = False
+    anywhere: bool = False

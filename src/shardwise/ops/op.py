@@ -1,0 +1,88 @@
+"""What is known about an op, as one value.
+
+>>> Op("aten::mm", "m k, k n -> m n ; linear 0 | 1")
+Op('aten::mm', 'm k, k n -> m n ; linear 0 | 1')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from ..notation import Rule
+from .call import Call
+from .kernel import Kernel, KernelRun, LocalCall
+
+Source = str | Rule | Callable[[Call], str | Rule | None]
+"""A rule, or a function that returns the rule of a call: None to run this call on gathered inputs, or by other ops."""
+
+Put = Callable[[dict[str, Any]], Callable[[Any, Any], Any]]
+"""From the arguments of a view, by name, to the function `(root, new value of the view) -> new value of the root`."""
+
+
+class Local(NamedTuple):
+    """An implementation of an op on local shards, for calls in which no sharded factor has a kernel.
+
+    `when` says which of these calls need it: "always", only those that leave a "partial sum" in a result, or only those
+    in which some rank has an "empty shard"; in the others the op itself runs. `copies` marks a view op whose
+    implementation returns a copy.
+    """
+
+    run: Callable[[LocalCall], Any]
+    when: Literal["always", "partial sum", "empty shard"] = "always"
+    copies: bool = False
+
+
+class ListKernel(NamedTuple):
+    """A kernel for lists of tensors: `run(call, cut)`, where arguments that are lists hold the elements sharded alike.
+
+    It may return a dict: values, the same on all ranks, for plain tensors among its arguments. With `whole_mesh` all
+    ranks of the mesh take part, whatever is sharded.
+    """
+
+    run: Callable[..., KernelRun]
+    whole_mesh: bool = False
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Op:
+    """One op. `name` is that of one overload (`aten::add.Tensor`) or of all (`aten::add`).
+
+    In-place, `out=`, scalar and foreach variants follow from the schema (see `resolve`) and need no record.
+    """
+
+    name: str
+    rule: Source | None = None
+    """None: the op has no rule. It is decomposed, or runs on gathered inputs."""
+    kernels: Mapping[str, Kernel] = field(default_factory=dict)
+    """For each factor that the rule's `kernel` clause names: how the op runs when that factor is sharded."""
+    local: Local | None = None
+    draw: Callable[[LocalCall], Any] | None = None
+    """For ops that draw random numbers, like `local`; the argument `generator` is a `Draw` that all ranks share."""
+    list_kernel: ListKernel | None = None
+    """For ops on lists of tensors that communicate once for the whole list."""
+    decomposition: Callable[..., Any] | None = None
+    """A function of the op's arguments that calls other ops, for calls that no rule takes. It may return
+    NotImplemented. Variants do not inherit it."""
+    python: Callable[..., Any] | None = None
+    """The op in Python, for local tensors: quicker than the overload. Variants do not inherit it."""
+    put: Put | None = None
+    """For view ops: how a write to the view reaches the tensor it views. Variants do not inherit it."""
+
+    reads_numbers: bool = False
+    """The rule, or the decomposition, looks at the values of numbers (the p of a norm): each value has its own plan."""
+    reads_shape_only: bool = False
+    """The op looks at the shape of its operand, not at its values: a Partial operand need not be reduced."""
+    keeps_sizes: bool = False
+    """Results have the sizes of the operands' dims, though the rule has a kernel or a size argument."""
+    takes_empty: bool = False
+    """The op may be called on empty shards: what it returns there cannot be made from its metadata."""
+
+    origin: Literal["built in", "user", "generated", "elementwise"] = "built in"
+    file: str = field(default="", compare=False)
+    """Where it was defined, relative to the package."""
+
+    def __repr__(self) -> str:
+        rule = "a function of the call" if callable(self.rule) and not isinstance(self.rule, Rule) else str(self.rule)
+        return f"Op({self.name!r}, {rule!r})"

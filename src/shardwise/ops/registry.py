@@ -1,0 +1,248 @@
+"""The registry: one record per op, and the record of any overload.
+
+A family of ops defines its records when it is imported, each with everything that is known about the op:
+
+>>> define = definitions_in(__name__)
+>>> define("aten::mm", "m k, k n -> m n ; linear 0 | 1")
+>>> define("aten::cumsum", rule_of_call, kernels={"k": Kernel(scan)})
+
+A user's rule (`register`) goes on top of the built-in record and does not replace it. `resolve` finds the record of an
+overload: its own, else its op's, else that of the op it is a variant of (in-place, `out=`, scalar, foreach).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from .._torch.ops import OpOverload, OpOverloadPacket
+from ..notation.patterns import RuleError
+from ..notation.rule import Rule, parse
+from ..notation.schema import Operands, family, match_operands, operands_of, overload_key, overloads, packet_name
+from .kernel import Kernel
+from .op import Op, Source
+from .resolve import ResolvedOp
+
+OpName = OpOverload | OpOverloadPacket | str
+
+
+class Define(Protocol):
+    """Defines ops that share a rule and all else: `define(names, rule, kernels=..., local=..., ...)`."""
+
+    def __call__(self, names: str | Iterable[str], rule: Source | None = None, **facts: Any) -> None: ...
+
+
+class Registry:
+    """Records by the name of their op: those of one package, or of a table that stands behind them."""
+
+    def __init__(self) -> None:
+        self._built_in: dict[str, Op] = {}
+        self._user: dict[str, Op] = {}
+        self._resolved: dict[OpOverload, ResolvedOp] = {}
+        self._patterns: list[Callable[[OpOverload], Op | None]] = []
+        self._behind: Callable[[], Registry] | None = None
+        self._listeners: list[Callable[[], None]] = []
+
+    # ---- definitions ------------------------------------------------------------------------------------------
+
+    def define(self, op: Op) -> None:
+        """Add a built-in record. Rules are parsed when they are first used, so that importing takes no time."""
+        before = self._built_in.get(op.name)
+        if before is not None:
+            raise RuleError(f"{op.name} is defined in {before.file} and in {op.file}", "say all of it in one place")
+        self._built_in[op.name] = op
+        self._changed()
+
+    def register(self, op: OpName, rule: Source, kernels: Mapping[str, Kernel] | None = None) -> None:
+        """Give an op the user's rule; text is parsed here, so that a wrong one is refused at once."""
+        name = name_of(op)
+        source = parse(rule) if isinstance(rule, str) else rule
+        given = dict(kernels or {})
+        if isinstance(source, Rule) and set(source.kernel) != set(given):
+            inherited = self._built_in.get(name)
+            if given or inherited is None or not set(source.kernel) <= set(inherited.kernels):
+                raise RuleError(
+                    f"{name} has kernels for {sorted(given) or 'nothing'}, its rule is {source!s}",
+                    "pass one for each factor that the kernel clause names",
+                )
+            given = {factor: inherited.kernels[factor] for factor in source.kernel}
+        self._user[name] = Op(name, source, given, origin="user", file="a call of register")
+        self._changed()
+
+    def register_table(self, rules: Mapping[str, Source]) -> None:
+        """Register a table of rules without kernels."""
+        for op, rule in rules.items():
+            self.register(op, rule)
+
+    def add_pattern(self, find: Callable[[OpOverload], Op | None]) -> None:
+        """Ask this function for ops that have no record, after those added before it."""
+        self._patterns.append(find)
+        self._changed()
+
+    def put_behind(self, table: Callable[[], Registry]) -> None:
+        """Ask another table, made when it is first needed, for ops that have no record in this one."""
+        self._behind = table
+        self._changed()
+
+    @contextmanager
+    def restored(self) -> Iterator[Registry]:
+        """Inside, records may be changed freely; they are as before afterwards. For tests and experiments."""
+        before = dict(self._built_in), dict(self._user)
+        try:
+            yield self
+        finally:
+            self._built_in, self._user = before
+            self._changed()
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call this whenever a record is added: what was planned with the old ones is to be forgotten."""
+        self._listeners.append(listener)
+
+    def _changed(self) -> None:
+        self._resolved.clear()
+        for listener in self._listeners:
+            listener()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._built_in, **self._user})
+
+    def __getitem__(self, name: str) -> Op:
+        return self._user.get(name) or self._built_in[name]
+
+    # ---- look-up ----------------------------------------------------------------------------------------------
+
+    def resolve(self, func: OpOverload) -> ResolvedOp:
+        """The record of an overload; one without a rule where nothing is known about the op."""
+        found = self._resolved.get(func)
+        if found is None:
+            found = self._resolved[func] = self._resolve(func)
+        return found
+
+    def rule_for(self, func: OpOverload) -> ResolvedOp | None:
+        """The record of an overload; None where it has no rule."""
+        found = self.resolve(func)
+        return found if found.has_rule else None
+
+    def _resolve(self, func: OpOverload) -> ResolvedOp:
+        own = self._own(func)
+        built_in = next(self._candidates(func, self._built_in), None)
+        if built_in is not None:
+            found = ResolvedOp(func, *built_in, own)
+        else:
+            found = self._by_pattern(func, own) or self._from_behind(func, own) or ResolvedOp(func, own, None, own)
+        found.in_place_view = self._in_place_view(func)
+        by_user = next(self._candidates(func, self._user), None)
+        return found if by_user is None else ResolvedOp(func, *by_user, own, built_in=found)
+
+    def _own(self, func: OpOverload) -> Op:
+        """What is said of this overload itself, or of all of its op: not of an op it is a variant of."""
+        found = [self._built_in.get(overload_key(func)), self._built_in.get(packet_name(func))]
+        found += [find(func) for find in self._patterns]
+        records = [op for op in found if op is not None]
+
+        def first(fact: str) -> Any:
+            return next((getattr(op, fact) for op in records if getattr(op, fact) is not None), None)
+
+        name = records[0].name if records else overload_key(func)
+        return Op(name, decomposition=first("decomposition"), python=first("python"), put=first("put"))
+
+    def _by_pattern(self, func: OpOverload, own: Op) -> ResolvedOp | None:
+        for find in self._patterns:
+            op = find(func)
+            if op is not None and op.rule is not None:
+                return ResolvedOp(func, op, None, own)
+        return None
+
+    def _in_place_view(self, func: OpOverload) -> OpOverload | None:
+        """For an op that turns a tensor into a view of itself, such as `t_`, the one that makes the view."""
+        if torch.Tag.inplace_view not in func.tags:
+            return None
+        takes = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
+        for view in overloads(packet_name(func).removesuffix("_")):
+            same = [(argument.name, str(argument.type)) for argument in view._schema.arguments] == takes
+            if same and self.resolve(view).put is not None:
+                return view
+        return None
+
+    def _from_behind(self, func: OpOverload, own: Op) -> ResolvedOp | None:
+        found = None if self._behind is None else self._behind().rule_for(func)
+        return None if found is None else ResolvedOp(func, found.op, found.operands, own)
+
+    def _candidates(self, func: OpOverload, table: Mapping[str, Op]) -> Iterator[tuple[Op, Operands]]:
+        """The records with a rule that may serve an overload, nearest first, with the positions of their operands."""
+        own = overload_key(func)
+        for name in family(func):
+            same = f"{name}.{func._overloadname}"
+            if _has_rule(table, same):
+                models = [func] if same == own else [m for m in overloads(name) if overload_key(m) == same]
+                yield from _derive(func, table[same], models)
+            if _has_rule(table, name):
+                yield from _derive(func, table[name], overloads(name))
+            for model in overloads(name):
+                key = overload_key(model)
+                if key != same and _has_rule(table, key):
+                    yield from _derive(func, table[key], [model])
+
+
+def _has_rule(table: Mapping[str, Op], name: str) -> bool:
+    return name in table and table[name].rule is not None
+
+
+def _derive(func: OpOverload, op: Op, models: Iterable[OpOverload]) -> Iterator[tuple[Op, Operands]]:
+    """The record with the operands of `func`, by the model whose operands it matches best, if there is one."""
+    rule = parse(op.rule) if isinstance(op.rule, str) else op.rule
+    best: Operands | None = None
+    models = list(models)
+    if isinstance(rule, Rule) and models and not any(rule.fits(len(operands_of(m))) for m in models):
+        raise RuleError(f"the rule {rule!s} of {op.name} has {len(rule.inputs)} operands", f"see {models[0]._schema}")
+    for model in models:
+        # An overload that the rule was written for needs no match: its operands are those of the rule.
+        itself = model is func
+        operands = tuple(a.position for a in operands_of(func)) if itself else match_operands(func, model)
+        fits = operands is not None and (not isinstance(rule, Rule) or rule.fits(len(operands)))
+        # A function of the call sees the most if it was written for the overload with the most tensors.
+        if operands is not None and fits and (best is None or len(operands) > len(best)):
+            best = operands
+    if best is not None:
+        yield op, best
+
+
+def name_of(op: OpName) -> str:
+    """The name of an op given in any form: an overload, a packet, or a name such as `aten::add`."""
+    if isinstance(op, OpOverload):
+        return overload_key(op)
+    if isinstance(op, OpOverloadPacket):
+        return op._qualified_op_name
+    if "::" not in op:
+        raise RuleError(f"no op is called {op!r}", "name it with its namespace, as in aten::add or aten::add.Tensor")
+    return op
+
+
+registry = Registry()
+register = registry.register
+resolve = registry.resolve
+rule_for = registry.rule_for
+
+
+def definitions_in(module: str) -> Define:
+    """`define` for a module, which the records name as their place of definition."""
+    file = "/".join(module.split(".")[1:]) + ".py"
+
+    def define(names: str | Iterable[str], rule: Source | None = None, **facts: Any) -> None:
+        for name in (names,) if isinstance(names, str) else names:
+            registry.define(Op(name, rule, file=file, **facts))
+
+    return define
+
+
+# ---- temporary: the old way to define ------------------------------------------------------------------------------
+
+
+def amend(name: str, **facts: Any) -> None:
+    """Add to the record of an op."""
+    registry._built_in[name] = replace(registry._built_in.get(name, Op(name)), **facts)
+    registry._changed()

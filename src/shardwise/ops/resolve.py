@@ -1,0 +1,133 @@
+"""An overload together with the record of its op: what dispatch asks about a function it is called with.
+
+>>> found = resolve(torch.ops.aten.mul_.Scalar)
+>>> found.key, found.variant, found.writes
+('aten::mul', 'inplace', (0,))
+>>> x = torch.empty(4, 6)
+>>> found.rule(Call.make(torch.ops.aten.mul_.Scalar, (x, 2.0), {}, found.operands))
+Rule('b?.. -> b.. ; linear 0')
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .._torch.ops import OpOverload
+from ..notation import Rule, parse, without_operands
+from ..notation.patterns import RuleError
+from ..notation.schema import Operands, operands_of, tensor_arguments, variant_of
+from .call import Call
+from .kernel import Kernel
+from .op import Op, Put
+
+NEEDS_DATA = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output))
+
+
+class ResolvedOp:
+    """One overload: its schema, its op's record, and what was worked out for it once.
+
+    `operands` holds, for each input of the rule, the position of its argument in the schema, or None where a number
+    takes its place. `built_in` is what the overload resolves to without the user's rule; None if the user gave none.
+    """
+
+    def __init__(
+        self,
+        func: OpOverload,
+        op: Op,
+        operands: Operands | None = None,
+        own: Op | None = None,
+        built_in: ResolvedOp | None = None,
+    ) -> None:
+        self.func, self.op, self.built_in = func, op, built_in
+        schema = func._schema
+        self.name: str = schema.name
+        self.variant = variant_of(func)
+        self.operands = operands if operands is not None else tuple(a.position for a in operands_of(func))
+        self.writes = tuple(argument.position for argument in tensor_arguments(func) if argument.write)
+        self.is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        self.returns = bool(schema.returns)
+        self.names: tuple[str, ...] = tuple(argument.name for argument in schema.arguments)
+        self.defaults: dict[str, Any] = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+        self.needs_data = bool(NEEDS_DATA & set(func.tags))
+        self.number_arguments = _number_arguments(func)
+        # What belongs to this overload alone, not to the variants of its op.
+        self.decomposition: Callable[..., Any] | None = own.decomposition if own is not None else None
+        self.python: Callable[..., Any] | None = own.python if own is not None else None
+        self.put: Put | None = own.put if own is not None else None
+        # Worked out by dispatch when it is first needed.
+        self.bindings: dict[Any, Callable[..., Any]] = {}
+        self.result_forms: dict[Any, Any] = {}
+        self.warned = False
+        self.in_place_view: OpOverload | None = None
+
+    @property
+    def key(self) -> str:
+        """The name of the record."""
+        return self.op.name
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether there is a rule; it may still refuse a call."""
+        return self.op.rule is not None
+
+    def at(self, call: Call) -> ResolvedOp:
+        """What to use for this call: the built-in op where the user's rule says the same as its own.
+
+        So registering a built-in rule verbatim changes nothing: its kernels and local code still serve it.
+        """
+        if self.built_in is None or not self.built_in.has_rule:
+            return self
+        return self.built_in if self.built_in.rule(call) is self.rule(call) else self
+
+    def rule(self, call: Call) -> Rule | None:
+        """The rule of one call. None to decompose it, or to run it on gathered inputs."""
+        source = self.op.rule
+        found = source(call) if callable(source) and not isinstance(source, Rule) else source
+        if found is None:
+            return None
+        rule = parse(found) if isinstance(found, str) else found
+        dropped = frozenset(i for i, position in enumerate(self.operands) if position is None)
+        if dropped and len(rule.inputs) == len(self.operands):
+            rule = without_operands(rule, dropped)
+        if not rule.fits(len(self.operands) - len(dropped)):
+            raise RuleError(
+                f"the rule {rule!s} of {self.key} has {len(rule.inputs)} operands",
+                f"{call.op} has {len(self.operands) - len(dropped)}: {call.op._schema}",
+            )
+        for name in rule.kernel:
+            self.kernel(name)
+        return rule
+
+    def kernel(self, name: str) -> Kernel:
+        """The kernel for this factor. That of `k` serves k0, k1, ... too, and their parts k0_0, k0_1, ..."""
+        kernels = self.op.kernels
+        found = kernels.get(name) or kernels.get(re.sub(r"\d+(_\d+)?$", "", name))
+        if found is None:
+            raise RuleError(
+                f"{self.key} has no kernel for the factor {name}", f"register it with kernels={{{name!r}: ...}}"
+            )
+        return found
+
+    def tensors(self, call: Call) -> tuple[Any, ...]:
+        """The operands of a call that the inputs of its rule stand for."""
+        return tuple(t for t, position in zip(call.tensors, self.operands, strict=True) if position is not None)
+
+    def arguments(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments of a call by name, defaults included."""
+        return {**self.defaults, **dict(zip(self.names, args, strict=False)), **kwargs}
+
+    def __repr__(self) -> str:
+        return f"ResolvedOp({self.func}, {self.op!r})"
+
+
+def _number_arguments(func: OpOverload) -> frozenset[int | str]:
+    """The arguments, by position and name, that are real numbers: rules do not look at their values by default."""
+    found: set[int | str] = set()
+    for position, argument in enumerate(func._schema.arguments):
+        if "number" in str(argument.type) or "float" in str(argument.type):
+            found |= {position, argument.name}
+    return frozenset(found)

@@ -1,0 +1,23 @@
+"""Sharding rules: parse, register and look them up."""
+
+from . import ops as _ops  # noqa: F401  (the families define their ops)
+from .notation import *  # noqa: F403
+from .notation import __all__ as _language
+from .ops.call import Call
+from .ops.op import Op
+from .ops.registry import Registry, register, registry, resolve, rule_for
+from .ops.resolve import ResolvedOp
+from .ops.served import served_by
+
+__all__ = [
+    *_language,
+    "Call",
+    "Op",
+    "Registry",
+    "ResolvedOp",
+    "register",
+    "registry",
+    "resolve",
+    "rule_for",
+    "served_by",
+]

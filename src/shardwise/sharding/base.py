@@ -1,0 +1,22 @@
+"""The base class of DTensor: a tensor with a spec and this process's local shard.
+
+Everything below `tensor/` knows distributed tensors by this class: how to read one, and which methods make one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from .spec import DTensorSpec
+
+
+class DTensorBase(Tensor):
+    """A distributed tensor. `_spec` says how it is sharded; `_local_tensor` is this rank's shard."""
+
+    __slots__ = ("_local_tensor", "_spec")
+
+    _local_tensor: Tensor
+    _spec: DTensorSpec
+    _source: ClassVar[Any] = None

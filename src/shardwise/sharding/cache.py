@@ -1,0 +1,66 @@
+"""A cache bounded in bytes that forgets what was used least recently.
+
+>>> cache = Cache(max_bytes=1 << 20, size_of=lambda key, value: len(value))
+>>> cache["a"] = b"12345"
+>>> cache.get("a"), cache.nbytes
+(b'12345', 5)
+
+A hit must cost no more than a look-up in a dict, so entries carry no time of last use. They are kept in two
+generations: what was used since the last rotation (`recent`), and what was in use before it (`older`). A hit in `older`
+moves the entry to `recent`. When `recent` has filled half of the budget, `older` is dropped and the generations rotate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+ENTRY_BYTES = 256
+"""What an entry takes besides its value: a slot in the table, and a key of a few pointers."""
+
+
+class Cache(Generic[K, V]):
+    """A table of at most about `max_bytes`. `size_of(key, value)` says what an entry takes."""
+
+    __slots__ = ("_older_bytes", "_recent_bytes", "_size_of", "max_bytes", "older", "recent")
+
+    def __init__(self, max_bytes: int, size_of: Callable[[K, V], int]) -> None:
+        self.max_bytes, self._size_of = max_bytes, size_of
+        self.recent: dict[K, V] = {}
+        """Looked up directly by the hot path: the same dict for the life of the cache."""
+        self.older: dict[K, V] = {}
+        self._recent_bytes = self._older_bytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """What the entries take, as `size_of` says; those of `older` count until the generation is dropped."""
+        return self._recent_bytes + self._older_bytes
+
+    def __len__(self) -> int:
+        return len(self.recent) + len(self.older)
+
+    def get(self, key: K) -> V | None:
+        """The value of a key, or None."""
+        found = self.recent.get(key)
+        if found is None and self.older:
+            found = self.older.pop(key, None)
+            if found is not None:
+                self[key] = found
+        return found
+
+    def __setitem__(self, key: K, value: V) -> None:
+        self.recent[key] = value
+        self._recent_bytes += self._size_of(key, value)
+        if self._recent_bytes > self.max_bytes // 2:
+            self.older, self._older_bytes = dict(self.recent), self._recent_bytes
+            self.recent.clear()
+            self._recent_bytes = 0
+
+    def clear(self) -> None:
+        """Forget all entries."""
+        self.recent.clear()
+        self.older.clear()
+        self._recent_bytes = self._older_bytes = 0

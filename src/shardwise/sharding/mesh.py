@@ -1,0 +1,218 @@
+"""What shardwise reads of a `DeviceMesh`: axis sizes and names, and which rank sits where.
+
+`DeviceMesh` and `init_device_mesh` are PyTorch's own. A submesh such as `mesh["tp"]` has several parallel instances
+in the world (one for each coordinate on the axes left out); a rank belongs to one of them. A `MeshInfo` knows them
+all, which is what the simulated world needs, and is the same object for equal meshes of one world, so specs can
+be compared by identity. This file is the only one that reads private parts of `DeviceMesh`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources, init_device_mesh
+
+from ..errors import InputError, MeshError
+
+__all__ = ["DeviceMesh", "MeshInfo", "current_mesh", "forget_world", "init_device_mesh", "mesh_info_of"]
+
+Axes = tuple[int, ...]
+Coordinate = tuple[int, ...]
+
+
+class MeshInfo:
+    """A mesh's axes and the place of every rank. `groups` maps each set of axes that has a process group to its name.
+
+    `groups` is filled when the mesh is adopted (see `comm.groups`); until then nothing can communicate over it.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.device_type = mesh.device_type
+        self.sizes: tuple[int, ...] = tuple(mesh.shape)
+        self.names: tuple[str, ...] = mesh.mesh_dim_names or tuple(str(axis) for axis in range(mesh.ndim))
+        # The place of this process, and below of every rank; () for a rank outside the mesh.
+        self.coordinate: Coordinate = tuple(mesh.get_coordinate() or ())
+        self.world_size: int = dist.get_world_size()
+        self.groups: dict[Axes, str] = {}
+        self.adopted = False
+        self.simulated = False
+        self.backend = dist.get_backend()
+
+    @cached_property
+    def instances(self) -> torch.Tensor:
+        """The ranks of every parallel instance of this mesh, of shape `(instances, *sizes)`."""
+        return _instances(self.mesh)
+
+    @cached_property
+    def coordinates(self) -> tuple[Coordinate, ...]:
+        """For each rank of the world its coordinate in its own instance, () for ranks outside the mesh."""
+        found: list[Coordinate] = [()] * self.world_size
+        places = torch.cartesian_prod(*(torch.arange(n) for n in self.sizes)).view(-1, len(self.sizes)).tolist()
+        for instance in self.instances.flatten(1).tolist():
+            for rank, place in zip(instance, places, strict=True):
+                found[rank] = tuple(place)
+        return tuple(found)
+
+    def covers_world(self) -> bool:
+        """Whether every rank of the world is in (an instance of) this mesh."""
+        return self.instances.numel() == self.world_size
+
+    def rank_groups(self, axes: Axes) -> list[list[int]]:
+        """All groups of ranks that differ only on these axes, each in mesh order."""
+        kept = [1 + axis for axis in range(len(self.sizes)) if axis not in axes]
+        moved = self.instances.permute(0, *kept, *(1 + axis for axis in axes))
+        return cast(list[list[int]], moved.reshape(-1, math.prod(self.sizes[axis] for axis in axes)).tolist())
+
+    def axis_index(self, name: str | int) -> int:
+        """The index of an axis given by name or index."""
+        if isinstance(name, int) and -len(self.sizes) <= name < len(self.sizes):
+            return name % len(self.sizes)
+        if isinstance(name, str) and name in self.names:
+            return self.names.index(name)
+        raise MeshError(f"no axis {name!r} in {self!r}", f"its axes are {', '.join(self.names)}")
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
+        return f"mesh({axes})"
+
+
+# One table of views for each world, the world being its default process group.
+_mesh_infos: WeakKeyDictionary[object, dict[DeviceMesh, MeshInfo]] = WeakKeyDictionary()
+
+
+def mesh_info_of(mesh: DeviceMesh) -> MeshInfo:
+    """The one view of this mesh, and of all meshes equal to it in this world."""
+    if not isinstance(mesh, DeviceMesh):
+        raise InputError(
+            f"device_mesh is a {type(mesh).__name__}", "pass a DeviceMesh, e.g. init_device_mesh('cpu', (4,))"
+        )
+    if not dist.is_initialized():
+        raise MeshError(
+            "there is no world: torch.distributed is not initialised",
+            "start under torchrun and call init_device_mesh, or use `with shardwise.simulate(8):`",
+        )
+    table = _mesh_infos.setdefault(dist.group.WORLD, {})
+    mesh_info = table.get(mesh)
+    if mesh_info is None:
+        mesh_info = table[mesh] = MeshInfo(mesh)
+    return mesh_info
+
+
+def forget_world(default_group: object) -> None:
+    """Drop the views of a world that has ended. None: the user ended it before, and it took its views along."""
+    if default_group is None:
+        return
+    ended = set(map(id, (_mesh_infos.pop(default_group, None) or {}).values()))
+    for key, (_, mesh_info) in list(_adopted.items()):
+        if id(mesh_info) in ended:
+            del _adopted[key]
+
+
+# Meshes that are ready to communicate, by their id: hashing a mesh costs more than an op should.
+_adopted: dict[int, tuple[DeviceMesh, MeshInfo]] = {}
+
+
+def adopted_mesh(mesh: DeviceMesh) -> MeshInfo | None:
+    """The view of a mesh that was adopted before."""
+    found = _adopted.get(id(mesh))
+    return found[1] if found is not None else None
+
+
+def remember_adopted(mesh: DeviceMesh, mesh_info: MeshInfo) -> None:
+    """Let `adopted_view` find this mesh, which stays alive for as long as its world."""
+    _adopted[id(mesh)] = mesh, mesh_info
+
+
+def current_mesh() -> DeviceMesh:
+    """The mesh of the innermost `with mesh:` block."""
+    if not _mesh_resources.mesh_stack:
+        raise MeshError("no device_mesh was given", "pass one, or call inside a `with mesh:` block")
+    return _mesh_resources.get_current_mesh()
+
+
+def world_group_name() -> str:
+    """The name of the process group that holds every rank."""
+    world = dist.group.WORLD
+    assert world is not None, "callers have a mesh, so there is a world"
+    return world.group_name
+
+
+def group_name(mesh: DeviceMesh, axis: int) -> str:
+    """The name of this rank's process group along one axis."""
+    return mesh.get_group(axis).group_name
+
+
+_group_named: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+
+
+def group_ranks(name: str) -> tuple[int, ...]:
+    """The ranks of this rank's process group with this name."""
+    return tuple(dist.get_process_group_ranks(_group_named(name)))
+
+
+def axes_of_group(name: str) -> str:
+    """The axes that a group talks over, as printed, of the first mesh adopted with it; its name if there is none."""
+    for mesh_info in _mesh_infos.get(dist.group.WORLD, {}).values():
+        for axes, its_name in mesh_info.groups.items():
+            if its_name == name:
+                return names_text([mesh_info.names[axis] for axis in axes])
+    return name
+
+
+MeshDescription = tuple[str, torch.Tensor, tuple[str, ...] | None]
+"""Device type, ranks and axis names: what a mesh is saved as."""
+
+
+def mesh_description(mesh: DeviceMesh) -> MeshDescription:
+    """What to save of a mesh."""
+    return mesh.device_type, mesh.mesh, mesh.mesh_dim_names
+
+
+def mesh_like(description: MeshDescription) -> DeviceMesh:
+    """The mesh of this world with this description. If none was used yet, one that takes its groups from the next.
+
+    No process group is made here: making groups at a moment that other ranks may not share is how ranks come to
+    wait for, or sum with, strangers.
+    """
+    device_type, ranks, names = description
+    for mesh_info in _mesh_infos.get(dist.group.WORLD, {}).values() if dist.is_initialized() else ():
+        found = mesh_info.mesh
+        if (found.device_type, found.mesh_dim_names) == (device_type, names) and torch.equal(found.mesh, ranks):
+            return found
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=_this_rank())
+
+
+def _this_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def has_groups(mesh: DeviceMesh) -> bool:
+    """Whether the mesh came with process groups, as all but loaded ones do."""
+    return hasattr(mesh, "_dim_group_names")
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that this one was sliced from, or itself."""
+    return mesh._get_root_mesh()
+
+
+def flattened_meshes(mesh: DeviceMesh) -> list[DeviceMesh]:
+    """The one-axis meshes that were made by flattening axes of this mesh's root."""
+    return list(root_mesh(mesh)._flatten_mapping.values())
+
+
+def _instances(mesh: DeviceMesh) -> torch.Tensor:
+    instances: torch.Tensor = mesh._layout.remap_to_tensor(mesh._rank_map)
+    return instances.reshape(-1, *mesh.shape)
+
+
+def names_text(names: Sequence[str]) -> str:
+    """Axis names as they are printed: `dp`, or `(dp, tp)`."""
+    return names[0] if len(names) == 1 else f"({', '.join(names)})"

@@ -1,0 +1,239 @@
+"""Placements: what one mesh axis does to a tensor.
+
+A list with one placement per mesh axis describes a distributed tensor. `P` is the same thing told from the
+tensor's side: for each tensor dim, the names of the axes that cut it, major to minor.
+
+>>> Shard(0), Replicate(), Partial("max")
+(Shard(dim=0), Replicate(), Partial(max))
+>>> P("dp", ("tp", "cp"), None)
+P('dp', ('tp', 'cp'), None)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
+
+from ..errors import InputError, PlacementError
+
+REDUCE_OPS = ("sum", "avg", "max", "min", "product")
+
+
+class Placement:
+    """What one mesh axis does to a tensor: cut it, copy it, or hold summands of it.
+
+    Frozen and interned: equal placements are one object, so they hash and compare at no cost.
+    """
+
+    __slots__ = ()
+    _interned: ClassVar[dict[Any, Any]] = {}
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Whether this axis cuts a tensor dim (that dim, when one is given)."""
+        return False
+
+    def is_replicate(self) -> bool:
+        """Whether every rank along this axis holds the same values."""
+        return False
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """Whether the value is a reduction over this axis (by that op, when one is given)."""
+        return False
+
+    @classmethod
+    def _intern(cls, **fields: Any) -> Self:
+        key = (cls, *fields.values())
+        found: Self | None = Placement._interned.get(key)
+        if found is None:
+            found = object.__new__(cls)
+            for name, value in fields.items():
+                object.__setattr__(found, name, value)
+            Placement._interned[key] = found
+        return found
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a placement is frozen; make a new one to change {name}")
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+class Shard(Placement):
+    """The axis cuts tensor dim `dim` the way `torch.chunk` does: the last ranks may hold less, or nothing."""
+
+    __slots__ = ("dim",)
+    __match_args__ = ("dim",)
+    dim: int
+
+    def __new__(cls, dim: int) -> Self:
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise InputError(f"Shard(dim={dim!r})", "the dim is an int, e.g. Shard(0)")
+        return cls._intern(dim=dim)
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return dim is None or self.dim == dim
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.dim,)
+
+    def __repr__(self) -> str:
+        return f"Shard(dim={self.dim})"
+
+
+class InterleavedShard(Shard):
+    """The axis cuts `dim` inside each of `blocks` equal blocks: every rank holds a piece of every block.
+
+    With 8 rows, 2 blocks and 2 ranks, rank 0 holds rows 0, 1, 4, 5. This is how a fused `[q; k; v]` weight is
+    cut by heads (3 blocks), and what a flattened `(batch, sequence)` dim looks like when the sequence is cut.
+    """
+
+    __slots__ = ("blocks",)
+    __match_args__ = ("dim", "blocks")
+    blocks: int
+
+    def __new__(cls, dim: int, blocks: int = 1) -> Self:
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise InputError(f"InterleavedShard(dim={dim!r})", "the dim is an int, e.g. InterleavedShard(0, blocks=3)")
+        if not isinstance(blocks, int) or isinstance(blocks, bool) or blocks < 1:
+            raise InputError(f"InterleavedShard(blocks={blocks!r})", "the number of blocks is an int >= 1")
+        return cls._intern(dim=dim, blocks=blocks)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.dim, self.blocks)
+
+    def __repr__(self) -> str:
+        return f"InterleavedShard(dim={self.dim}, blocks={self.blocks})"
+
+
+class Replicate(Placement):
+    """Every rank along the axis holds the same values."""
+
+    __slots__ = ()
+
+    def __new__(cls) -> Self:
+        return cls._intern()
+
+    def is_replicate(self) -> bool:
+        return True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+    def __repr__(self) -> str:
+        return "Replicate()"
+
+
+class Partial(Placement):
+    """Every rank along the axis holds an operand; the value is their reduction by `reduce_op`."""
+
+    __slots__ = ("reduce_op",)
+    __match_args__ = ("reduce_op",)
+    reduce_op: str
+
+    def __new__(cls, reduce_op: str = "sum") -> Self:
+        if reduce_op not in REDUCE_OPS:
+            raise PlacementError(f"Partial({reduce_op!r}) is no known reduction", f"use one of {', '.join(REDUCE_OPS)}")
+        return cls._intern(reduce_op=reduce_op)
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        return reduce_op is None or self.reduce_op == reduce_op
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.reduce_op,)
+
+    def __repr__(self) -> str:
+        return f"Partial({self.reduce_op})"
+
+
+class ShardOrderEntry(NamedTuple):
+    """The mesh axes that cut one tensor dim, major to minor."""
+
+    tensor_dim: int
+    mesh_dims: tuple[int, ...]
+
+
+ShardOrder = tuple[ShardOrderEntry, ...]
+"""One entry for each tensor dim that is cut, by ascending tensor dim."""
+
+DimAxes = str | tuple[str, ...] | None
+
+
+class P:
+    """Placements told per tensor dim: the mesh axis, or tuple of axes (major to minor), that cuts each dim.
+
+    Dims left out at the end are not cut, axes that are not named replicate, and `partial` names the axes that
+    hold operands of a reduction.
+
+    >>> P("dp", ("tp", "cp"), None, partial={"ep": "sum"})
+    P('dp', ('tp', 'cp'), None, partial={'ep': 'sum'})
+    """
+
+    __slots__ = ("dims", "partial")
+
+    def __init__(self, *dims: DimAxes, partial: Mapping[str, str] | None = None) -> None:
+        for entry in dims:
+            names = entry if isinstance(entry, tuple) else (entry,)
+            if not all(name is None or isinstance(name, str) for name in names) or names.count(None) != (entry is None):
+                raise InputError(f"P(...) got {entry!r}", "each entry is an axis name, a tuple of axis names, or None")
+        if partial is not None and not isinstance(partial, Mapping):
+            raise InputError(
+                f"P(partial={partial!r})", 'name the axes and their reductions, e.g. partial={"tp": "sum"}'
+            )
+        self.dims = dims
+        self.partial = dict(partial or {})
+
+    def __repr__(self) -> str:
+        parts = [repr(entry) for entry in self.dims]
+        if self.partial:
+            parts.append(f"partial={self.partial!r}")
+        return f"P({', '.join(parts)})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, P) and (self.dims, self.partial) == (other.dims, other.partial)
+
+    def __hash__(self) -> int:
+        return hash((self.dims, tuple(sorted(self.partial.items()))))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_p, (self.dims, self.partial)
+
+    def resolve(self, axis_names: Sequence[str], ndim: int) -> tuple[tuple[Placement, ...], ShardOrder]:
+        """The placement of every axis of a mesh with these names, and the order of the cuts."""
+        if len(self.dims) > ndim:
+            raise PlacementError(
+                f"{self!r} names {len(self.dims)} dims of a tensor that has {ndim}", "give at most one entry a dim"
+            )
+        placements: dict[str, Placement] = {}
+        order: list[ShardOrderEntry] = []
+        for dim, entry in enumerate(self.dims):
+            names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+            self._take(placements, axis_names, dict.fromkeys(names, Shard(dim)), len(names))
+            if names:
+                order.append(ShardOrderEntry(dim, tuple(axis_names.index(name) for name in names)))
+        self._take(placements, axis_names, {a: Partial(op) for a, op in self.partial.items()}, len(self.partial))
+        return tuple(placements.get(name, Replicate()) for name in axis_names), tuple(order)
+
+    def _take(
+        self, taken: dict[str, Placement], axis_names: Sequence[str], new: Mapping[str, Placement], count: int
+    ) -> None:
+        for name in new:
+            if name not in axis_names:
+                raise PlacementError(
+                    f"{self!r} names the axis {name!r}", f"the mesh has the axes {', '.join(axis_names)}"
+                )
+            if name in taken:
+                raise PlacementError(f"{self!r} uses the axis {name!r} twice", "an axis does one thing to a tensor")
+        if len(new) != count:
+            raise PlacementError(f"{self!r} uses an axis twice on one dim", "an axis cuts a dim once")
+        taken.update(new)
+
+
+def _rebuild_p(dims: tuple[DimAxes, ...], partial: dict[str, str]) -> P:
+    return P(*dims, partial=partial)
+
+
+Placements = Sequence[Placement] | P
+"""What every public function accepts to say how a tensor is distributed."""

@@ -1,0 +1,131 @@
+"""The runtime: everything that lives exactly as long as one world.
+
+A world is a default process group, real or simulated. Its runtime owns the information about its meshes, their process
+groups, plans, and every other cache whose entries name a mesh. A module declares such a cache once, at module level,
+and the runtime holds its entries:
+
+>>> LINKS = WorldCache("links", max_bytes=1 << 20)
+>>> LINKS.of(runtime)[key] = value
+
+When the world ends, the runtime is dropped and all of it with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from .cache import ENTRY_BYTES, Cache
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .mesh import MeshInfo
+
+K = TypeVar("K")
+V = TypeVar("V")
+T = TypeVar("T")
+
+
+class Runtime:
+    """What one world owns."""
+
+    __slots__ = ("__weakref__", "_state", "adopted", "meshes")
+
+    def __init__(self) -> None:
+        self.meshes: dict[DeviceMesh, MeshInfo] = {}
+        self.adopted: dict[int, tuple[DeviceMesh, MeshInfo]] = {}
+        """Meshes that are ready to communicate, by id: hashing a mesh costs more than an op should."""
+        self._state: dict[object, Any] = {}
+
+    def state(self, owner: object, make: Callable[[], T]) -> T:
+        """The state that a declaration keeps in this world, made when it is first asked for."""
+        found = self._state.get(owner)
+        if found is None:
+            found = self._state[owner] = make()
+        return cast(T, found)
+
+    def clear_caches(self) -> None:
+        """Empty every cache: rules, or the cost model, have changed. State that is no cache stays."""
+        for state in self._state.values():
+            if isinstance(state, Cache):
+                state.clear()
+
+
+class WorldState(Generic[T]):
+    """A declaration of state that each world has its own of: `COUNTS = WorldState(dict)`, `COUNTS.of(runtime)`."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+
+    def of(self, runtime: Runtime) -> T:
+        """The state of one world."""
+        return runtime.state(self, self._make)
+
+
+class WorldCache(WorldState[Cache[K, V]]):
+    """A declaration of a cache that each world has its own of, bounded in bytes."""
+
+    def __init__(
+        self, name: str, max_bytes: int, size_of: Callable[[K, V], int] = lambda key, value: ENTRY_BYTES
+    ) -> None:
+        super().__init__(lambda: Cache(max_bytes, size_of))
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"WorldCache({self.name!r})"
+
+
+# ---- which world is running ---------------------------------------------------------------------------------------
+
+_runtimes: WeakKeyDictionary[object, Runtime] = WeakKeyDictionary()
+
+
+class _Active:
+    """The runtime whose tables are looked up first, and who wants to know when another takes its place."""
+
+    runtime: Runtime = Runtime()
+    listeners: tuple[Callable[[Runtime], None], ...] = ()
+
+
+def active_runtime() -> Runtime:
+    """The runtime of the world that was entered or adopted a mesh last, without asking torch.distributed."""
+    return _Active.runtime
+
+
+def runtime_of_world() -> Runtime:
+    """The runtime of the default process group there is now; it becomes the active one."""
+    world = dist.group.WORLD
+    runtime = _runtimes.get(world)
+    if runtime is None:
+        runtime = _runtimes[world] = Runtime()
+    if runtime is not _Active.runtime:
+        _activate(runtime)
+    return runtime
+
+
+def on_activate(listener: Callable[[Runtime], None]) -> None:
+    """Call this with the active runtime, now and whenever another becomes active."""
+    _Active.listeners = (*_Active.listeners, listener)
+    listener(_Active.runtime)
+
+
+def end_world(default_group: object) -> None:
+    """Drop the runtime of a world that has ended. None: the user ended it before, and its runtime went with it."""
+    ended = None if default_group is None else _runtimes.pop(default_group, None)
+    if ended is _Active.runtime or default_group is None:
+        _activate(Runtime())
+
+
+def all_runtimes() -> list[Runtime]:
+    """The runtimes of all worlds that have not ended."""
+    return [*_runtimes.values()]
+
+
+def _activate(runtime: Runtime) -> None:
+    _Active.runtime = runtime
+    for listener in _Active.listeners:
+        listener(runtime)

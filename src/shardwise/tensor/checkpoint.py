@@ -1,0 +1,118 @@
+"""Saving: what `torch.distributed.checkpoint` asks of a distributed tensor.
+
+A checkpoint stores chunks, each with its global offset. A rank's part is one chunk, or several where the cut is
+interleaved; a tensor loads on any mesh, since the reader looks chunks up by offset. In the simulated world this process
+writes and reads the chunks of every rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from ..errors import PlacementError, WorldError
+from ..sharding.layout import Coordinate
+from ..sharding.spec import DTensorSpec
+from ..world import RankTensor
+
+
+class Chunk(NamedTuple):
+    """A box of the global tensor and the part of a local tensor that holds it."""
+
+    offset: torch.Size
+    size: torch.Size
+    data: Tensor
+
+
+def chunks_of(local: Tensor, spec: DTensorSpec) -> list[Chunk]:
+    """The chunks that this process holds. Ranks without data have none, except that an empty tensor has one."""
+    if spec.layout.partial:
+        raise PlacementError(
+            f"{spec!r} cannot be saved or loaded while it is Partial: no rank holds its values",
+            "redistribute it first, e.g. x.redistribute(placements=[Replicate(), ...])",
+        )
+    if isinstance(local, RankTensor):
+        parts = zip(spec.mesh_info.coordinates, local.shards, strict=True)
+        return [chunk for at, shard in parts for chunk in _chunks_at(spec, at, shard)]
+    return _chunks_at(spec, spec.mesh_info.coordinate, local)
+
+
+def _chunks_at(spec: DTensorSpec, at: Coordinate | None, local: Tensor) -> list[Chunk]:
+    assert at is not None, "an adopted mesh holds every rank"
+    if local.numel() == 0:
+        first = not any(at) and spec.shape.numel() == 0
+        return [Chunk(torch.Size([0] * spec.ndim), spec.shape, local.view(spec.shape))] if first else []
+    starts = [_local_starts(runs) for runs in spec.layout.runs(at)]
+    chunks = []
+    for box in itertools.product(*starts):
+        data = local
+        for dim, (begin, _, length) in enumerate(box):
+            data = data.narrow(dim, begin, length)
+        offset = torch.Size(start for _, start, _ in box)
+        chunks.append(Chunk(offset, torch.Size(length for _, _, length in box), data))
+    return chunks
+
+
+def _local_starts(runs: tuple[tuple[int, int], ...]) -> list[tuple[int, int, int]]:
+    """For each run: where it begins locally, where it begins globally, its length."""
+    result, begin = [], 0
+    for start, stop in runs:
+        result.append((begin, start, stop - start))
+        begin += stop - start
+    return result
+
+
+def check_alone(local: Tensor) -> None:
+    """Refuse a checkpoint that would leave parts to simulated ranks: they are all here, and nobody would write them."""
+    frame = sys._getframe() if isinstance(local, RankTensor) else None
+    while frame is not None:
+        for value in frame.f_locals.values():
+            if isinstance(value, _DistWrapper) and value.use_dist:
+                raise WorldError(
+                    "a checkpoint in a simulated world that asks other processes for their parts: there are none",
+                    "pass no_dist=True to torch.distributed.checkpoint.save and load",
+                )
+        frame = frame.f_back
+
+
+def write_items(name: str, local: Tensor, spec: DTensorSpec) -> list[WriteItem]:
+    """What to write; replicas write the same chunk once."""
+    check_alone(local)
+    items, seen = [], set()
+    for index, chunk in enumerate(chunks_of(local, spec)):
+        if chunk.offset in seen:
+            continue
+        seen.add(chunk.offset)
+        data = TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=chunk.offset, sizes=chunk.size),
+            properties=TensorProperties.create_from_tensor(chunk.data),
+            size=spec.shape,
+        )
+        items.append(WriteItem(MetadataIndex(name, chunk.offset, index), WriteItemType.SHARD, tensor_data=data))
+    return items
+
+
+def chunk_list(local: Tensor, spec: DTensorSpec) -> list[ChunkStorageMetadata]:
+    """The boxes that this process wants when loading; each replica is listed, so that each is filled."""
+    check_alone(local)
+    return [ChunkStorageMetadata(offsets=chunk.offset, sizes=chunk.size) for chunk in chunks_of(local, spec)]
+
+
+def shard_at(index: MetadataIndex, local: Tensor, spec: DTensorSpec) -> Tensor:
+    """The part of a local tensor that a checkpoint index names."""
+    chunks = chunks_of(local, spec)
+    if index.index is not None and index.index < len(chunks) and chunks[index.index].offset == index.offset:
+        return chunks[index.index].data
+    for chunk in chunks:
+        if chunk.offset == index.offset:
+            return chunk.data
+    raise PlacementError(
+        f"no chunk at {list(index.offset or ())} in {spec!r}", "it has " + str([list(c.offset) for c in chunks])
+    )

@@ -1,0 +1,288 @@
+"""Making distributed tensors: from a whole tensor, or filled in place without ever building the whole.
+
+>>> x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+>>> w = zeros(1 << 20, 1 << 10, device_mesh=mesh, placements=[Shard(0)])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..comm.groups import adopt
+from ..comm.moves import broadcast_move, from_ranks, on_ranks, scatter_move, take
+from ..comm.redistribute import redistribute_local
+from ..errors import InputError, PlacementError, ShapeError
+from ..random import Draw
+from ..sharding.layout import Coordinate, cutting_sequence, from_placements
+from ..sharding.mesh import MeshInfo, current_mesh, mesh_info_of
+from ..sharding.placement import Placement, Placements, Replicate, Shard
+from ..sharding.spec import DTensorSpec, contiguous_meta, normalize_placements
+from .dtensor import DTensor
+from .from_local import check_plain_tensor, check_reductions, on_mesh
+
+__all__ = ["distribute_tensor", "empty", "full", "ones", "rand", "randn", "randperm", "zeros"]
+
+
+def distribute_tensor(
+    tensor: Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """Cut a whole tensor over a mesh.
+
+    The data of the rank at index `src_data_rank` of every axis is sent to the others; with None each rank cuts its
+    own. A leaf gives a leaf, and `requires_grad` is kept. To cut a value inside a computation, so that gradients flow
+    through, use `DTensor.from_local` with replicated placements and `redistribute`.
+    """
+    tensor = check_plain_tensor(tensor, "distribute_tensor")
+    mesh = (
+        device_mesh
+        if device_mesh is not None
+        else tensor.device_mesh
+        if isinstance(tensor, DTensor)
+        else current_mesh()
+    )
+    if isinstance(tensor, DTensor):
+        return _already_distributed(tensor, mesh, placements)
+    if not tensor.is_leaf:
+        raise InputError(
+            "distribute_tensor got a tensor with a grad_fn",
+            "detach it, or keep gradients with DTensor.from_local(tensor, mesh, [Replicate(), ...]).redistribute(...)",
+        )
+    mesh_info = adopt(mesh)
+    normal, order = normalize_placements(mesh_info, placements, tensor.dim())
+    spec = DTensorSpec(mesh_info.mesh, normal, contiguous_meta(tensor.shape, tensor.dtype), order)
+    _check_source(mesh_info, src_data_rank)
+    check_reductions(normal, tensor.dtype)
+    with torch.no_grad():
+        local = on_mesh(tensor.detach(), mesh_info)
+        if src_data_rank is None or local.is_meta:
+            local = _cut_own(local, spec)
+        else:
+            local = _hand_out(local, spec, src_data_rank)
+    result = DTensor(local, spec, requires_grad=False)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(result, tensor.requires_grad)  # type: ignore[return-value]
+    return result.requires_grad_(tensor.requires_grad)
+
+
+def _already_distributed(tensor: DTensor, mesh: DeviceMesh, placements: Placements | None) -> DTensor:
+    spec = tensor._spec
+    if mesh_info_of(mesh) is not spec.mesh_info:
+        raise PlacementError(
+            f"distribute_tensor got {spec!r}, which is on {spec.mesh_info!r}, not on {mesh_info_of(mesh)!r}",
+            "use full_tensor() first to bring it to another mesh",
+        )
+    normal, order = normalize_placements(spec.mesh_info, placements, spec.ndim)
+    if DTensorSpec(spec.mesh, normal, spec.tensor_meta, order) is not spec:
+        raise PlacementError(
+            f"distribute_tensor got {spec!r}, which is distributed already, for {list(normal)}",
+            "use x.redistribute(placements=...) to change how it is cut",
+        )
+    return tensor
+
+
+def _check_source(mesh_info: MeshInfo, source: int | None) -> None:
+    if source is not None and not isinstance(source, int):
+        raise InputError(f"src_data_rank={source!r}", "it is an index on every mesh axis, or None")
+    if source is not None and not all(0 <= source < size for size in mesh_info.sizes):
+        raise PlacementError(
+            f"src_data_rank={source} on {mesh_info!r}",
+            f"it is an index on every axis, in [0, {min(mesh_info.sizes) - 1}]",
+        )
+
+
+def _cut_own(local: Tensor, spec: DTensorSpec) -> Tensor:
+    whole = from_placements(spec.mesh_info.sizes, spec.shape, [Replicate()] * len(spec.mesh_info.sizes))
+    cut = on_ranks(spec.mesh_info, lambda at, mine: take(mine, whole, spec.layout.without_partial(), at))
+    return _to_partial(cut(local), spec)
+
+
+def _hand_out(local: Tensor, spec: DTensorSpec, source: int) -> Tensor:
+    """Axis by axis, major cuts first: the source's data is scattered along cut axes and broadcast along others."""
+    mesh_info = spec.mesh_info
+    done: list[Placement] = [Replicate()] * len(mesh_info.sizes)
+    layout = from_placements(mesh_info.sizes, spec.shape, done)
+    for axis in cutting_sequence(len(mesh_info.sizes), spec.shard_order):
+        placement = spec.placements[axis]
+        if isinstance(placement, Shard):
+            done[axis] = placement
+            order = tuple(
+                e._replace(mesh_dims=tuple(a for a in e.mesh_dims if done[a].is_shard())) for e in spec.shard_order
+            )
+            after = from_placements(mesh_info.sizes, spec.shape, done, order)
+            if mesh_info.sizes[axis] > 1:
+                local = scatter_move(layout, after, axis, source, mesh_info, spec.dtype)(local)
+            layout = after
+        elif mesh_info.sizes[axis] > 1:
+            local = broadcast_move(axis, source, mesh_info, spec.dtype)(local)
+    return _to_partial(local, spec)
+
+
+def _to_partial(local: Tensor, spec: DTensorSpec) -> Tensor:
+    """From the cut with its Partial axes still replicated to the spec itself."""
+    return redistribute_local(local, spec.cotangent(), spec)
+
+
+# ---- factories -------------------------------------------------------------------------------------------------------
+
+
+def zeros(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    """A distributed tensor of zeros."""
+    return _filled(torch.zeros, size, dtype, layout, requires_grad, device_mesh, placements)
+
+
+def ones(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    """A distributed tensor of ones."""
+    return _filled(torch.ones, size, dtype, layout, requires_grad, device_mesh, placements)
+
+
+def empty(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    """A distributed tensor that is not filled with anything yet."""
+    return _filled(torch.empty, size, dtype, layout, requires_grad, device_mesh, placements)
+
+
+def full(
+    size: Any,
+    fill_value: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    """A distributed tensor filled with one value."""
+    if dtype is None:
+        dtype = torch.full((), fill_value).dtype
+
+    def fill(shape: Sequence[int], **options: Any) -> Tensor:
+        return torch.full(shape, fill_value, **options)
+
+    return _filled(fill, (size,), dtype, layout, requires_grad, device_mesh, placements)
+
+
+def rand(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    """Uniform numbers in [0, 1). They depend on the generator's state and the shape, not on how the tensor is cut."""
+    return _drawn("uniform_", size, dtype, layout, requires_grad, device_mesh, placements)
+
+
+def randn(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    """Standard normal numbers. They depend on the generator's state and the shape, not on how the tensor is cut."""
+    return _drawn("normal_", size, dtype, layout, requires_grad, device_mesh, placements)
+
+
+def randperm(
+    n: int,
+    *,
+    requires_grad: bool = False,
+    dtype: torch.dtype = torch.int64,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    """The numbers 0 to n - 1 in the order that `torch.randperm` gives them; every rank draws them all."""
+    return _drawn("randperm", (n,), dtype, layout, requires_grad, device_mesh, placements, ())
+
+
+def _filled(
+    fill: Callable[..., Tensor],
+    size: tuple[Any, ...],
+    dtype: torch.dtype | None,
+    layout: torch.layout,
+    requires_grad: bool,
+    device_mesh: DeviceMesh | None,
+    placements: Placements | None,
+) -> DTensor:
+    spec = _new_spec(size, dtype, layout, device_mesh, placements)
+    device = _device(spec.mesh_info)
+    return _made(spec, lambda at: fill(spec.local_shape(at), dtype=spec.dtype, device=device), requires_grad)
+
+
+def _drawn(
+    name: str,
+    size: tuple[Any, ...],
+    dtype: torch.dtype | None,
+    layout: torch.layout,
+    requires_grad: bool,
+    device_mesh: DeviceMesh | None,
+    placements: Placements | None,
+    arguments: tuple[float, ...] = (0.0, 1.0),
+) -> DTensor:
+    spec = _new_spec(size, dtype, layout, device_mesh, placements)
+    draw, cut = Draw(spec.mesh_info, spec.tensor_meta, _device(spec.mesh_info), None), spec.cotangent().layout
+    return _made(spec, lambda at: draw.numbers(cut, at, name, arguments), requires_grad)
+
+
+def _made(spec: DTensorSpec, make: Callable[[Coordinate], Tensor], requires_grad: bool) -> DTensor:
+    with torch.no_grad():
+        local = _to_partial(from_ranks(spec.mesh_info, make), spec)
+    return DTensor(local, spec, requires_grad=requires_grad)
+
+
+def _new_spec(
+    size: tuple[Any, ...],
+    dtype: torch.dtype | None,
+    layout: torch.layout,
+    device_mesh: DeviceMesh | None,
+    placements: Placements | None,
+) -> DTensorSpec:
+    if layout != torch.strided:
+        raise InputError(f"a distributed tensor of layout {layout}", "only torch.strided tensors can be cut")
+    shape = torch.Size(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
+    if any(length < 0 for length in shape):
+        raise ShapeError(f"a distributed tensor of shape {list(shape)}", "sizes are 0 or more")
+    mesh_info = adopt(device_mesh if device_mesh is not None else current_mesh())
+    normal_form, order = normalize_placements(mesh_info, placements, len(shape))
+    meta = contiguous_meta(shape, dtype if dtype is not None else torch.get_default_dtype())
+    check_reductions(normal_form, meta.dtype)
+    return DTensorSpec(mesh_info.mesh, normal_form, meta, order)
+
+
+def _device(mesh_info: MeshInfo) -> torch.device:
+    """The device that this process works on."""
+    if mesh_info.device_type in ("cpu", "meta"):
+        return torch.device(mesh_info.device_type)
+    return torch.device(mesh_info.device_type, torch.get_device_module(mesh_info.device_type).current_device())

@@ -1,0 +1,136 @@
+"""One gather serves all ops in a row that read the same tensor; and none that reads another, or what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
+from shardwise.debug import CommDebugMode
+
+ROWS, COLUMNS = 8, 256
+
+
+def weights(mesh: Any, count: int) -> tuple[list[Tensor], list[DTensor]]:
+    torch.manual_seed(0)
+    plain = [torch.randn(COLUMNS, COLUMNS, requires_grad=True) for _ in range(count)]
+    return plain, [distribute_tensor(w.detach(), mesh, [Shard(0)]).requires_grad_() for w in plain]
+
+
+def collectives(run: Callable[[], Any]) -> dict[str, int]:
+    with CommDebugMode() as counter:
+        run()
+    return {packet.__name__.split(".")[-1]: n for packet, n in counter.get_comm_counts().items()}
+
+
+@pytest.mark.parametrize("shape", [(ROWS, COLUMNS), (1, ROWS, COLUMNS)])
+def test_one_gather_forward_and_one_reduction_backward(shape: tuple[int, ...]) -> None:
+    with simulate(4):
+        mesh = init_device_mesh("cpu", (4,))
+        plain, cut = weights(mesh, 3)
+        data = torch.randn(shape, requires_grad=True)
+        torch.stack([F.linear(data * 2, w) for w in plain]).square().mean().backward()
+        x = distribute_tensor(data.detach(), mesh, [Shard(len(shape) - 2)]).requires_grad_()
+        made: list[DTensor] = []
+
+        def forward() -> None:
+            hidden = x * 2
+            made.extend(F.linear(hidden, w) for w in cut)
+
+        assert collectives(forward) == {"all_gather_into_tensor": 1}
+        loss = torch.stack(made).square().mean().redistribute(placements=[Replicate()])  # type: ignore[attr-defined]
+        # The input is gathered again for the gradients of the weights, rather than kept.
+        assert collectives(loss.backward) == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
+        assert x.grad is not None
+        torch.testing.assert_close(x.grad.full_tensor().shards[0], data.grad, rtol=1e-4, atol=1e-5)
+        for whole, part in zip(plain, cut, strict=True):
+            torch.testing.assert_close(part.grad.full_tensor().shards[0], whole.grad, rtol=1e-4, atol=1e-5)
+
+
+def add_in_place(x: DTensor) -> None:
+    x.add_(1)
+
+
+def add_in_part(x: DTensor) -> None:
+    x.to_local().add_(1)
+
+
+def add_in_a_rank(x: DTensor) -> None:
+    for part in x.shards.values():
+        part.add_(1)
+
+
+def add_in_part_of_view(x: DTensor) -> None:
+    x.view(-1, COLUMNS).to_local().add_(1)
+
+
+def give_other_data(x: DTensor) -> None:
+    x.data = x + 1
+
+
+@pytest.mark.parametrize("write", [add_in_place, add_in_part, add_in_a_rank, add_in_part_of_view, give_other_data])
+def test_what_was_written_is_read_anew(write: Callable[[DTensor], None]) -> None:
+    with simulate(4):
+        mesh = init_device_mesh("cpu", (4,))
+        (plain,), (cut,) = weights(mesh, 1)
+        data = torch.randn(1, ROWS, COLUMNS)
+        x = distribute_tensor(data.clone(), mesh, [Shard(1)])
+        with torch.no_grad():
+            F.linear(x, cut)
+            write(x)
+            again = F.linear(x, cut)
+            expected = F.linear(data + 1, plain)
+        torch.testing.assert_close(again.full_tensor().shards[0], expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_part_that_was_handed_out_before_is_watched() -> None:
+    with simulate(4):
+        mesh = init_device_mesh("cpu", (4,))
+        (plain,), (cut,) = weights(mesh, 1)
+        data = torch.randn(1, ROWS, COLUMNS)
+        x = distribute_tensor(data.clone(), mesh, [Shard(1)])
+        part = x.view(ROWS, COLUMNS).to_local()
+        with torch.no_grad():
+            F.linear(x, cut)
+            part.add_(1)
+            again = F.linear(x, cut)
+            expected = F.linear(data + 1, plain)
+        torch.testing.assert_close(again.full_tensor().shards[0], expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("cut_dim", [0, 1])
+def test_pieces_of_one_tensor_are_not_confused(cut_dim: int) -> None:
+    with simulate(4):
+        mesh = init_device_mesh("cpu", (4,))
+        (plain,), (cut,) = weights(mesh, 1)
+        data = torch.randn(2 * ROWS, ROWS, COLUMNS)
+        x = distribute_tensor(data, mesh, [Shard(cut_dim)])
+        with torch.no_grad():
+            for i in range(3):
+                found = torch.mm(x[i], cut.t())
+                torch.testing.assert_close(found.full_tensor().shards[0], data[i] @ plain.t(), rtol=1e-4, atol=1e-3)
+                half = F.linear(x[i * 4 : i * 4 + 4], cut).full_tensor()
+                expected = F.linear(data[i * 4 : i * 4 + 4], plain)
+                torch.testing.assert_close(half.shards[0], expected, rtol=1e-4, atol=1e-3)
+
+
+def test_nothing_is_kept_when_the_tensor_goes() -> None:
+    import gc
+
+    from shardwise.dispatch.dispatcher import _last
+
+    with simulate(4):
+        mesh = init_device_mesh("cpu", (4,))
+        _, (cut,) = weights(mesh, 1)
+        x = distribute_tensor(torch.randn(1, ROWS, COLUMNS), mesh, [Shard(1)])
+        with torch.no_grad():
+            F.linear(x, cut)
+        assert _last.made is not None
+        del x
+        gc.collect()
+        assert _last.made is None

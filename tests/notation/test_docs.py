@@ -1,0 +1,29 @@
+"""The examples in the docstrings are true."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+
+import pytest
+import torch
+
+from shardwise import rules
+from shardwise.notation.frame import make_frame
+from shardwise.sharding.layout import Factor, Layout
+
+MODULES = ["patterns", "rule", "frame", "solve", "bind", "refine", "build", "schema"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name: str) -> None:
+    module = importlib.import_module(f"shardwise.notation.{name}")
+    known = {name: getattr(rules, name) for name in rules.__all__} | {
+        "torch": torch,
+        "make_frame": make_frame,
+        "Layout": Layout,
+        "Factor": Factor,
+    }
+    result = doctest.testmod(module, extraglobs=known)
+    assert result.attempted
+    assert not result.failed
