@@ -1,11 +1,11 @@
-"""The base class of DTensor: a tensor with a spec and this process's local shard.
+"""The base class of DTensor: a tensor with a spec and this rank's local shard.
 
-Everything below `tensor/` knows distributed tensors by this class: how to read one, and which methods make one.
+Everything below `tensor/` knows distributed tensors by this class: how to read one, and how to make one.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Self
 
 from torch import Tensor
 
@@ -19,4 +19,8 @@ class DTensorBase(Tensor):
 
     _local_tensor: Tensor
     _spec: DTensorSpec
-    _source: ClassVar[Any] = None
+
+    @classmethod
+    def wrap(cls, local: Tensor, spec: DTensorSpec) -> Self:
+        """The distributed tensor with this local shard and this spec. Nothing is checked or copied."""
+        raise NotImplementedError

@@ -33,6 +33,7 @@ from ..dispatch.gather_cache import mark_exposed
 from ..dispatch.hot_path import hot_path
 from ..errors import InputError, MeshError
 from ..overrides.composites import install_composites
+from ..sharding.base import DTensorBase
 from ..sharding.mesh import current_mesh, mesh_info_of
 from ..sharding.placement import (
     InterleavedShard,
@@ -70,14 +71,12 @@ _data: Any = torch.Tensor.data
 _requires_grad: Any = torch.Tensor.requires_grad
 
 
-class DTensor(torch.Tensor):
+class DTensor(DTensorBase):
     """A tensor cut over a mesh: it looks like the whole, and each rank holds its part, `_local_tensor`, by `_spec`."""
 
-    __slots__ = ("_home", "_local_tensor", "_pending", "_spec")
+    __slots__ = ("_home", "_pending")
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    _local_tensor: Tensor
-    _spec: DTensorSpec
     _pending: Any
     _home: Home  # of a leaf: where its gradient is brought, shared with the hook that brings it
     _op_dispatcher: OpDispatcher
@@ -93,6 +92,11 @@ class DTensor(torch.Tensor):
         first_use()
         tensor = _wrap(local_tensor, spec)
         return tensor.requires_grad_() if requires_grad else tensor
+
+    @classmethod
+    def wrap(cls, local: Tensor, spec: DTensorSpec) -> DTensor:
+        """The distributed tensor with this local shard and this spec. Nothing is checked or copied."""
+        return _wrap(local, spec)
 
     # ---- to and from local tensors ------------------------------------------------------------------------------
 
