@@ -10,14 +10,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .._torch.ops import OpOverload
 from ..comm.redistribute import links_of, plan
 from ..errors import InputError
-from ..notation import BindError, Bound, BoundTensor, Rule, bind, local_size, refine, without_order
-from ..ops.call import Call
+from ..notation import BoundTensor, local_size
 from ..ops.drive import JointPieces, Pieces, drive
 from ..ops.kernel import Kernel, LocalCall
 from ..ops.registry import resolve
@@ -26,9 +24,10 @@ from ..sharding.layout import Coordinate, Factor, Layout
 from ..sharding.mesh import MeshInfo
 from ..sharding.spec import DTensorSpec, TensorMeta
 from ..world import rank_int
+from .bind_call import Argument, bind_call, operand_layout
 from .local_call import drawing, fill, of_rank, on_each, ordered_as, skipping_empty, tensors_in
-from .propagate import Decision, KernelCost, Operand, Result, ShardingPropagator
-from .result_meta import NEEDS_DATA, NoRule, memory_key, recall, refuse_what_fails, remember, result_metas
+from .propagate import Decision, KernelCost, ShardingPropagator
+from .result_meta import refuse_what_fails
 
 
 class Constant(NamedTuple):
@@ -69,17 +68,6 @@ class CallPlan(NamedTuple):
 # ---- planning -----------------------------------------------------------------------------------------------------
 
 
-class Argument(NamedTuple):
-    """A tensor argument as planning sees it: its meta, and its spec where it is distributed."""
-
-    meta: TensorMeta
-    spec: DTensorSpec | None
-
-
-NUMBER = Argument(TensorMeta(torch.Size(), (), torch.float64), None)
-"""A number where the op takes a tensor."""
-
-
 def plan_call(
     func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], registered: ResolvedOp, mesh_info: MeshInfo
 ) -> CallPlan:
@@ -90,114 +78,20 @@ def plan_call(
 class Planner:
     """Makes the plan of one call."""
 
+    lists: frozenset[int | str] = frozenset()
+
     def __init__(
         self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], registered: ResolvedOp, mesh_info: MeshInfo
     ) -> None:
         self.func, self.args, self.kwargs, self.registered, self.mesh_info = func, args, kwargs, registered, mesh_info
-        schema = func._schema.arguments
-        self.where: dict[int, int | str] = {
-            position: position if position < len(args) else argument.name for position, argument in enumerate(schema)
-        }
 
     def run(self) -> CallPlan:
-        metas = [_meta_of(value) for value in self.args], {n: _meta_of(v) for n, v in self.kwargs.items()}
-        call = Call.make(self.func, *metas, self.registered.operands)
-        self.registered = self.registered.at(call)
-        self.call, self.metas = call, metas
-        # Only a rule that sees the call can know that this one does not depend on data.
-        unknown = NEEDS_DATA & set(self.func.tags) and not callable(self.registered.op.rule)
-        if unknown or (NEEDS_DATA & set(self.func.tags) and self.registered.rule(call) is None):
-            raise NoRule(f"the result of {self.func} depends on data")
-        plain = self.registered.variant == "functional" and not _is_view(self.func)
-        key = memory_key(self.func, *metas) if plain else None
-        operands = self.registered.tensors(call)
-        recalled = recall(key, operands)
-        self.outputs = self._outputs(*metas) if recalled is None else recalled
-        rule = self.registered.rule(call)
-        if rule is None:
-            raise NoRule(f"{self.func} has no rule for this call")
-        try:
-            self.bound = self._bind(rule, call)
-        except BindError as error:
-            self._outputs(*metas)  # shapes that do not fit: the op has its own words for that
-            raise NoRule(f"{self.func} takes shapes that its rule does not") from error
-        if recalled is None and key is not None:
-            remember(key, self.registered.op.keeps_sizes, self.bound, self.outputs)
-        self.operands, self.operand_places = self._operands(call)
-        self.results = self._results()
-        cut = [(operand.tensor, operand.layout) for operand in self.operands]
-        cut += [(result.tensor, result.fixed) for result in self.results if result.fixed is not None]
-        refined = refine(self.bound, cut, lambda name: self.registered.kernel(name).anywhere)
-        if refined is not self.bound:
-            self.bound = refined
-            self.operands, self.operand_places = self._operands(call)
-            self.results = self._results()
+        found = bind_call(self.registered, self.args, self.kwargs, self.mesh_info, self.lists)
+        self.registered, self.metas, self.bound = found.resolved, found.metas, found.bound
+        self.operands, self.operand_places = found.operands, found.places
+        self.outputs, self.results, self.written = found.outputs, found.results, found.written
         self.decision = self._choose()
         return self._write_down()
-
-    def _outputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self.written and not self.func._schema.returns:
-            # An op that only writes yields what it writes; not all of them can run without data.
-            metas = [self._at(where).meta for where in self.written]
-            return tuple(torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="meta") for m in metas)
-        return result_metas(self.func, args, kwargs)
-
-    @property
-    def written(self) -> list[int | str]:
-        """Where the arguments are that are written; those that were left out are not."""
-        places = [self.where[position] for position in self.registered.writes]
-        return [where for where in places if isinstance(self._at(where), Argument)]
-
-    def _bind(self, rule: Rule, call: Call) -> Bound:
-        if any(tensor.is_complex() for tensor in tensors_in(self.outputs)):
-            rule = without_order(rule)
-        shapes = [_shapes(tensor) for tensor in self.registered.tensors(call)]
-        flat = self.outputs if isinstance(self.outputs, (tuple, list)) else (self.outputs,)
-        if len(rule.outputs) == 1 and rule.outputs[0].listed:
-            flat = (flat,)
-        outputs = [_shapes(value) for value in flat if not isinstance(value, (int, float))]
-        sizes = {a.name: call.arg(a.name) for a in rule.size_arguments if call.arg(a.name, None) is not None}
-        return bind(rule, shapes, outputs[: len(rule.outputs)], sizes or None)
-
-    def _operands(self, call: Call) -> tuple[list[Operand], list[tuple[int | str, int | None]]]:
-        operands: list[Operand] = []
-        places: list[tuple[int | str, int | None]] = []
-        if self.bound.rule.unread:
-            return operands, places
-        positions = [p for p in self.registered.operands if p is not None]
-        for position, (schema_position, bound) in enumerate(zip(positions, self.bound.inputs, strict=True)):
-            where = self.where[schema_position]
-            value = self.args[where] if isinstance(where, int) else self.kwargs.get(where)
-            pairs: list[tuple[Any, BoundTensor | None, int | None]] = [(value, bound, None)]
-            if isinstance(bound, tuple) and not isinstance(bound, BoundTensor):
-                pairs = [(e, tensor, i) for i, (e, tensor) in enumerate(zip(value or (), bound, strict=True))]
-            for element, tensor, index in pairs:
-                if tensor is not None:
-                    argument = element if isinstance(element, Argument) else NUMBER
-                    itemsize, plain = argument.meta.dtype.itemsize, argument.spec is None
-                    operands.append(Operand(position, tensor, self._layout(argument), itemsize, plain))
-                    places.append((where, index))
-        return operands, places
-
-    def _layout(self, argument: Argument) -> Layout:
-        if argument.spec is not None:
-            layout = argument.spec.layout
-            return layout.without_partial() if self.registered.op.reads_shape_only else layout
-        return Layout.make(self.mesh_info.sizes, tuple((Factor(size, ()),) for size in argument.meta.shape))
-
-    def _results(self) -> list[Result]:
-        written = [self._at(where) for where in self.written]
-        results: list[Result] = []
-        flat = self.outputs if isinstance(self.outputs, (tuple, list)) else (self.outputs,)
-        metas = [value for value in flat if isinstance(value, Tensor)]
-        for index, bound in enumerate(self.bound.outputs):
-            for tensor in bound if isinstance(bound, tuple) and not isinstance(bound, BoundTensor) else (bound,):
-                if tensor is None:
-                    continue
-                number = len(results)
-                fixed = written[number].spec.layout if number < len(written) and written[number].spec else None
-                results.append(Result(index, tensor, metas[number].dtype.itemsize, fixed))
-        return results
 
     def _at(self, where: int | str) -> Any:
         return self.args[where] if isinstance(where, int) else self.kwargs.get(where)
@@ -227,7 +121,7 @@ class Planner:
         specs = self._result_specs()
         writes, in_place = self._writes(specs, args, kwargs, communication)
         run = self._local_run(communication)
-        is_view = _is_view(self.func)
+        is_view = self.registered.is_view
         local_view = is_view and args[0] is LOCALIZE and not self._makes_new()
         if run is not self.func and not writes and not local_view:  # a view in order of its own would be a copy
             run = ordered_as(specs, run)
@@ -266,7 +160,7 @@ class Planner:
     ) -> Treatment:
         if argument.spec is None:
             return None
-        if layout is None or layout is self._layout(argument):
+        if layout is None or layout is operand_layout(self.registered, argument, self.mesh_info.sizes):
             return LOCALIZE
         target = DTensorSpec.from_layout(self.mesh_info, layout, argument.meta)
         steps = plan(argument.spec, target).plan
@@ -416,29 +310,6 @@ class Planner:
 
 
 # ---- small parts ----------------------------------------------------------------------------------------------------
-
-
-def _meta_of(value: Any) -> Any:
-    if isinstance(value, Argument):
-        return value.meta
-    if isinstance(value, (list, tuple)):
-        return [_meta_of(element) for element in value]
-    return value
-
-
-def _shapes(value: Any) -> Any:
-    if value is None:
-        return None
-    if isinstance(value, (int, float, complex)):
-        return ()
-    if isinstance(value, (list, tuple)) and not isinstance(value, TensorMeta):
-        return [_shapes(element) for element in value]
-    return tuple(value.shape)
-
-
-def _is_view(func: OpOverload) -> bool:
-    returns = func._schema.returns
-    return any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
 
 
 def _dim_of(tensor: BoundTensor, factor: int | None) -> int | None:

@@ -32,7 +32,8 @@ from ..sharding.mesh import MeshInfo
 from ..sharding.placement import Replicate
 from ..sharding.spec import DTensorSpec, TensorMeta, contiguous_meta
 from ..world import RankTensor, replicate
-from .call_plan import LOCALIZE, Argument, CallPlan, Constant, plan_call
+from .bind_call import Argument
+from .call_plan import LOCALIZE, CallPlan, Constant, plan_call
 from .explicit import redistributions
 from .gather_cache import Last, state_of
 from .hot_path import Ready, may_enter, ready, ready_list

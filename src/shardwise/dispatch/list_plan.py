@@ -25,9 +25,10 @@ from ..sharding.mesh import MeshInfo
 from ..sharding.placement import Replicate
 from ..sharding.spec import DTensorSpec, TensorMeta
 from ..world import common
-from .call_plan import LOCALIZE, Argument, CallPlan, Planner, Treatment
+from .bind_call import Argument, element_result
+from .call_plan import LOCALIZE, CallPlan, Planner, Treatment
 from .local_call import of_rank
-from .result_meta import NoRule, result_metas
+from .result_meta import NoRule
 
 Where = int | str
 ALL_LOCAL = object()
@@ -69,20 +70,6 @@ class _ElementPlanner(Planner):
     def __init__(self, lists: frozenset[Where], *args: Any) -> None:
         super().__init__(*args)
         self.lists = lists
-
-    @property
-    def written(self) -> list[Where]:
-        """Plain tensors beside the first list (counts of steps) are every rank's own, and written alike by all."""
-        return [where for where in super().written if where == 0 or self._at(where).spec is not None]
-
-    def _outputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        def listed(where: Where, value: Any) -> Any:
-            return value if where not in self.lists else [] if value is None else [value]
-
-        if not self.func._schema.returns:
-            return super()._outputs(args, kwargs)
-        named = {name: listed(name, value) for name, value in kwargs.items()}
-        return result_metas(self.func, [listed(i, value) for i, value in enumerate(args)], named)[0]
 
     def _structured(self, specs: Any) -> Any:
         made = super()._structured(specs)
@@ -255,12 +242,11 @@ def _without_partial(
     names = [a.name for a in func._schema.arguments]
     treated = tuple(treat(names[i], value) for i, value in enumerate(args))
     treated_named = {name: treat(name, value) for name, value in kwargs.items()}
-    planner = _ElementPlanner(lists, func, args, kwargs, _NOTHING_WRITTEN, mesh_info)
     metas = [a.meta if isinstance(a, Argument) else a for a in args]
     named_metas = {n: a.meta if isinstance(a, Argument) else a for n, a in kwargs.items()}
     result = None
     if func._schema.returns:
-        out = planner._outputs(metas, named_metas)
+        out = element_result(func, metas, named_metas, lists)
         result = DTensorSpec(
             mesh_info.mesh, (Replicate(),) * len(mesh_info.sizes), TensorMeta(out.shape, out.stride(), out.dtype)
         )
@@ -294,11 +280,6 @@ def treated_spec(argument: Argument, how: Treatment) -> Any:
     return argument.spec if how is LOCALIZE else how
 
 
-class _Nothing(NamedTuple):
-    writes: tuple[int, ...] = ()
-
-
-_NOTHING_WRITTEN: Any = _Nothing()
 _RUNS: dict[Any, Callable[..., Any]] = {}
 
 

@@ -26,14 +26,12 @@ from .._torch import pytree
 from .._torch.modes import TorchDispatchMode
 from .._torch.ops import OpOverload
 from ..comm.groups import adopt
-from ..dispatch.call_plan import Argument, Planner
-from ..dispatch.propagate import Operand
-from ..dispatch.result_meta import NEEDS_DATA, NoRule
+from ..dispatch.bind_call import Argument, BoundCall, bind_call
+from ..dispatch.bind_call import Place as Where
+from ..dispatch.result_meta import NoRule
 from ..errors import ShardwiseError
-from ..notation import BindError, Bound, Passing, cut_layout, passes, summands, tensor_arguments
-from ..ops.call import Call
+from ..notation import Bound, Passing, cut_layout, passes, summands, tensor_arguments
 from ..ops.registry import rule_for
-from ..ops.resolve import ResolvedOp
 from ..sharding.layout import Layout, PartialAxes
 from ..sharding.mesh import MeshInfo
 from ..sharding.placement import Replicate
@@ -42,9 +40,6 @@ from ..tensor.dtensor import DTensor
 from ..world import simulate
 from .checker import plain_run
 from .values import assemble, with_spec
-
-Where = tuple[int | str, int | None]
-"""An argument by position or name, and its index where the argument is a list."""
 
 AVERAGED = 1e30  # the largest number that averages are tried with
 
@@ -126,37 +121,16 @@ def _is_definite(call: Recorded) -> bool:
 # ---- a rule bound to a call -----------------------------------------------------------------------------------------
 
 
-class BoundCall(NamedTuple):
-    """A call's rule, bound to its shapes, with its operands and where they are among the arguments."""
-
-    registered: ResolvedOp
-    bound: Bound
-    operands: list[Operand]
-    places: list[Where]
-
-
 def bound_call(call: Recorded, mesh_info: MeshInfo) -> BoundCall | None:
-    """The rule of a call; None where it has none, or is one of those on lists."""
-    registered = rule_for(call.func)
-    if registered is None or registered.variant == "foreach":
+    """Bind a call as dispatch does. None if the op has no rule for it, or is an op on lists."""
+    resolved = rule_for(call.func)
+    if resolved is None or resolved.variant == "foreach":
         return None
     args, kwargs = pytree.tree_map_only(Tensor, _argument, (call.args, call.kwargs))
-    metas: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
-        Tensor, lambda t: _argument(t).meta, (call.args, call.kwargs)
-    )
-    planner = Planner(call.func, list(args), kwargs, registered, mesh_info)
-    seen = Call.make(call.func, metas[0], metas[1], registered.operands)
-    if NEEDS_DATA & set(call.func.tags):
-        return None
     try:
-        rule = registered.rule(seen)
-        if rule is None:
-            return None
-        planner.outputs = planner._outputs(*metas)
+        return bind_call(resolved, args, kwargs, mesh_info)
     except NoRule:
         return None
-    planner.bound = planner._bind(rule, seen)
-    return BoundCall(registered, planner.bound, *planner._operands(seen))
 
 
 def _argument(tensor: Tensor) -> Argument:
@@ -212,8 +186,6 @@ def try_call(call: Recorded, mesh_sizes: tuple[int, ...], limit: int = 12, seed:
         mesh_info = adopt(mesh)
         try:
             found = bound_call(call, mesh_info)
-        except BindError:
-            return Tried(0, [])  # shapes that its rule does not take: the dispatcher runs such a call whole
         except Exception as error:
             return Tried(1, [_failure("error", call, "binding its rule", error)])
         if found is None:

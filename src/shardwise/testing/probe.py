@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from .._torch import pytree
+from ..dispatch.bind_call import BoundCall
+from ..dispatch.bind_call import Place as Where
 from ..sharding.mesh import MeshInfo
-from .calls import BoundCall, Recorded, Where, bound_call
+from .calls import Recorded, bound_call
 
 SMALLEST = 4  # the least size of a factor that says something
 REDUCTIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
@@ -36,7 +38,7 @@ class Suggestion(NamedTuple):
 def probe(call: Recorded, mesh_info: MeshInfo) -> list[Suggestion]:
     """The whole factors of a call's rule that could be cut, judged by this call and by others of the same shapes."""
     found = bound_call(call, mesh_info)
-    if found is None or found.registered.variant != "functional":
+    if found is None or found.resolved.variant != "functional":
         return []
     suggestions = []
     for index, factor in enumerate(found.bound.factors):
@@ -46,7 +48,7 @@ def probe(call: Recorded, mesh_info: MeshInfo) -> list[Suggestion]:
             continue
         ways = _ways(call, found, index, factor.size)
         if ways and any(way != "same" for way in ways):
-            text = f"{found.registered.key}", factor.name, ", ".join(ways), str(found.bound.rule)
+            text = f"{found.resolved.key}", factor.name, ", ".join(ways), str(found.bound.rule)
             suggestions.append(Suggestion(*text))
     return suggestions
 

@@ -1,0 +1,255 @@
+"""Binding a call: the op's rule with the sizes of this call's tensors, and the layouts its operands have now.
+
+Planning chooses among what the bound call allows, and the verifier in `shardwise.testing` tries all of it.
+
+>>> x = Argument(contiguous_meta((4, 6)), spec)  # sharded along dim 0
+>>> found = bind_call(resolve(torch.ops.aten.sum.default), [x], {}, spec.mesh_info)
+>>> found.bound, found.operands[0].layout
+(x0=4 x1=6: x0 x1 -> ; linear 0, Layout[4@0, 6])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._torch.ops import OpOverload
+from ..notation import BindError, Bound, BoundTensor, Rule, bind, refine, without_order
+from ..ops.call import Call
+from ..ops.resolve import ResolvedOp
+from ..sharding.layout import Factor, Layout, Sizes
+from ..sharding.mesh import MeshInfo
+from ..sharding.spec import DTensorSpec, TensorMeta
+from .local_call import tensors_in
+from .propagate import Operand, Result
+from .result_meta import NoRule, memory_key, recall, remember, result_metas
+
+Where = int | str
+"""An argument of a call: its position, or its name where it is passed by name."""
+
+Place = tuple[Where, int | None]
+"""Where an operand is: its argument, and its index if the argument is a list of tensors."""
+
+Metas = tuple[list[Any], dict[str, Any]]
+"""The arguments of a call with a `TensorMeta` for each tensor."""
+
+NO_LISTS: frozenset[Where] = frozenset()
+
+
+class Argument(NamedTuple):
+    """A tensor argument as planning sees it: its meta, and its spec if it is distributed."""
+
+    meta: TensorMeta
+    spec: DTensorSpec | None
+
+
+NUMBER = Argument(TensorMeta(torch.Size(), (), torch.float64), None)
+"""A number where the op takes a tensor."""
+
+
+class BoundCall(NamedTuple):
+    """A call with its op's rule bound to the shapes of its tensors, and what propagation needs to know of them."""
+
+    resolved: ResolvedOp
+    call: Call
+    metas: Metas
+    rule: Rule
+    bound: Bound
+    """Refined: factors are split where the layout of an operand splits their dim."""
+    operands: list[Operand]
+    places: list[Place]
+    """One for each operand."""
+    outputs: Any
+    """The results of the op as tensors without data, in the structure in which it returns them."""
+    results: list[Result]
+    written: list[Where]
+    """The arguments that the call writes."""
+
+
+def bind_call(
+    resolved: ResolvedOp,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    mesh_info: MeshInfo,
+    lists: frozenset[Where] = NO_LISTS,
+) -> BoundCall:
+    """Bind a call whose tensors are given as `Argument`s. Raises `NoRule` if the op has no rule for this call.
+
+    For one element of an op on lists, `lists` names the arguments that are lists in the op's schema; `args` and
+    `kwargs` hold what they contain for this element.
+    """
+    return _Binding(resolved, args, kwargs, mesh_info, lists).run()
+
+
+def operand_layout(resolved: ResolvedOp, argument: Argument, mesh_sizes: Sizes) -> Layout:
+    """Return the layout that an operand has before the call; a plain tensor is replicated."""
+    if argument.spec is not None:
+        layout = argument.spec.layout
+        return layout.without_partial() if resolved.op.reads_shape_only else layout
+    return Layout.make(mesh_sizes, tuple((Factor(size, ()),) for size in argument.meta.shape))
+
+
+def element_result(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], lists: frozenset[Where]) -> Any:
+    """Return what an op on lists returns for one element, as a tensor without data."""
+
+    def listed(where: Where, value: Any) -> Any:
+        return value if where not in lists else [] if value is None else [value]
+
+    named = {name: listed(name, value) for name, value in kwargs.items()}
+    return result_metas(func, [listed(i, value) for i, value in enumerate(args)], named)[0]
+
+
+class _Binding:
+    """The state of `bind_call`."""
+
+    def __init__(
+        self,
+        resolved: ResolvedOp,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        mesh_info: MeshInfo,
+        lists: frozenset[Where],
+    ) -> None:
+        self.func, self.args, self.kwargs, self.mesh_info, self.lists = resolved.func, args, kwargs, mesh_info, lists
+        self.metas: Metas = [_meta_of(value) for value in args], {n: _meta_of(v) for n, v in kwargs.items()}
+        self.call = Call.make(self.func, *self.metas, resolved.operands)
+        self.resolved = resolved.at(self.call)
+        self.written = self._written()
+
+    def run(self) -> BoundCall:
+        resolved = self.resolved
+        self._refuse_data_dependent()
+        key = memory_key(self.func, *self.metas) if resolved.variant == "functional" and not resolved.is_view else None
+        recalled = recall(key, resolved.tensors(self.call))
+        self.outputs = self._outputs() if recalled is None else recalled
+        rule = resolved.rule(self.call)
+        if rule is None:
+            raise NoRule(f"{self.func} has no rule for this call")
+        try:
+            self.bound = self._bind(rule)
+        except BindError as error:
+            self._outputs()  # for shapes that do not fit, the op itself has the better error
+            raise NoRule(f"the rule of {self.func} does not fit the shapes of this call") from error
+        if recalled is None and key is not None:
+            remember(key, resolved.op.keeps_sizes, self.bound, self.outputs)
+        operands, places = self._operands()
+        results = self._results()
+        layouts = [(operand.tensor, operand.layout) for operand in operands]
+        layouts += [(result.tensor, result.fixed) for result in results if result.fixed is not None]
+        refined = refine(self.bound, layouts, lambda name: resolved.kernel(name).anywhere)
+        if refined is not self.bound:
+            self.bound = refined
+            operands, places = self._operands()
+            results = self._results()
+        return BoundCall(
+            resolved,
+            self.call,
+            self.metas,
+            rule,
+            self.bound,
+            operands,
+            places,
+            self.outputs,
+            results,
+            self.written,
+        )
+
+    def _refuse_data_dependent(self) -> None:
+        """Raise `NoRule` if the shapes of the results depend on data."""
+        resolved = self.resolved
+        # Only a rule that sees the call can know that the results of this one do not.
+        if resolved.needs_data and (not callable(resolved.op.rule) or resolved.rule(self.call) is None):
+            raise NoRule(f"the result of {self.func} depends on data")
+
+    def _written(self) -> list[Where]:
+        """The arguments that are written, without those that were not passed."""
+        schema = self.func._schema.arguments
+        places = [p if p < len(self.args) else schema[p].name for p in self.resolved.writes]
+        given = [(where, self._at(where)) for where in places]
+        tensors = [(where, value) for where, value in given if isinstance(value, Argument)]
+        if self.lists:
+            # Plain tensors beside the first list (counts of steps) are every rank's own, and written alike by all.
+            tensors = [(where, value) for where, value in tensors if where == 0 or value.spec is not None]
+        return [where for where, _ in tensors]
+
+    def _at(self, where: Where) -> Any:
+        return self.args[where] if isinstance(where, int) else self.kwargs.get(where)
+
+    def _outputs(self) -> Any:
+        if self.written and not self.resolved.returns:
+            # An op that only writes yields what it writes; not all of them can run without data.
+            metas = [self._at(where).meta for where in self.written]
+            return tuple(torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="meta") for m in metas)
+        if self.lists and self.resolved.returns:
+            return element_result(self.func, *self.metas, self.lists)
+        return result_metas(self.func, *self.metas)
+
+    def _bind(self, rule: Rule) -> Bound:
+        if any(tensor.is_complex() for tensor in tensors_in(self.outputs)):
+            rule = without_order(rule)
+        shapes = [_shapes(tensor) for tensor in self.resolved.tensors(self.call)]
+        flat = self.outputs if isinstance(self.outputs, (tuple, list)) else (self.outputs,)
+        if len(rule.outputs) == 1 and rule.outputs[0].listed:
+            flat = (flat,)
+        outputs = [_shapes(value) for value in flat if not isinstance(value, (int, float))]
+        arg = self.call.arg
+        sizes = {a.name: arg(a.name) for a in rule.size_arguments if arg(a.name, None) is not None}
+        return bind(rule, shapes, outputs[: len(rule.outputs)], sizes or None)
+
+    def _operands(self) -> tuple[list[Operand], list[Place]]:
+        operands: list[Operand] = []
+        places: list[Place] = []
+        if self.bound.rule.unread:
+            return operands, places
+        positions = [p for p in self.resolved.operands if p is not None]
+        for position, (schema_position, bound) in enumerate(zip(positions, self.bound.inputs, strict=True)):
+            in_args = schema_position < len(self.args)
+            where = schema_position if in_args else self.func._schema.arguments[schema_position].name
+            value = self._at(where)
+            tensors: list[tuple[Any, BoundTensor | None, int | None]] = [(value, bound, None)]
+            if isinstance(bound, tuple) and not isinstance(bound, BoundTensor):
+                tensors = [(e, tensor, i) for i, (e, tensor) in enumerate(zip(value or (), bound, strict=True))]
+            for element, tensor, index in tensors:
+                if tensor is not None:
+                    argument = element if isinstance(element, Argument) else NUMBER
+                    layout = operand_layout(self.resolved, argument, self.mesh_info.sizes)
+                    itemsize, plain = argument.meta.dtype.itemsize, argument.spec is None
+                    operands.append(Operand(position, tensor, layout, itemsize, plain))
+                    places.append((where, index))
+        return operands, places
+
+    def _results(self) -> list[Result]:
+        written = [self._at(where) for where in self.written]
+        flat = self.outputs if isinstance(self.outputs, (tuple, list)) else (self.outputs,)
+        metas = [value for value in flat if isinstance(value, Tensor)]
+        results: list[Result] = []
+        for index, bound in enumerate(self.bound.outputs):
+            for tensor in bound if isinstance(bound, tuple) and not isinstance(bound, BoundTensor) else (bound,):
+                if tensor is None:
+                    continue
+                number = len(results)
+                fixed = written[number].spec.layout if number < len(written) and written[number].spec else None
+                results.append(Result(index, tensor, metas[number].dtype.itemsize, fixed))
+        return results
+
+
+def _meta_of(value: Any) -> Any:
+    if isinstance(value, Argument):
+        return value.meta
+    if isinstance(value, (list, tuple)):
+        return [_meta_of(element) for element in value]
+    return value
+
+
+def _shapes(value: Any) -> Any:
+    """The shape of a tensor or number, the shapes of a list of them, None for a missing one."""
+    if value is None:
+        return None
+    if isinstance(value, (int, float, complex)):
+        return ()
+    if isinstance(value, (list, tuple)) and not isinstance(value, TensorMeta):
+        return [_shapes(element) for element in value]
+    return tuple(value.shape)
