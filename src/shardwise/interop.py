@@ -20,6 +20,7 @@ from .comm.groups import adopt
 from .errors import InputError, LayoutError
 from .sharding.placement import REDUCE_OPS, InterleavedShard, Partial, Placement, Replicate, Shard, ShardOrder
 from .sharding.spec import DTensorSpec, TensorMeta
+from .tensor.autograd import to_spec
 from .tensor.dtensor import DTensor
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def _arrived(local: torch.Tensor) -> torch.Tensor:
 
 def _as_gradient(grad: DTensor, spec: DTensorSpec) -> DTensor:
     wanted = spec.cotangent()
-    return grad._to_spec(wanted.with_meta(wanted.tensor_meta._replace(dtype=grad.dtype)))
+    return to_spec(grad, wanted.with_dtype(grad.dtype))
 
 
 # ---- placements ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import shardwise
 from shardwise import Replicate, Shard
-from shardwise.dispatch.dispatcher import GatherWarning
+from shardwise.dispatch.fallback import GatherWarning
 from shardwise.errors import CommunicationError
 from shardwise.ops.registry import registry
 from shardwise.testing import assemble

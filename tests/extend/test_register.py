@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from shardwise import Partial, Replicate, Shard
-from shardwise.dispatch.dispatcher import GatherWarning
+from shardwise.dispatch.fallback import GatherWarning
 from shardwise.notation import RuleError
 from shardwise.ops.registry import registry
 from shardwise.testing import assemble, check, make_dtensor

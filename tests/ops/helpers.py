@@ -74,16 +74,10 @@ def no_communication() -> Iterator[None]:
 
 def communication(fn: Callable[[], Any]) -> list[str]:
     """What the ops of a function communicate, in words. Running whole counts, too."""
-    plans = DTensor._op_dispatcher.plans
-    before = dict(plans)
-    plans.clear()
-    try:
+    with DTensor._op_dispatcher.recording() as plans:
         fn()
-        found = [(key[0], plan) for key, plan in plans.items()]
-    finally:
-        plans.update(before)
     return [
-        f"{func}: {text}"
-        for func, plan in found
-        for text in (plan.communication if plan is not None else ["taken apart or run whole"])
+        f"{op.func}: {text}"
+        for op, plan, _ in plans
+        for text in (plan.communication if plan is not None else ["decomposed or run on gathered inputs"])
     ]

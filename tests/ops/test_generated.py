@@ -10,7 +10,7 @@ import torch
 
 import shardwise
 from shardwise import Shard
-from shardwise.dispatch.dispatcher import GatherWarning
+from shardwise.dispatch.fallback import GatherWarning
 from shardwise.errors import CommunicationError
 from shardwise.notation import parse
 from shardwise.notation.schema import overload_key, overloads

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise import Shard
-from shardwise.dispatch.dispatcher import GatherWarning
+from shardwise.dispatch.fallback import GatherWarning
 from tests.ops.helpers import check_case, communication, on, r, ranks, whole
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise import Partial, Replicate, Shard
-from shardwise.dispatch.dispatcher import GatherWarning
+from shardwise.dispatch.fallback import GatherWarning
 from tests.ops.helpers import check_case, communication, no_communication, on, r, ranks, whole
 
 

@@ -83,14 +83,3 @@ def _same(called: tuple[Any, ...], wanted: tuple[Any, ...]) -> bool:
     one, its_tree = pytree.tree_flatten(called)
     other, tree = pytree.tree_flatten(wanted)
     return its_tree == tree and all(a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(one, other))  # noqa: B905
-
-
-class QuickFunction(torch.autograd.Function):
-    """An autograd function that is applied without preparing for functorch where none of its transforms is active."""
-
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        """As for any autograd function; arguments by position."""
-        if torch._C._are_functorch_transforms_active():
-            return super().apply(*args)
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]

@@ -22,13 +22,11 @@ from ..ops.call import Call
 from ..ops.resolve import ResolvedOp
 from ..sharding.layout import Factor, Layout, Sizes
 from ..sharding.mesh import MeshInfo
-from ..sharding.spec import DTensorSpec, TensorMeta
+from ..sharding.spec import TensorMeta
+from .arguments import Argument, Where
 from .local_call import tensors_in
 from .propagate import Operand, Result
-from .result_meta import NoRule, memory_key, recall, remember, result_metas
-
-Where = int | str
-"""An argument of a call: its position, or its name where it is passed by name."""
+from .result_meta import NoRule, cache_form, cached_results, form_key, result_metas
 
 Place = tuple[Where, int | None]
 """Where an operand is: its argument, and its index if the argument is a list of tensors."""
@@ -37,13 +35,6 @@ Metas = tuple[list[Any], dict[str, Any]]
 """The arguments of a call with a `TensorMeta` for each tensor."""
 
 NO_LISTS: frozenset[Where] = frozenset()
-
-
-class Argument(NamedTuple):
-    """A tensor argument as planning sees it: its meta, and its spec if it is distributed."""
-
-    meta: TensorMeta
-    spec: DTensorSpec | None
 
 
 NUMBER = Argument(TensorMeta(torch.Size(), (), torch.float64), None)
@@ -122,9 +113,9 @@ class _Binding:
     def run(self) -> BoundCall:
         resolved = self.resolved
         self._refuse_data_dependent()
-        key = memory_key(self.func, *self.metas) if resolved.variant == "functional" and not resolved.is_view else None
-        recalled = recall(key, resolved.tensors(self.call))
-        self.outputs = self._outputs() if recalled is None else recalled
+        key = form_key(resolved, *self.metas)
+        cached = cached_results(resolved, key, resolved.tensors(self.call))
+        self.outputs = self._outputs() if cached is None else cached
         rule = resolved.rule(self.call)
         if rule is None:
             raise NoRule(f"{self.func} has no rule for this call")
@@ -133,8 +124,8 @@ class _Binding:
         except BindError as error:
             self._outputs()  # for shapes that do not fit, the op itself has the better error
             raise NoRule(f"the rule of {self.func} does not fit the shapes of this call") from error
-        if recalled is None and key is not None:
-            remember(key, resolved.op.keeps_sizes, self.bound, self.outputs)
+        if cached is None:
+            cache_form(resolved, key, self.bound, self.outputs)
         operands, places = self._operands()
         results = self._results()
         layouts = [(operand.tensor, operand.layout) for operand in operands]
@@ -166,8 +157,7 @@ class _Binding:
 
     def _written(self) -> list[Where]:
         """The arguments that are written, without those that were not passed."""
-        schema = self.func._schema.arguments
-        places = [p if p < len(self.args) else schema[p].name for p in self.resolved.writes]
+        places = [p if p < len(self.args) else self.resolved.names[p] for p in self.resolved.writes]
         given = [(where, self._at(where)) for where in places]
         tensors = [(where, value) for where, value in given if isinstance(value, Argument)]
         if self.lists:
@@ -207,7 +197,7 @@ class _Binding:
         positions = [p for p in self.resolved.operands if p is not None]
         for position, (schema_position, bound) in enumerate(zip(positions, self.bound.inputs, strict=True)):
             in_args = schema_position < len(self.args)
-            where = schema_position if in_args else self.func._schema.arguments[schema_position].name
+            where = schema_position if in_args else self.resolved.names[schema_position]
             value = self._at(where)
             tensors: list[tuple[Any, BoundTensor | None, int | None]] = [(value, bound, None)]
             if isinstance(bound, tuple) and not isinstance(bound, BoundTensor):

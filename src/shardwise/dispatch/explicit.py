@@ -1,4 +1,6 @@
-"""What to write so that an op needs no communication: redistribute calls that were tried before they are told.
+"""Explicit mode: an op that needs communication is refused, with the redistribute calls that make it local.
+
+The calls that an error names were tried before: with them, this very op needs no communication.
 
 >>> redistributions([("self", spec)], [None], communicates)
 ['self = self.redistribute(placements=[Replicate()])']
@@ -8,13 +10,94 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
-from ..errors import LayoutError, PlacementError
+from .._torch import pytree
+from ..comm.redistribute import plan_redistribution
+from ..errors import CommunicationError, LayoutError, PlacementError
+from ..ops.resolve import ResolvedOp
+from ..sharding.base import DTensorBase
 from ..sharding.layout import default_order
 from ..sharding.placement import InterleavedShard, P, Partial, Placement, Replicate, Shard
 from ..sharding.spec import DTensorSpec
+from .arguments import Args, Kwargs, Treatment, named_tensors
+from .call_plan import CallPlan
+from .list_plan import ListPlan
 
 Specs = list[DTensorSpec]
+Plan = Callable[[ResolvedOp, Args, Kwargs], CallPlan | ListPlan | None]
+
+
+def refuse_communication(
+    op: ResolvedOp, args: Args, kwargs: Kwargs, plan: CallPlan | ListPlan, plan_again: Plan
+) -> NoReturn:
+    """Refuse a planned call that communicates."""
+    treatments = [*plan.args, *(plan.kwargs[name] for name in kwargs)]
+    wanted = [how if type(how) is DTensorSpec else None for how in _of_tensors(args, kwargs, treatments)]
+
+    def communicates(with_specs: tuple[Args, Kwargs], specs: Specs) -> bool:
+        found = plan_again(op, *with_specs)
+        return _needs_gathering(specs) if found is None else bool(found.communication)
+
+    raise CommunicationError(
+        f"{op.func} needs communication in explicit mode ({'; '.join(plan.communication)})",
+        "redistribute first: " + _advice(op, args, kwargs, wanted, communicates),
+    )
+
+
+def refuse_gathering(op: ResolvedOp, args: Args, kwargs: Kwargs) -> None:
+    """Refuse a call that runs on gathered inputs, if gathering them needs communication."""
+    specs = [spec for _, spec in _named_specs(op, args, kwargs)]
+    if not _needs_gathering(specs):
+        return
+    moving = ", ".join(repr(spec) for spec in specs if _needs_gathering([spec]))
+    wanted: list[DTensorSpec | None] = [spec.replicated() for spec in specs]
+    raise CommunicationError(
+        f"{op.func} runs on gathered inputs, and gathering {moving} needs communication in explicit mode",
+        "redistribute first: " + _advice(op, args, kwargs, wanted, lambda _, specs: _needs_gathering(specs)),
+    )
+
+
+def _needs_gathering(specs: Sequence[DTensorSpec]) -> bool:
+    """Whether gathering these takes communication."""
+    return any(plan_redistribution(spec, spec.replicated()).plan.collectives for spec in specs)
+
+
+def _named_specs(op: ResolvedOp, args: Args, kwargs: Kwargs) -> list[tuple[str, DTensorSpec]]:
+    named = named_tensors(op, args, kwargs)
+    return [(name, tensor._spec) for name, tensor in named if isinstance(tensor, DTensorBase)]
+
+
+def _of_tensors(args: Args, kwargs: Kwargs, treatments: Sequence[Treatment]) -> list[Treatment]:
+    """The treatments of the distributed arguments, in the order of `named_tensors`."""
+    found: list[Treatment] = []
+    for value, how in zip([*args, *kwargs.values()], treatments, strict=True):
+        if isinstance(value, DTensorBase):
+            found.append(how)
+        elif isinstance(value, (list, tuple)):
+            hows = how if isinstance(how, (list, tuple)) else [how] * len(value)
+            found += [its for element, its in zip(value, hows, strict=True) if isinstance(element, DTensorBase)]
+    return found
+
+
+def _advice(
+    op: ResolvedOp,
+    args: Args,
+    kwargs: Kwargs,
+    wanted: Sequence[DTensorSpec | None],
+    communicates: Callable[[tuple[Args, Kwargs], Specs], bool],
+) -> str:
+    flat, tree = pytree.tree_flatten((args, kwargs))
+
+    def still_communicates(specs: Specs) -> bool:
+        left = iter(specs)
+        changed = [type(v).wrap(v._local_tensor, next(left)) if isinstance(v, DTensorBase) else v for v in flat]
+        return communicates(pytree.tree_unflatten(changed, tree), specs)
+
+    return "; ".join(redistributions(_named_specs(op, args, kwargs), wanted, still_communicates))
+
+
+# ---- which redistributions would do ---------------------------------------------------------------------------------
 
 
 def redistributions(
@@ -24,8 +107,8 @@ def redistributions(
 ) -> list[str]:
     """One statement for each tensor that has to be redistributed.
 
-    `given` are the names and specs of the tensors, `wanted` what a plan would bring them to (None: leaves them),
-    `communicates` says whether the op would still communicate with other specs.
+    `given` are the names and specs of the tensors, `wanted` the specs that a plan would bring them to (None: leaves
+    them), `communicates` says whether the op would still communicate with other specs.
     """
     specs = [spec for _, spec in given]
     aim = [spec if want is None else want for spec, want in zip(specs, wanted, strict=True)]
@@ -40,11 +123,12 @@ def redistributions(
 
 def _candidates(specs: Specs, wanted: Specs) -> Iterator[Specs]:
     """What a plan asks for, then the same with more and more axes replicated."""
+    axes = range(len(specs[0].mesh_info.sizes))
     for start in (wanted, specs):
-        for count in range(len(specs[0].mesh_info.sizes) + 1):
-            for axes in itertools.combinations(range(len(specs[0].mesh_info.sizes)), count):
+        for count in range(len(axes) + 1):
+            for replicated in itertools.combinations(axes, count):
                 try:
-                    found = [_replicated_on(spec, axes) for spec in start]
+                    found = [_replicated_on(spec, replicated) for spec in start]
                     for spec in found:
                         _text(spec)
                 except (LayoutError, PlacementError):
@@ -56,9 +140,7 @@ def _replicated_on(spec: DTensorSpec, axes: Sequence[int]) -> DTensorSpec:
     if not axes:
         return spec
     left = [Replicate() if axis in axes else placement for axis, placement in enumerate(spec.placements)]
-    if left == list(spec.placements):
-        return spec
-    return DTensorSpec(spec.mesh, left, spec.tensor_meta)
+    return spec if left == list(spec.placements) else DTensorSpec(spec.mesh, left, spec.tensor_meta)
 
 
 def _text(spec: DTensorSpec) -> str:
@@ -66,18 +148,17 @@ def _text(spec: DTensorSpec) -> str:
     if spec.shard_order == default_order(spec.placements):
         return f"[{', '.join(map(_placement_text, spec.placements))}]"
     if any(isinstance(placement, InterleavedShard) for placement in spec.placements):
-        raise LayoutError(f"{spec!r} is both interleaved and cut in another order")
-    dims: list[str | tuple[str, ...] | None] = [None] * len(spec.shape)
+        raise LayoutError(f"{spec!r} is both interleaved and sharded in another order of axes")
+    dims: list[Any] = [None] * len(spec.shape)
+    names = spec.mesh_info.names
     for dim, axes in spec.shard_order:
-        names = tuple(spec.mesh_info.names[axis] for axis in axes)
-        dims[dim] = names if len(names) > 1 else names[0]
-    partial = {spec.mesh_info.names[a]: p.reduce_op for a, p in enumerate(spec.placements) if isinstance(p, Partial)}
+        named = tuple(names[axis] for axis in axes)
+        dims[dim] = named if len(named) > 1 else named[0]
+    partial = {names[a]: p.reduce_op for a, p in enumerate(spec.placements) if isinstance(p, Partial)}
     return repr(P(*dims, partial=partial))
 
 
 def _placement_text(placement: Placement) -> str:
     if isinstance(placement, Partial):
         return f'Partial("{placement.reduce_op}")'
-    if type(placement) is Shard:
-        return f"Shard({placement.dim})"
-    return repr(placement)
+    return f"Shard({placement.dim})" if type(placement) is Shard else repr(placement)

@@ -1,12 +1,10 @@
-"""What was made of a tensor last, so that the next one who wants it need not make it again.
+"""One-entry cache of the last redistributed operand, so that ops in a row that need the same one share it.
 
-Several ops often take the same input: q, k and v of an attention. One gather then serves all of them. One result is
-remembered at a time, and let go with the tensor it was made from, so that memory is not held for long.
+q, k and v of an attention read one input: one gather serves all three. The entry is dropped with the tensor it was made
+from, so that memory is not held for long, and is not used after a write to either of the two.
 
->>> last = Last()
->>> last.keep(x, "whole", whole)
->>> last.find(x, "whole") is whole, last.find(x.add_(1), "whole")
-(True, None)
+Writes are noticed by version counters. A local shard that was handed to the user may be written without a trace (a
+kernel that has its address), so it is never trusted again: neither it nor what was made from it is served from here.
 """
 
 from __future__ import annotations
@@ -14,83 +12,90 @@ from __future__ import annotations
 import weakref
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..sharding.base import DTensorBase
+from ..sharding.runtime import WorldState
+from ..sharding.spec import DTensorSpec
 from ..world import RankTensor
 
+State = tuple[Any, ...]
+"""Which memory a local shard is, and how often it was written."""
 
-class _Made(NamedTuple):
-    source: weakref.ref[Tensor]
-    version: int
-    key: Any
+
+class _Entry(NamedTuple):
+    root: weakref.ref[DTensorBase]
+    source: DTensorSpec
+    target: DTensorSpec
+    state: State
     result: Tensor
-    result_version: int
+    result_state: State
 
 
-class Last:
-    """The last thing made, of one tensor. A write to either of the two ends it."""
+class GatherCache:
+    """The last redistributed operand of one world."""
 
     def __init__(self) -> None:
-        self.made: _Made | None = None
+        self._entry: _Entry | None = None
 
-    def find(self, source: Tensor, key: Any) -> Tensor | None:
-        """What was made of this tensor under this key, if that was last, and both are still as they were."""
-        made = self.made
-        if made is None or made.source() is not source or made.key != key:
+    def find(self, tensor: DTensorBase, target: DTensorSpec) -> Tensor | None:
+        """The local shard of `tensor` under the target spec, if that was made last and nothing was written since."""
+        entry = self._entry
+        if entry is None or entry.target is not target or entry.source is not tensor._spec:
             return None
-        written = made.version != source._version or made.result_version != made.result._version
-        return None if written else made.result
+        if entry.root() is not root_of(tensor) or entry.state != state_of(tensor._local_tensor):
+            return None
+        return entry.result if state_of(entry.result) == entry.result_state else None
 
-    def keep(self, source: Tensor, key: Any, result: Tensor) -> None:
-        """Remember this, and forget what was before. Writes to inference tensors are not counted, so not these."""
-        if source.is_inference() or result.is_inference() or result is source:
-            self.made = None
+    def keep(self, tensor: DTensorBase, target: DTensorSpec, result: Tensor) -> None:
+        """Remember `result`, the local shard of `tensor` under the target spec, in the place of what was before."""
+        root, local = root_of(tensor), tensor._local_tensor
+        state, result_state = state_of(local), state_of(result)
+        if state is None or result_state is None or result is local or is_weight(root):
+            self._entry = None
         else:
-            self.made = _Made(weakref.ref(source, self._drop), source._version, key, result, result._version)
+            ref = weakref.ref(root, self._drop)
+            self._entry = _Entry(ref, tensor._spec, target, state, result, result_state)
 
-    def _drop(self, source: Any) -> None:
-        if self.made is not None and self.made.source is source:
-            self.made = None
-
-
-# ---- local parts ----------------------------------------------------------------------------------------------------
-#
-# Users can write a local part behind its tensor's back. The part counts that itself, but for views of it, which count
-# for themselves. So a tensor of which a view's part was handed out is not trusted.
-
-_handed_out: Any = WeakTensorKeyDictionary()
+    def _drop(self, root: Any) -> None:
+        if self._entry is not None and self._entry.root is root:
+            self._entry = None
 
 
-def mark_exposed(tensor: Tensor) -> None:
-    """Note that the local part of a tensor is in the user's hands."""
+GATHERED = WorldState(GatherCache)
+
+
+def root_of(tensor: DTensorBase) -> DTensorBase:
+    """The tensor that this one is a view of, or itself: views are made anew for each op, their base is one tensor."""
     base = tensor._base
-    if base is not None and not is_weight(base):
-        _handed_out[base] = True
+    return base if isinstance(base, DTensorBase) else tensor
 
 
 def is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor is learnt. What is made of it for one op should not outlive that; and modules that are moved
-    swap their weights, which a weak reference forbids."""
-    # A view is asked for less: to say whether it is a leaf it would look at what was written since.
-    return getattr(tensor, "_is_param", False) or (tensor._base is None and tensor.requires_grad and tensor.is_leaf)
+    """Whether a tensor is learnt. What is made from it for one op should not outlive that op; and modules that are
+    moved swap their weights, which a weak reference forbids."""
+    # A view is not asked whether it is a leaf: it would look at what was written since.
+    return isinstance(tensor, torch.nn.Parameter) or (tensor._base is None and tensor.requires_grad and tensor.is_leaf)
 
 
-def state(local: Tensor) -> Any:
-    """Which memory a local part is, and how often it was written; None where that is not counted."""
-    if local.is_inference():
+def mark_exposed(local: Tensor) -> None:
+    """Note that a local shard is in the user's hands: its memory is never trusted from now on."""
+    if isinstance(local, RankTensor):
+        for shard in local.shards:
+            mark_exposed(shard)
+    else:
+        local.untyped_storage()._exposed_by_shardwise = True  # type: ignore[attr-defined]
+
+
+def state_of(local: Tensor) -> State | None:
+    """The state of a local shard; None where a write to it might go unnoticed."""
+    if local.is_inference():  # writes are not counted
         return None
     if isinstance(local, RankTensor):  # written as one, or rank by rank
-        states = local._version, *map(state, local.shards)
-        return None if None in states else states
-    return local.untyped_storage()._cdata, local.storage_offset(), local._version
-
-
-def state_of(tensor: Any, root: Any) -> Any:
-    """The state of a tensor's data as far as that can be told: that of its own part, and of what it is a view of."""
-    if tensor.is_inference() or is_weight(root) or root in _handed_out:
+        states = [state_of(shard) for shard in local.shards]
+        return None if None in states else (local._version, *states)
+    storage = local.untyped_storage()
+    if getattr(storage, "_exposed_by_shardwise", False):
         return None
-    if tensor is root:
-        return state(tensor._local_tensor)
-    both = state(tensor._local_tensor), state(root._local_tensor)
-    return None if None in both else both
+    return id(storage), local.storage_offset(), local._version

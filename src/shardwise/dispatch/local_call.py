@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.ops import OpOverload
 from ..comm.transport import identity
 from ..notation import tensor_arguments
-from ..ops.registry import resolve
+from ..ops.resolve import ResolvedOp
 from ..random import Draw
 from ..sharding.layout import Coordinate, Layout
 from ..sharding.mesh import MeshInfo
@@ -64,7 +63,7 @@ def fill(layout: Layout, dtype: torch.dtype) -> Any:
 
 
 def skipping_empty(
-    func: OpOverload,
+    op: ResolvedOp,
     mesh_info: MeshInfo,
     layouts: Sequence[Layout],
     fills: Sequence[Any],
@@ -72,8 +71,8 @@ def skipping_empty(
     structure: Any,
 ) -> Callable[..., Any]:
     """The op, but on a rank that holds nothing of some operand: many kernels raise there, some crash."""
-    outs = [argument.name for argument in tensor_arguments(func) if argument.out]
-    run = resolve(func).python or func
+    outs = [argument.name for argument in tensor_arguments(op.func) if argument.out]
+    run = op.python or op.func
 
     def at_rank(at: Coordinate, args: Any, kwargs: Any) -> Any:
         read = (*args, *(value for name, value in kwargs.items() if name not in outs))

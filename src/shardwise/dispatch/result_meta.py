@@ -1,7 +1,7 @@
-"""Metadata: shapes, strides and dtypes of an op's results, without running it on data.
+"""Shapes, strides and dtypes of an op's results, without running it on data.
 
-PyTorch's meta kernels tell them, at up to milliseconds a call. What they told once for an op whose results take their
-sizes from its operands is remembered in that form, so that a new batch size, or a new cut, does not ask again.
+PyTorch's meta kernels compute them, at up to milliseconds a call. For an op whose results take their sizes from its
+operands, the result is cached in that form, so that a new batch size, or a new sharding, does not run them again.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from .._torch import pytree
 from .._torch.modes import without_modes
 from .._torch.ops import OpOverload
 from ..notation import Bound, BoundTensor
+from ..notation.patterns import Pattern
+from ..ops.resolve import ResolvedOp
 from ..sharding.spec import TensorMeta, contiguous_stride
 
 
 class NoRule(Exception):
-    """The op has no rule that fits this call; it is run whole."""
-
-
-NEEDS_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    """The op has no rule that fits this call; it is decomposed, or runs on gathered inputs."""
 
 
 def result_metas(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -51,7 +50,7 @@ _REAL_RESULTS = 1 << 24  # elements up to which an op without a meta kernel is r
 
 
 def _of_zeros(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The results of an op that has no meta kernel, told by running it on zeros; None where that does not work."""
+    """The results of an op that has no meta kernel, found by running it on zeros; None where that does not work."""
     metas = [value for value in pytree.tree_leaves((args, kwargs), is_leaf=_is_meta) if _is_meta(value)]
     if sum(meta.shape.numel() for meta in metas) > _REAL_RESULTS:
         return None
@@ -68,7 +67,7 @@ def _of_zeros(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _own_error(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Exception | None:
-    """The error of a call that has failed without data, in the words that the op itself has for it."""
+    """The error that the op itself raises for a call that failed on tensors without data."""
     metas = [value for value in pytree.tree_leaves((args, kwargs), is_leaf=_is_meta) if _is_meta(value)]
     if sum(meta.shape.numel() for meta in metas) > _OWN_ERRORS:
         return None
@@ -85,7 +84,7 @@ def _own_error(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def refuse_what_fails(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raise the error of a call that its meta kernel lets pass: operands of dtypes that do not go together."""
+    """Raise the error of a call that its meta kernel accepts and the op does not: dtypes that do not go together."""
     metas = [value for value in (*args, *kwargs.values()) if _is_meta(value)]
     if len({meta.dtype for meta in metas if meta.dtype.is_floating_point or meta.dtype.is_complex}) > 1:
         error = _own_error(func, args, kwargs)
@@ -107,14 +106,14 @@ def _on_meta(value: Any, name: str = "") -> Any:
     return value
 
 
-# ---- remembered ------------------------------------------------------------------------------------------------------
+# ---- cached forms ---------------------------------------------------------------------------------------------------
 
 Size = tuple[int, int] | None
-"""Where a size of a result comes from: an operand and its dim; None for a dim of size 1."""
+"""Where a size of a result comes from: an operand and its dim; None for a dim that the rule writes as `1`."""
 
 
-class Remembered(NamedTuple):
-    """The results of an op on row-major operands of these ranks and dtypes: all row-major, or missing."""
+class ResultForm(NamedTuple):
+    """The results of an op on row-major operands of some ranks and dtypes: all row-major, or missing."""
 
     dtypes: tuple[torch.dtype | None, ...]
     sizes: tuple[tuple[Size, ...], ...]
@@ -122,12 +121,11 @@ class Remembered(NamedTuple):
     """The type of the collection of results; None for a single one."""
 
 
-_remembered: dict[Any, Remembered] = {}
-
-
-def memory_key(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What the form of the results depends on; None for calls whose results are not remembered."""
-    key: list[Any] = [func, torch.get_default_dtype()]
+def form_key(op: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What the form of the results depends on; None for calls whose results are not cached."""
+    if op.variant != "functional" or op.is_view:
+        return None
+    key: list[Any] = [torch.get_default_dtype()]
     for value in (*args, *kwargs.values()):
         if isinstance(value, TensorMeta):
             if value.stride != contiguous_stride(value.shape) or any(size < 2 for size in value.shape):
@@ -146,21 +144,23 @@ def memory_key(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) ->
     return made
 
 
-def remember(key: Any, keeps_sizes: bool, bound: Bound, outputs: Any) -> None:
-    """Keep the form of these results, if their rule says where each of their sizes comes from.
+def cache_form(op: ResolvedOp, key: Any, bound: Bound, outputs: Any) -> None:
+    """Cache the form of these results, if the rule says where each of their sizes comes from.
 
-    A factor that a kernel cuts, or that is ragged, may have other sizes in a result; a size argument tells sizes by
-    itself. Ops of such rules are remembered only if they are known to keep sizes all the same (`keeps_sizes`).
+    A factor that is handled by a kernel, or that is ragged, may have other sizes in a result, and a size argument gives
+    sizes by itself. Results of such rules are cached only if the op is known to keep sizes anyway (`keeps_sizes`).
     """
     rule = bound.rule
-    if (rule.kernel or rule.ragged or rule.size_arguments) and not keeps_sizes:
+    if key is None or ((rule.kernel or rule.ragged or rule.size_arguments) and not op.op.keeps_sizes):
         return
     flat = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
     if len(flat) != len(bound.outputs) or not all(isinstance(t, BoundTensor) or t is None for t in bound.inputs):
         return
     sizes = []
-    for tensor, output in zip(flat, bound.outputs, strict=True):
-        found = _sources(bound, output) if isinstance(tensor, Tensor) and isinstance(output, BoundTensor) else ()
+    for tensor, output, pattern in zip(flat, bound.outputs, rule.outputs, strict=True):
+        found: tuple[Size, ...] | None = ()
+        if isinstance(tensor, Tensor) and isinstance(output, BoundTensor):
+            found = _sources(bound, output, pattern)
         if found is None or (isinstance(tensor, Tensor) and not tensor.is_contiguous()):
             return
         shape = tensor.shape if isinstance(tensor, Tensor) else ()
@@ -168,11 +168,13 @@ def remember(key: Any, keeps_sizes: bool, bound: Bound, outputs: Any) -> None:
             return
         sizes.append(found)
     dtypes = tuple(tensor.dtype if isinstance(tensor, Tensor) else None for tensor in flat)
-    _remembered[key] = Remembered(dtypes, tuple(sizes), type(outputs) if flat is outputs else None)
+    op.result_forms[key] = ResultForm(dtypes, tuple(sizes), type(outputs) if flat is outputs else None)
 
 
-def _sources(bound: Bound, output: BoundTensor) -> tuple[Size, ...] | None:
+def _sources(bound: Bound, output: BoundTensor, pattern: Pattern) -> tuple[Size, ...] | None:
     """Where the sizes of a result come from; None if some size is not simply that of an operand's dim."""
+    if "_" in str(pattern):
+        return None  # a dim without a factor: its size may be any, even if it is 1 in this call
     places: dict[tuple[int, ...], tuple[int, int]] = {}
     for i, tensor in enumerate(bound.inputs):
         for dim, factors in enumerate(tensor.dims if tensor is not None else ()):
@@ -188,9 +190,9 @@ def _sources(bound: Bound, output: BoundTensor) -> tuple[Size, ...] | None:
     return tuple(sources)
 
 
-def recall(key: Any, operands: Sequence[Any]) -> Any:
-    """The results of a call like one that was remembered, as tensors without data; None if there was none."""
-    found = _remembered.get(key) if key is not None else None
+def cached_results(op: ResolvedOp, key: Any, operands: Sequence[Any]) -> Any:
+    """The results of a call by their cached form, as tensors without data; None if there is none."""
+    found = op.result_forms.get(key) if key is not None else None
     if found is None:
         return None
     made = []

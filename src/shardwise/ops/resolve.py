@@ -20,6 +20,7 @@ from .._torch.ops import OpOverload
 from ..notation import Rule, parse, without_operands
 from ..notation.patterns import RuleError
 from ..notation.schema import Operands, operands_of, tensor_arguments, variant_of
+from ..sharding.cache import ENTRY_BYTES, Cache
 from .call import Call
 from .kernel import Kernel
 from .op import Op, Put
@@ -59,8 +60,8 @@ class ResolvedOp:
         self.python: Callable[..., Any] | None = own.python if own is not None else None
         self.put: Put | None = own.put if own is not None else None
         # Worked out by dispatch when it is first needed.
-        self.bindings: dict[Any, Callable[..., Any]] = {}
-        self.result_forms: dict[Any, Any] = {}
+        self.bindings: Cache[Any, Callable[..., Any]] = Cache(1 << 16, _entry_bytes)
+        self.result_forms: Cache[Any, Any] = Cache(1 << 16, _entry_bytes)
         self.warned = False
         self.in_place_view: OpOverload | None = None
 
@@ -122,6 +123,10 @@ class ResolvedOp:
 
     def __repr__(self) -> str:
         return f"ResolvedOp({self.func}, {self.op!r})"
+
+
+def _entry_bytes(key: Any, value: Any) -> int:
+    return ENTRY_BYTES
 
 
 def _number_arguments(func: OpOverload) -> frozenset[int | str]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._torch.above_autograd import call_original, override_above_autograd
-from .._torch.bindings import QuickFunction
+from .._torch.autograd import QuickFunction
 from .._torch.ops import OpOverload
 from ..ops.registry import resolve
 from ..ops.tables import IN_PYTHON, register

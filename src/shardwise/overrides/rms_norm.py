@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._torch.above_autograd import call_original, override_above_autograd
-from .._torch.bindings import QuickFunction
+from .._torch.autograd import QuickFunction
 from ..ops.tables import IN_PYTHON
 from ..tensor.dtensor import DTensor
 from .call import call, is_ours, needs_grad

@@ -12,18 +12,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..dispatch.gather_cache import Last, state, state_of
 from ..errors import MeshError
 from ..sharding.placement import Placement, Shard
 from ..sharding.spec import DTensorSpec, contiguous_meta, normalize_placements
+from ..tensor.autograd import to_spec
 from ..tensor.dtensor import DTensor
 from .axis import StyleAxis
+from .last_input import LAST_INPUT
 from .sizes import KnownSizes, mark_exposed
 
 _MAX_TARGETS = 4096
-_last = Last()
 
 
 class Entrance:
@@ -50,14 +50,12 @@ class Entrance:
             return value
         if isinstance(value, DTensor) and not self.use_local and self.targets.get(value._spec) is value._spec:
             return value
-        told = _state(value)
-        if told is None:
-            return self._prepare(value)
-        key = (self.key, torch.is_grad_enabled(), told)
-        found = _last.find(value, key)
+        last = LAST_INPUT.of(self.axis.mesh_info.runtime)
+        key = (self.key, torch.is_grad_enabled())
+        found = last.find(value, key)
         if found is None:
             found = self._prepare(value)
-            _last.keep(value, key, found)
+            last.keep(value, key, found)
         return found
 
     def _prepare(self, value: Tensor) -> Tensor:
@@ -106,15 +104,6 @@ class Exit:
         return self.axis.detach(tensor)
 
 
-def _state(value: Tensor) -> Any:
-    """What tells that a tensor was not written since; None where that cannot be told, or it is to be let go."""
-    if isinstance(value, nn.Parameter):
-        return None
-    if not isinstance(value, DTensor):
-        return state(value)
-    return state(value._local_tensor) if value._base is None else state_of(value, value._base)
-
-
 def moved(tensor: DTensor, axis: StyleAxis, placement: Placement, targets: dict[DTensorSpec, DTensorSpec]) -> DTensor:
     """The tensor with one axis doing this to it. `targets` remembers where each spec goes."""
     spec = tensor._spec
@@ -128,7 +117,7 @@ def moved(tensor: DTensor, axis: StyleAxis, placement: Placement, targets: dict[
         if len(targets) >= _MAX_TARGETS:
             targets.clear()
         target = targets[spec] = _placed(spec, axis.placed(tensor, placement))
-    return tensor if target is spec else tensor._to_spec(target)
+    return tensor if target is spec else to_spec(tensor, target)
 
 
 def _placed(spec: DTensorSpec, placements: tuple[Placement, ...]) -> DTensorSpec:

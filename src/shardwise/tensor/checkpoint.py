@@ -1,6 +1,6 @@
 """Saving: what `torch.distributed.checkpoint` asks of a distributed tensor.
 
-A checkpoint stores chunks, each with its global offset. A rank's part is one chunk, or several where the cut is
+A checkpoint stores chunks, each with its global offset. A local shard is one chunk, or several where the sharding is
 interleaved; a tensor loads on any mesh, since the reader looks chunks up by offset. In the simulated world this process
 writes and reads the chunks of every rank.
 """
@@ -8,23 +8,21 @@ writes and reads the chunks of every rank.
 from __future__ import annotations
 
 import itertools
-import sys
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.utils import _DistWrapper
 
-from ..errors import PlacementError, WorldError
+from ..errors import PlacementError
 from ..sharding.layout import Coordinate
 from ..sharding.spec import DTensorSpec
 from ..world import RankTensor
 
 
 class Chunk(NamedTuple):
-    """A box of the global tensor and the part of a local tensor that holds it."""
+    """A box of the global tensor and the view of a local shard that holds it."""
 
     offset: torch.Size
     size: torch.Size
@@ -39,8 +37,8 @@ def chunks_of(local: Tensor, spec: DTensorSpec) -> list[Chunk]:
             "redistribute it first, e.g. x.redistribute(placements=[Replicate(), ...])",
         )
     if isinstance(local, RankTensor):
-        parts = zip(spec.mesh_info.coordinates, local.shards, strict=True)
-        return [chunk for at, shard in parts for chunk in _chunks_at(spec, at, shard)]
+        shards = zip(spec.mesh_info.coordinates, local.shards, strict=True)
+        return [chunk for at, shard in shards for chunk in _chunks_at(spec, at, shard)]
     return _chunks_at(spec, spec.mesh_info.coordinate, local)
 
 
@@ -69,22 +67,8 @@ def _local_starts(runs: tuple[tuple[int, int], ...]) -> list[tuple[int, int, int
     return result
 
 
-def check_alone(local: Tensor) -> None:
-    """Refuse a checkpoint that would leave parts to simulated ranks: they are all here, and nobody would write them."""
-    frame = sys._getframe() if isinstance(local, RankTensor) else None
-    while frame is not None:
-        for value in frame.f_locals.values():
-            if isinstance(value, _DistWrapper) and value.use_dist:
-                raise WorldError(
-                    "a checkpoint in a simulated world that asks other processes for their parts: there are none",
-                    "pass no_dist=True to torch.distributed.checkpoint.save and load",
-                )
-        frame = frame.f_back
-
-
 def write_items(name: str, local: Tensor, spec: DTensorSpec) -> list[WriteItem]:
     """What to write; replicas write the same chunk once."""
-    check_alone(local)
     items, seen = [], set()
     for index, chunk in enumerate(chunks_of(local, spec)):
         if chunk.offset in seen:
@@ -101,12 +85,11 @@ def write_items(name: str, local: Tensor, spec: DTensorSpec) -> list[WriteItem]:
 
 def chunk_list(local: Tensor, spec: DTensorSpec) -> list[ChunkStorageMetadata]:
     """The boxes that this process wants when loading; each replica is listed, so that each is filled."""
-    check_alone(local)
     return [ChunkStorageMetadata(offsets=chunk.offset, sizes=chunk.size) for chunk in chunks_of(local, spec)]
 
 
 def shard_at(index: MetadataIndex, local: Tensor, spec: DTensorSpec) -> Tensor:
-    """The part of a local tensor that a checkpoint index names."""
+    """The view of a local shard that a checkpoint index names."""
     chunks = chunks_of(local, spec)
     if index.index is not None and index.index < len(chunks) and chunks[index.index].offset == index.offset:
         return chunks[index.index].data

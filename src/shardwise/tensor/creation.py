@@ -1,4 +1,4 @@
-"""Making distributed tensors: from a whole tensor, or filled in place without ever building the whole.
+"""Making distributed tensors: from a global tensor, or filled shard by shard without ever building it.
 
 >>> x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
 >>> w = zeros(1 << 20, 1 << 10, device_mesh=mesh, placements=[Shard(0)])
@@ -35,11 +35,11 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """Cut a whole tensor over a mesh.
+    """Shard a global tensor over a mesh.
 
-    The data of the rank at index `src_data_rank` of every axis is sent to the others; with None each rank cuts its
-    own. A leaf gives a leaf, and `requires_grad` is kept. To cut a value inside a computation, so that gradients flow
-    through, use `DTensor.from_local` with replicated placements and `redistribute`.
+    The data of the rank at index `src_data_rank` of every axis is sent to the others; with None each rank takes the
+    shard of its own tensor. A leaf gives a leaf, and `requires_grad` is kept. To shard a value inside a computation, so
+    that gradients flow through, use `DTensor.from_local` with replicated placements and `redistribute`.
     """
     tensor = check_plain_tensor(tensor, "distribute_tensor")
     mesh = (
@@ -64,9 +64,9 @@ def distribute_tensor(
     with torch.no_grad():
         local = on_mesh(tensor.detach(), mesh_info)
         if src_data_rank is None or local.is_meta:
-            local = _cut_own(local, spec)
+            local = _own_shard(local, spec)
         else:
-            local = _hand_out(local, spec, src_data_rank)
+            local = _scatter_from(local, spec, src_data_rank)
     result = DTensor(local, spec, requires_grad=False)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(result, tensor.requires_grad)  # type: ignore[return-value]
@@ -84,7 +84,7 @@ def _already_distributed(tensor: DTensor, mesh: DeviceMesh, placements: Placemen
     if DTensorSpec(spec.mesh, normal, spec.tensor_meta, order) is not spec:
         raise PlacementError(
             f"distribute_tensor got {spec!r}, which is distributed already, for {list(normal)}",
-            "use x.redistribute(placements=...) to change how it is cut",
+            "use x.redistribute(placements=...) to change its placements",
         )
     return tensor
 
@@ -99,14 +99,15 @@ def _check_source(mesh_info: MeshInfo, source: int | None) -> None:
         )
 
 
-def _cut_own(local: Tensor, spec: DTensorSpec) -> Tensor:
-    whole = from_placements(spec.mesh_info.sizes, spec.shape, [Replicate()] * len(spec.mesh_info.sizes))
-    cut = on_ranks(spec.mesh_info, lambda at, mine: take(mine, whole, spec.layout.without_partial(), at))
-    return _to_partial(cut(local), spec)
+def _own_shard(local: Tensor, spec: DTensorSpec) -> Tensor:
+    replicated = from_placements(spec.mesh_info.sizes, spec.shape, [Replicate()] * len(spec.mesh_info.sizes))
+    shard = on_ranks(spec.mesh_info, lambda at, mine: take(mine, replicated, spec.layout.without_partial(), at))
+    return _to_partial(shard(local), spec)
 
 
-def _hand_out(local: Tensor, spec: DTensorSpec, source: int) -> Tensor:
-    """Axis by axis, major cuts first: the source's data is scattered along cut axes and broadcast along others."""
+def _scatter_from(local: Tensor, spec: DTensorSpec, source: int) -> Tensor:
+    """Axis by axis, in the order in which they shard: the source's data is scattered along sharding axes and broadcast
+    along the others."""
     mesh_info = spec.mesh_info
     done: list[Placement] = [Replicate()] * len(mesh_info.sizes)
     layout = from_placements(mesh_info.sizes, spec.shape, done)
@@ -127,7 +128,7 @@ def _hand_out(local: Tensor, spec: DTensorSpec, source: int) -> Tensor:
 
 
 def _to_partial(local: Tensor, spec: DTensorSpec) -> Tensor:
-    """From the cut with its Partial axes still replicated to the spec itself."""
+    """From the spec with its Partial axes still replicated to the spec itself."""
     return redistribute_local(local, spec.cotangent(), spec)
 
 
@@ -142,7 +143,7 @@ def zeros(
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
-    """A distributed tensor of zeros."""
+    """Return a distributed tensor of zeros."""
     return _filled(torch.zeros, size, dtype, layout, requires_grad, device_mesh, placements)
 
 
@@ -154,7 +155,7 @@ def ones(
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
-    """A distributed tensor of ones."""
+    """Return a distributed tensor of ones."""
     return _filled(torch.ones, size, dtype, layout, requires_grad, device_mesh, placements)
 
 
@@ -166,7 +167,7 @@ def empty(
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
-    """A distributed tensor that is not filled with anything yet."""
+    """Return a distributed tensor whose values are not initialised."""
     return _filled(torch.empty, size, dtype, layout, requires_grad, device_mesh, placements)
 
 
@@ -180,7 +181,7 @@ def full(
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
-    """A distributed tensor filled with one value."""
+    """Return a distributed tensor filled with one value."""
     if dtype is None:
         dtype = torch.full((), fill_value).dtype
 
@@ -198,7 +199,7 @@ def rand(
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
-    """Uniform numbers in [0, 1). They depend on the generator's state and the shape, not on how the tensor is cut."""
+    """Return uniform numbers in [0, 1). They depend on the generator's state and the shape, not on the sharding."""
     return _drawn("uniform_", size, dtype, layout, requires_grad, device_mesh, placements)
 
 
@@ -210,7 +211,7 @@ def randn(
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
-    """Standard normal numbers. They depend on the generator's state and the shape, not on how the tensor is cut."""
+    """Return standard normal numbers. They depend on the generator's state and the shape, not on the sharding."""
     return _drawn("normal_", size, dtype, layout, requires_grad, device_mesh, placements)
 
 
@@ -223,7 +224,7 @@ def randperm(
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
-    """The numbers 0 to n - 1 in the order that `torch.randperm` gives them; every rank draws them all."""
+    """Return the numbers 0 to n - 1 in the order that `torch.randperm` gives them; every rank draws them all."""
     return _drawn("randperm", (n,), dtype, layout, requires_grad, device_mesh, placements, ())
 
 
@@ -252,8 +253,8 @@ def _drawn(
     arguments: tuple[float, ...] = (0.0, 1.0),
 ) -> DTensor:
     spec = _new_spec(size, dtype, layout, device_mesh, placements)
-    draw, cut = Draw(spec.mesh_info, spec.tensor_meta, _device(spec.mesh_info), None), spec.cotangent().layout
-    return _made(spec, lambda at: draw.numbers(cut, at, name, arguments), requires_grad)
+    draw = Draw(spec.mesh_info, spec.tensor_meta, _device(spec.mesh_info), None)
+    return _made(spec, lambda at: draw.numbers(spec.cotangent().layout, at, name, arguments), requires_grad)
 
 
 def _made(spec: DTensorSpec, make: Callable[[Coordinate], Tensor], requires_grad: bool) -> DTensor:
@@ -270,7 +271,7 @@ def _new_spec(
     placements: Placements | None,
 ) -> DTensorSpec:
     if layout != torch.strided:
-        raise InputError(f"a distributed tensor of layout {layout}", "only torch.strided tensors can be cut")
+        raise InputError(f"a distributed tensor of layout {layout}", "only torch.strided tensors can be distributed")
     shape = torch.Size(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
     if any(length < 0 for length in shape):
         raise ShapeError(f"a distributed tensor of shape {list(shape)}", "sizes are 0 or more")

@@ -1,4 +1,4 @@
-"""Where the gradient of a leaf is reduced: when it arrives, or once for several backward passes.
+"""How the gradient of a leaf is reduced: when it arrives, or once for several backward passes.
 
 >>> for batch in batches[:-1]:
 ...     with accumulate_gradients():
@@ -10,100 +10,100 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
-import torch
+from torch import Tensor
 
+from .._torch.autograd import accumulating_leaf, run_first
+from .._torch.tls import ThreadValue
+from ..sharding.base import DTensorBase
 from ..sharding.layout import Layout
 from ..sharding.spec import DTensorSpec
+from .autograd import as_distributed_gradient, to_spec
 
-
-class _Switch:
-    """One for the process: autograd runs backward passes in threads of its own."""
-
-    accumulating = False
-
-
-_switch = _Switch()
+_accumulating = ThreadValue("accumulate_gradients", False)
 
 
 @contextmanager
 def accumulate_gradients(enabled: bool = True) -> Iterator[None]:
-    """Inside, gradients stay sums in the making over the axes along which their parameter is whole.
+    """Defer the reduction of gradients over the axes along which their parameter is replicated.
 
-    The first backward pass after it adds its own share and reduces the whole. Until then `.grad` is Partial on these
-    axes. Along axes that cut a parameter its gradient is reduced and cut in each pass, so that it needs no more
+    The first backward pass after the context adds its own share and reduces the sum. Until then `.grad` is Partial on
+    these axes. Along axes that shard a parameter its gradient is reduced in each pass, so that it needs no more
     memory than the parameter. With `enabled=False` the context does nothing: `accumulate_gradients(not last)`.
     """
-    before, _switch.accumulating = _switch.accumulating, enabled
+    before = _accumulating.get()
+    _accumulating.set(enabled)
     try:
         yield
     finally:
-        _switch.accumulating = before
+        _accumulating.set(before)
 
 
-class Home:
-    """Where the gradients of a leaf are brought: the leaf's spec, and whether a sum waits for its reduction."""
+class LeafGradient:
+    """How an incoming gradient of a leaf is reduced, and whether that is deferred."""
 
-    __slots__ = ("spec", "waits")
+    __slots__ = ("deferred", "kind", "spec")
 
-    def __init__(self, spec: DTensorSpec) -> None:
-        self.spec, self.waits = spec, False
+    def __init__(self, spec: DTensorSpec, kind: type[DTensorBase]) -> None:
+        self.spec, self.kind, self.deferred = spec, kind, False
 
-    def target(self, grad: DTensorSpec) -> DTensorSpec:
+    def hook(self, grad: Tensor | None) -> Tensor | None:
+        """The tensor hook of the leaf: the gradient with the leaf's placements, or None if it has them already."""
+        if grad is None:
+            return None
+        wanted = self.spec.cotangent()
+        if not isinstance(grad, DTensorBase):
+            return to_spec(as_distributed_gradient(grad, wanted, self.kind), wanted.with_dtype(grad.dtype))
+        if grad._spec.layout is wanted.layout:
+            return None
+        target = self._target(grad._spec)
+        return None if target.layout is grad._spec.layout else to_spec(grad, target)
+
+    def _target(self, grad: DTensorSpec) -> DTensorSpec:
         """The spec that a gradient is brought to when it arrives."""
-        wanted = _of_dtype(self.spec.cotangent(), grad.dtype)
-        if not (self.waits or _switch.accumulating) or not grad.layout.partial:
+        wanted = self.spec.cotangent().with_dtype(grad.dtype)
+        if not (self.deferred or _accumulating.get()) or not grad.layout.partial:
             return wanted
-        leaf = _accumulated_leaf()
+        leaf = accumulating_leaf()
         if leaf is None:
             return wanted
-        if not self.waits:
-            self.waits = True
-            _when_accumulated(leaf, self)
-        return _with_sums_of(wanted, grad)
+        if not self.deferred:
+            self.deferred = True
+            _reduce_after_backward(leaf, self)
+        return grad.derived(("partial sums of", wanted), lambda: _with_sums_of(wanted, grad))
 
 
-def _accumulated_leaf() -> Any:
-    """The leaf whose `.grad` the gradient at hand will be added to; None where a caller asked for the gradient."""
-    node: Any = torch._C._current_autograd_node()
-    try:
-        return node.variable if torch._C._will_engine_execute_node(node) else None
-    except RuntimeError:  # torch.autograd.grad takes the gradient before it reaches the leaf
-        return None
+def reduce_gradient_of(leaf: Any) -> None:
+    """Let the gradient of a leaf be reduced to the leaf's own placements when it arrives."""
+    if leaf._leaf_gradient is not None:  # it was frozen for a while, and has its hook
+        leaf._leaf_gradient.spec = leaf._spec
+        return
+    # The hook lives on the leaf and must not keep it alive; a weak reference would keep modules from swapping it.
+    leaf._leaf_gradient = LeafGradient(leaf._spec, type(leaf))
+    leaf.register_hook(leaf._leaf_gradient.hook)
 
 
-def _when_accumulated(leaf: Any, home: Home) -> None:
+def _reduce_after_backward(leaf: Any, gradient: LeafGradient) -> None:
     """Reduce the leaf's `.grad` after the next backward pass outside of the context."""
 
     def reduce(leaf: Any) -> None:
-        if _switch.accumulating:
+        if _accumulating.get():
             return
         handle.remove()
-        home.waits = False
+        gradient.deferred = False
         grad = leaf.grad
-        if hasattr(grad, "_spec") and grad._spec.layout.partial:
-            leaf.grad = grad._to_spec(_of_dtype(home.spec.cotangent(), grad.dtype))
+        if isinstance(grad, DTensorBase) and grad._spec.layout.partial:
+            leaf.grad = to_spec(grad, gradient.spec.cotangent().with_dtype(grad.dtype))
 
     handle = leaf.register_post_accumulate_grad_hook(reduce)
-    # It goes before the user's own hooks, which see a gradient with the leaf's placements. Autograd takes hooks in the
-    # order in which they came into the dict.
-    hooks = leaf._post_accumulate_grad_hooks
-    for key in [key for key in hooks if key != handle.id]:
-        hooks[key] = hooks.pop(key)
+    run_first(leaf, handle)  # the user's own hooks see a gradient with the leaf's placements
 
 
-@lru_cache(maxsize=8192)
 def _with_sums_of(wanted: DTensorSpec, grad: DTensorSpec) -> DTensorSpec:
-    """The wanted spec, but Partial where the gradient is a sum and nothing is cut."""
+    """The wanted spec, but Partial where the gradient is a sum and no axis shards it."""
     layout = wanted.layout
-    cut = {axis for dim in layout.dims for factor in dim for axis in factor.axes}
-    sums = tuple((axis, op) for axis, op in grad.layout.partial if axis not in cut and op in ("sum", "avg"))
-    return DTensorSpec.from_layout(
-        wanted.mesh_info, Layout.make(layout.mesh_sizes, layout.dims, sums), wanted.tensor_meta
-    )
-
-
-def _of_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    return spec if spec.dtype == dtype else spec.with_meta(spec.tensor_meta._replace(dtype=dtype))
+    sharding = {axis for dim in layout.dims for factor in dim for axis in factor.axes}
+    sums = tuple((axis, op) for axis, op in grad.layout.partial if axis not in sharding and op in ("sum", "avg"))
+    sizes = layout.mesh_sizes
+    return DTensorSpec.from_layout(wanted.mesh_info, Layout.make(sizes, layout.dims, sums), wanted.tensor_meta)

@@ -26,7 +26,8 @@ from .._torch import pytree
 from .._torch.modes import TorchDispatchMode
 from .._torch.ops import OpOverload
 from ..comm.groups import adopt
-from ..dispatch.bind_call import Argument, BoundCall, bind_call
+from ..dispatch.arguments import Argument
+from ..dispatch.bind_call import BoundCall, bind_call
 from ..dispatch.bind_call import Place as Where
 from ..dispatch.result_meta import NoRule
 from ..errors import ShardwiseError

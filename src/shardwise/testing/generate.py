@@ -23,10 +23,10 @@ from torch import Tensor
 
 from .._torch import pytree
 from .._torch.ops import OpOverload
-from ..dispatch.result_meta import NEEDS_DATA
 from ..notation.schema import operands_of, overload_key, overloads, variant_of
 from ..ops import generated
 from ..ops.generated import Line
+from ..ops.resolve import NEEDS_DATA
 from ..ops.served import served_by
 from .calls import Recorded, call_key, recorded, try_call
 from .children import Lost, in_children

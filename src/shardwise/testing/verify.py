@@ -35,7 +35,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..comm.groups import adopt
-from ..dispatch.dispatcher import GatherWarning
+from ..dispatch.fallback import GatherWarning
 from ..notation.schema import overloads
 from ..ops.registry import registry, rule_for
 from ..ops.served import served_by
@@ -110,10 +110,8 @@ def verify_samples(name: str, given: Sequence[Sample], effort: Effort = QUICK, s
 
 
 def _check_function(sample: Sample, effort: Effort, seed: int, report: Report) -> None:
-    plans = DTensor._op_dispatcher.plans
-    plans.clear()
     coarse = report.entry in ("half", "bfloat16")
-    with warnings.catch_warnings():
+    with DTensor._op_dispatcher.recording() as plans, warnings.catch_warnings():
         warnings.simplefilter("ignore", GatherWarning)
         try:
             done = check(
@@ -133,13 +131,11 @@ def _check_function(sample: Sample, effort: Effort, seed: int, report: Report) -
             report.failures.append(_failure("wrong", report.entry, error))
         except Exception as error:
             report.failures.append(_failure("error", report.entry, error))
-    for key, plan in plans.items():
-        rule = rule_for(key[0])
-        if plan is None:
-            if served_by(key[0], planned=False) == "whole":
-                report.whole.append(str(key[0]))
-        elif rule is not None:
-            report.rules.append(rule.key)
+    for op, plan, _ in plans:
+        if plan is not None:
+            report.rules.append(op.key)
+        elif served_by(op.func, planned=False) == "whole":
+            report.whole.append(str(op.func))
     report.rules, report.whole = sorted(set(report.rules)), sorted(set(report.whole))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..._torch import pytree
+from ...dispatch.dispatcher import Planned
 from ...dispatch.modes import explicit
 from ...errors import CommunicationError
 from ...ops.call import Call
@@ -79,9 +80,7 @@ class Outcome:
 def cover(name: str, effort: Effort, side: Side, seed: int = 0, sweep: Sweep = PLAIN) -> Outcome:
     """Try an entry: its samples, each with random placements on a line of 4 and on a mesh of 2x2."""
     outcome, start = Outcome(name), time.monotonic()
-    plans = DTensor._op_dispatcher.plans
-    plans.clear()
-    with warnings.catch_warnings():
+    with DTensor._op_dispatcher.recording() as plans, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         given = samples(name, sweep, effort.most, seed)
         with side.meshes(MESHES) as meshes:
@@ -174,12 +173,12 @@ def _letter(placement: Placement) -> str:
 # ---- what served it -------------------------------------------------------------------------------------------------
 
 
-def _served(plans: dict[Any, Any]) -> Iterator[tuple[str, str]]:
+def _served(plans: Sequence[Planned]) -> Iterator[tuple[str, str]]:
     """How each op was served that has a plan here; where calls differ, the worst of them."""
     found: dict[str, str] = {}
-    for key, plan in plans.items():
-        kind = served_by(key[0], plan is not None)
-        found[str(key[0])] = max(kind, found.get(str(key[0]), KINDS[0]), key=KINDS.index)
+    for op, plan, _ in plans:
+        kind, name = served_by(op.func, plan is not None), str(op.func)
+        found[name] = max(kind, found.get(name, KINDS[0]), key=KINDS.index)
     yield from found.items()
 
 

@@ -1,0 +1,35 @@
+"""Autograd: functions that are applied quickly, and what the engine is doing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class QuickFunction(torch.autograd.Function):
+    """An autograd function that is applied without preparing for functorch where none of its transforms is active."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """As for any autograd function; arguments by position."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+
+
+def accumulating_leaf() -> Any:
+    """In a hook of a leaf: the leaf whose `.grad` the gradient will be added to; None where a caller of
+    `torch.autograd.grad` takes it instead."""
+    node: Any = torch._C._current_autograd_node()
+    try:
+        return node.variable if torch._C._will_engine_execute_node(node) else None
+    except RuntimeError:  # torch.autograd.grad takes the gradient before it reaches the leaf
+        return None
+
+
+def run_first(leaf: Any, handle: Any) -> None:
+    """Run this post-accumulate hook of a leaf before all others: autograd takes them in the order of their dict."""
+    hooks = leaf._post_accumulate_grad_hooks
+    for key in [key for key in hooks if key != handle.id]:
+        hooks[key] = hooks.pop(key)

@@ -1,0 +1,17 @@
+"""Optimizers: the classes of tensors that their fast paths, and the clipping of gradients, take."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.optim.optimizer import _foreach_supported_types as _optimized
+from torch.utils._foreach_utils import _foreach_supported_types as _clipped
+
+
+def accept_class(cls: type[Tensor]) -> None:
+    """Let foreach and fused optimizers, and `clip_grad_norm_`, take tensors of this class in their lists.
+
+    It relies on two lists of classes that PyTorch consults (`_foreach_supported_types`), which others extend as well.
+    """
+    for classes in (_optimized, _clipped):
+        if cls not in classes:
+            classes.append(cls)

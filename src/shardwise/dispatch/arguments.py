@@ -1,0 +1,132 @@
+"""The arguments of a call: how planning sees them, and how a plan treats them.
+
+A plan says for each argument what to pass to the local call: the argument unchanged (None), its local shard (LOCALIZE),
+its local shard under another spec (a DTensorSpec), a value that the plan gives (a Constant), or a list of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .._torch import pytree
+from .._torch.ops import OpOverload
+from ..comm.redistribute import redistribute_local
+from ..errors import MeshError
+from ..ops.resolve import ResolvedOp
+from ..sharding.base import DTensorBase
+from ..sharding.mesh import MeshInfo
+from ..sharding.spec import DTensorSpec, TensorMeta
+from .gather_cache import GATHERED
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Where = int | str
+"""The place of an argument: its position, or its name where it was passed by name."""
+
+
+class Constant(NamedTuple):
+    """An argument that the plan itself gives: a size as this rank must pass it."""
+
+    value: Any
+
+
+class Localize:
+    """The mark of an argument whose local shard is passed."""
+
+
+LOCALIZE = Localize()
+LOCALIZE_LIST = Localize()
+"""The mark of a list of distributed tensors whose local shards are passed."""
+
+Treatment = Any
+"""None, LOCALIZE, LOCALIZE_LIST, a DTensorSpec, a Constant, or a list of treatments."""
+
+
+class Argument(NamedTuple):
+    """A tensor argument as planning sees it: its meta, and its spec where it is distributed."""
+
+    meta: TensorMeta
+    spec: DTensorSpec | None
+
+
+def as_argument(value: Any) -> Any:
+    """A value as planning sees it: tensors become `Argument`s, in lists as well."""
+    if isinstance(value, DTensorBase):
+        return Argument(value._spec.tensor_meta, value._spec)
+    if isinstance(value, Tensor):
+        return Argument(TensorMeta(value.shape, value.stride(), value.dtype), None)
+    if isinstance(value, (list, tuple)):
+        return [as_argument(element) for element in value]
+    return value
+
+
+def localize(value: Any, how: Treatment) -> Any:
+    """What to pass to the local call for this argument."""
+    if how is None:
+        return value
+    if how is LOCALIZE:
+        return value._local_tensor
+    if type(how) is DTensorSpec:
+        return redistributed(value, how)
+    if type(how) is Constant:
+        return how.value
+    if how is LOCALIZE_LIST:
+        return [tensor._local_tensor for tensor in value]
+    return [localize(element, its) for element, its in zip(value, how, strict=True)]
+
+
+def redistributed(tensor: DTensorBase, target: DTensorSpec) -> Tensor:
+    """The local shard of a tensor under the target spec. Ops in a row that need the same one share it."""
+    cache = GATHERED.of(target.mesh_info.runtime)
+    found = cache.find(tensor, target)
+    if found is None:
+        found = redistribute_local(tensor._local_tensor, tensor._spec, target)
+        cache.keep(tensor, target, found)
+    return found
+
+
+# ---- all arguments of a call --------------------------------------------------------------------------------------
+
+
+def distributed(args: Args, kwargs: Kwargs) -> list[DTensorBase]:
+    """The distributed tensors among the arguments, those in lists included."""
+    return [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, DTensorBase)]
+
+
+def common_mesh(func: OpOverload, tensors: Sequence[DTensorBase]) -> MeshInfo:
+    """The mesh of all these tensors."""
+    found = {tensor._spec.mesh_info: None for tensor in tensors}
+    if len(found) > 1:
+        specs = ", ".join(f"{tensor._spec!r} on {tensor._spec.mesh_info!r}" for tensor in tensors)
+        raise MeshError(f"{func} on tensors of different meshes: {specs}", "bring them to one mesh first")
+    return next(iter(found))
+
+
+class Written(list[Any]):
+    """The tensors that a call writes. Membership is by identity: == on tensors compares values."""
+
+    def __contains__(self, value: object) -> bool:
+        return any(value is mine for mine in self)
+
+
+def written_arguments(op: ResolvedOp, args: Args, kwargs: Mapping[str, Any]) -> Written:
+    """The tensors that a call writes."""
+    written = Written()
+    for position in op.writes:
+        value = args[position] if position < len(args) else kwargs.get(op.names[position])
+        written.extend(value if isinstance(value, (list, tuple)) else [value])
+    return written
+
+
+def named_tensors(op: ResolvedOp, args: Args, kwargs: Kwargs) -> Iterator[tuple[str, Tensor]]:
+    """The tensors among the arguments with their names in the schema; elements of lists with their index."""
+    for name, value in [*zip(op.names, args, strict=False), *kwargs.items()]:
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
+            for index, element in enumerate(value):
+                if isinstance(element, Tensor):
+                    yield f"{name}[{index}]", element

@@ -1,0 +1,100 @@
+"""Calls that no rule takes: expressed by other ops, or run on gathered inputs.
+
+On gathered inputs every rank computes the same result, and what the op wrote in place goes back to where it came from.
+That is always right and rarely fast, so the first such call of an op says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import Any
+
+from torch import Tensor
+
+from .._torch import pytree
+from ..comm.redistribute import redistribute_local
+from ..errors import CommunicationError, InputError
+from ..ops.resolve import ResolvedOp
+from ..ops.served import served_by
+from ..sharding.base import DTensorBase
+from .arguments import Args, Kwargs, Written, distributed, written_arguments
+from .explicit import refuse_gathering
+from .modes import modes
+from .plain import as_replicated
+from .view_call import ViewCall
+
+
+class GatherWarning(UserWarning):
+    """An op has no rule: its inputs were gathered and every rank computed all of it."""
+
+
+def run_without_plan(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> Any:
+    """The result of a call that no rule takes."""
+    if op.decomposition is not None and (result := op.decomposition(*args, **kwargs)) is not NotImplemented:
+        return result
+    if op.in_place_view is not None:
+        args[0].data = op.in_place_view(*args, **kwargs)
+        return args[0]
+    decomposed = op.func.decompose(*args, **kwargs)
+    if decomposed is not NotImplemented:
+        return decomposed
+    if served_by(op.func) != "rule" and not op.needs_data:
+        _warn_of_gathering(op)
+    return _run_on_gathered(op, args, kwargs, kind)
+
+
+def _warn_of_gathering(op: ResolvedOp) -> None:
+    """Warn once that an op runs on gathered inputs, or refuse it under strict_ops."""
+    advice = f'give it a rule: shardwise.register_sharding(torch.ops.{op.func}, "...")'
+    if modes.strict_ops:
+        raise CommunicationError(f"{op.func} has no rule, and strict_ops is on", advice)
+    if not op.warned:
+        op.warned = True
+        problem = f"{op.func} has no rule: it runs on gathered inputs, the same on every rank"
+        warnings.warn(f"{problem}; {advice}", GatherWarning, stacklevel=2)
+
+
+def _run_on_gathered(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> Any:
+    written = written_arguments(op, args, kwargs)
+    if not all(isinstance(tensor, DTensorBase) for tensor in written):
+        raise InputError(f"{op.func} would write a distributed result into a plain tensor", "write into a DTensor")
+    if modes.explicit:
+        refuse_gathering(op, args, kwargs)
+    tensors = distributed(args, kwargs)
+    mesh_info = tensors[0]._spec.mesh_info
+    gathered = {id(tensor): _gathered(tensor, writable=tensor in written) for tensor in tensors}
+    flat, tree = pytree.tree_flatten((args, kwargs))
+    local_args, local_kwargs = pytree.tree_unflatten([gathered.get(id(value), value) for value in flat], tree)
+    result = op.func(*local_args, **local_kwargs)
+    _write_back(op, written, gathered)
+    returned = {id(gathered[id(tensor)]): tensor for tensor in written}
+    position = itertools.count()
+
+    def wrap(local: Tensor) -> Any:
+        if id(local) in returned:
+            return returned[id(local)]
+        made = as_replicated(local, mesh_info, kind)
+        if not op.is_view:
+            return made
+        index = None if isinstance(result, Tensor) else next(position)
+        replay = ViewCall(args[0], op.func, args, kwargs, index)
+        return kind.wrap_view(made._local_tensor, made._spec, args[0], replay)
+
+    return pytree.tree_map_only(Tensor, wrap, result)
+
+
+def _gathered(tensor: DTensorBase, writable: bool) -> Tensor:
+    local = redistribute_local(tensor._local_tensor, tensor._spec, tensor._spec.replicated())
+    return local.clone() if writable and local is tensor._local_tensor else local
+
+
+def _write_back(op: ResolvedOp, written: Written, gathered: dict[int, Tensor]) -> None:
+    """Bring what the op wrote to the shards of the tensors it was called with."""
+    for tensor in written:
+        new, spec = gathered[id(tensor)], tensor._spec
+        if new.shape != spec.shape:
+            raise InputError(f"{op.func} would change the shape of {spec!r}", "use the op that makes a new tensor")
+        tensor._local_tensor.copy_(redistribute_local(new, spec.replicated(), spec))
+        if tensor._source is not None:
+            tensor._source.write_back(tensor)

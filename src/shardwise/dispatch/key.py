@@ -1,0 +1,91 @@
+"""The key of a call: what its plan depends on.
+
+One function builds it, on every call, so it is short: specs by identity, numbers by value, floats and generators by
+type. From it `plan_key` makes the key under which plans are shared, once for each new key:
+
+- a number whose value no rule reads counts by its type, so that `x * 2` and `x * 3` share a plan;
+- for the few ops whose rules do read numbers (the p of a norm), floats count by value after all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch.ops import OpOverload
+from ..ops.resolve import ResolvedOp
+from ..sharding.base import DTensorBase
+from .arguments import Args, Kwargs
+
+Key = tuple[Any, ...]
+CallKey = Callable[[OpOverload, Args, Kwargs | None], Key]
+
+_BY_VALUE = frozenset((int, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format))
+_UNHASHABLE = (torch.SymInt, torch.SymFloat, torch.SymBool, dict)
+
+
+def key_functions(kind: type[DTensorBase]) -> tuple[Callable[[Any], Any], CallKey]:
+    """For distributed tensors of this class: the key of an argument that is no such tensor, and the key of a call."""
+
+    def argument_key(value: Any) -> Any:
+        """An argument in the key. Its type is fixed by the schema, but for numbers: 1 is not True, nor 1.0."""
+        its = type(value)
+        if its in _BY_VALUE:
+            return value
+        if its is list or its is tuple:
+            return list_key(value)
+        if its is float or its is torch.Generator:
+            return its
+        if its is bool:
+            return its, value
+        if its is kind:
+            return value._spec
+        if isinstance(value, Tensor):
+            if isinstance(value, DTensorBase):
+                return its, value._spec
+            # A number in a plain tensor is the same on all ranks.
+            return (value.dtype, its) if not value.dim() else (value.dtype, its, value.shape)
+        return object() if its in _UNHASHABLE else value  # equal to no other key
+
+    def list_key(values: Any) -> Any:
+        first = type(values[0]) if values else None
+        if first is int:
+            return tuple(values)
+        if first is float:
+            return tuple(map(type, values))
+        return tuple([v._spec if type(v) is kind else argument_key(v) for v in values])
+
+    def call_key(func: OpOverload, args: Args, kwargs: Kwargs | None) -> Key:
+        # The entry of a key holds the op, so that its id is not used again.
+        key = (id(func), *[v._spec if type(v) is kind else argument_key(v) for v in args])
+        return (*key, *kwargs, *map(argument_key, kwargs.values())) if kwargs else key
+
+    return argument_key, call_key
+
+
+def plan_key(op: ResolvedOp, key: Key, args: Args, kwargs: Kwargs) -> Key:
+    """The key under which the plan of a call is shared, from the key of the call."""
+    numbers = op.number_arguments
+    if not numbers:
+        return key
+    changed = list(key)
+    names = len(key) - len(kwargs)
+    for where in (*range(len(args)), *kwargs):
+        if where in numbers:
+            at = 1 + where if isinstance(where, int) else names + list(kwargs).index(where)
+            value = args[where] if isinstance(where, int) else kwargs[where]
+            changed[at] = _by_value(value) if op.op.reads_numbers else _by_type(value, key[at])
+    return tuple(changed)
+
+
+def _by_value(value: Any) -> Any:
+    return tuple(map(_by_value, value)) if isinstance(value, (list, tuple)) else (type(value), value)
+
+
+def _by_type(value: Any, key: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_by_type, value, key))
+    return type(value) if isinstance(value, (int, float, complex)) else key

@@ -1,0 +1,137 @@
+"""Which code runs on the local shards of a call: the op itself, a kernel, or the op's own local implementation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..notation import BoundTensor
+from ..ops.drive import JointPieces, Pieces, drive
+from ..ops.kernel import LocalCall
+from ..sharding.layout import Coordinate, Factor
+from ..sharding.mesh import MeshInfo
+from .bind_call import BoundCall
+from .local_call import drawing, fill, of_rank, on_each, skipping_empty, tensors_in
+from .propagate import Decision
+from .result_meta import refuse_what_fails
+
+LocalRun = Callable[..., Any]
+"""Takes the local arguments of a call and returns its local results."""
+
+
+class LocalCode:
+    """Chooses what runs on the local shards of a bound call, once it is decided how its operands are sharded."""
+
+    def __init__(self, found: BoundCall, decision: Decision, mesh_info: MeshInfo, in_list: bool) -> None:
+        self.found, self.decision, self.mesh_info, self.in_list = found, decision, mesh_info, in_list
+        self.op, self.func = found.resolved, found.resolved.func
+        factors = found.bound.factors
+        self.kernel_factors = tuple(dict.fromkeys(f for _, f in decision.cuts if factors[f].kernel))
+        """The sharded factors that are handled by a kernel."""
+
+    def makes_new(self) -> bool:
+        """Whether it returns new tensors even for an op that writes or views: kernels know of no `out=`."""
+        record = self.op.op
+        copies = record.local is not None and record.local.copies
+        implemented = record.local is not None or record.draw is not None
+        return bool(self.kernel_factors) or copies or (self.op.variant == "out" and implemented)
+
+    def run(self, structure: Any) -> tuple[LocalRun, int]:
+        """What runs, and how many collectives it makes. `structure` holds the index of each result, as returned."""
+        record, mesh_info = self.op.op, self.mesh_info
+        if record.draw is not None:
+            draw = record.draw
+            run = on_each(mesh_info, self._bind_arguments(None), lambda call, at: draw(call))
+            return drawing(run, mesh_info, tensors_in(self.found.outputs)[0]), 0
+        if self.kernel_factors:
+            return self._kernel_run(self.kernel_factors[0])
+        if record.local is not None and self._needs_local():
+            local = record.local.run
+            return on_each(mesh_info, self._bind_arguments(None), lambda call, at: local(call)), 0
+        if self._must_skip_empty():
+            return self._skipping_empty(structure), 0
+        return self.op.python or self.func, 0
+
+    def _needs_local(self) -> bool:
+        """Whether the op itself would not do in the place of its local implementation."""
+        local = self.op.op.local
+        assert local is not None
+        if local.when == "partial sum":
+            return any(layout.partial for layout in self.decision.results)
+        return local.when == "always" or self._has_empty_shard()
+
+    # ---- empty shards -------------------------------------------------------------------------------------------
+
+    def _must_skip_empty(self) -> bool:
+        """Whether a rank with an empty shard must not call the op: many kernels raise there, some crash."""
+        if self.op.op.takes_empty or self.decision.has_summands:
+            return False
+        if self.in_list and not any(layout.partial for layout in self.decision.results):
+            return False  # elementwise ops and updates of lists take empty shards; a reduction must not see one
+        if any(math.prod(operand.tensor.shape) == 0 for operand in self.found.operands):
+            # The op knows what to return for an empty global tensor; if that is empty, too, nobody need compute it.
+            return all(math.prod(result.tensor.shape) == 0 for result in self.found.results)
+        return self._has_empty_shard()
+
+    def _has_empty_shard(self) -> bool:
+        """Whether some rank holds nothing of some operand."""
+        factors = [factor for layout in self.decision.operands for dim in layout.dims for factor in dim]
+        return any(_smallest_shard(self.mesh_info, factor) == 0 for factor in factors)
+
+    def _skipping_empty(self, structure: Any) -> LocalRun:
+        layouts, dtypes = self.decision.results, [t.dtype for t in tensors_in(self.found.outputs)]
+        identities = [fill(layout, dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
+        if self.op.variant == "functional":
+            # Ranks with empty shards do not call the op, so an error that only the data shows must be raised before.
+            refuse_what_fails(self.func, *self.found.metas)
+        return skipping_empty(self.op, self.mesh_info, layouts, identities, dtypes, structure)
+
+    # ---- kernels ------------------------------------------------------------------------------------------------
+
+    def _kernel_run(self, factor: int) -> tuple[LocalRun, int]:
+        kernel = self.op.kernel(self.found.bound.factors[factor].name)
+        pieces = self._pieces()
+        make = self._bind_arguments(factor)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            def start(at: Coordinate, rank: int) -> Any:
+                return kernel.run(make(at, of_rank(args, rank), of_rank(kwargs, rank)), pieces.cut(at))
+
+            return drive(pieces, start)
+
+        return run, kernel.rounds
+
+    def _pieces(self) -> Pieces:
+        """The ranks that the kernel brings together: those that share its factor, or all factors of a joint kernel."""
+        axes = {f: tuple(axis for axis, other in self.decision.cuts if other == f) for f in self.kernel_factors}
+        factors = [Factor(self.found.bound.factors[factor].size, axes[factor]) for factor in axes]
+        return Pieces(self.mesh_info, factors[0]) if len(factors) == 1 else JointPieces(self.mesh_info, factors)
+
+    def _bind_arguments(self, factor: int | None) -> Callable[..., LocalCall]:
+        """From a rank's coordinate and local arguments to its `LocalCall`."""
+        op, func, layouts, given = self.op, self.func, self.decision.results, self.decision.operands
+        operands, results = self.found.operands, self.found.results
+        dims = tuple(_dim_of(operand.tensor, factor) for operand in operands)
+        out_dims = tuple(_dim_of(result.tensor, factor) for result in results)
+        shapes = tuple(result.tensor.shape for result in results)
+        dtypes = tuple(tensor.dtype for tensor in tensors_in(self.found.outputs))
+
+        def make(at: Coordinate, args: Sequence[Any], kwargs: dict[str, Any]) -> LocalCall:
+            return LocalCall(func, op.arguments(args, kwargs), dims, out_dims, shapes, dtypes, layouts, at, given)
+
+        return make
+
+
+def _dim_of(tensor: BoundTensor, factor: int | None) -> int | None:
+    """The dim of a tensor that carries the factor."""
+    return None if factor is None else next((dim for dim, fs in enumerate(tensor.dims) if factor in fs), None)
+
+
+def _smallest_shard(mesh_info: MeshInfo, factor: Factor) -> int:
+    """How much of a factor the rank with the least of it holds: the last one along every axis."""
+    size = factor.size
+    for axis in factor.axes:
+        step = -(-size // mesh_info.sizes[axis])
+        size = max(0, size - step * (mesh_info.sizes[axis] - 1))
+    return size

@@ -1,0 +1,111 @@
+"""Plain tensors among distributed ones.
+
+A plain tensor with dims may differ from rank to rank, so it is an error unless it is known to be replicated. Then it
+becomes a distributed tensor with replicated placements, of which an op takes what it needs.
+
+A tensor without dims is a number: a plain one may scale a distributed tensor, and a distributed one that meets tensors
+of another mesh, or plain ones, is reduced and passed as a plain number. The norm of gradients that live on several
+meshes is such a value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch import pytree
+from ..comm.redistribute import redistribute_local
+from ..errors import CommunicationError, MixedTensorError
+from ..ops.resolve import ResolvedOp
+from ..sharding.base import DTensorBase
+from ..sharding.mesh import MeshInfo
+from ..sharding.placement import Replicate
+from ..sharding.spec import DTensorSpec, contiguous_meta
+from ..world import RankTensor, replicate
+from ..world.mapping import same
+from .arguments import Args, Kwargs, distributed, named_tensors, written_arguments
+from .modes import modes
+from .provenance import record_replicated, taken_as_replicated
+
+
+def with_replicas(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> tuple[Args, Kwargs] | None:
+    """The arguments with plain tensors as replicated distributed ones; None where there are no plain tensors.
+
+    Tensors that are written stay as they are. Raises MixedTensorError for a tensor that is not known to be replicated.
+    """
+    written = written_arguments(op, args, kwargs)
+    plain = [(name, t) for name, t in named_tensors(op, args, kwargs) if is_plain(t) and t not in written]
+    if not plain:
+        return None
+    mesh_info = distributed(args, kwargs)[0]._spec.mesh_info
+    replicas: dict[int, DTensorBase] = {}
+    for name, tensor in plain:
+        if not (taken_as_replicated(tensor) or _is_index(op, name)):
+            raise mixed_tensors(op, name, tensor)
+        record_replicated(tensor)
+        replicas[id(tensor)] = as_replicated(tensor.detach(), mesh_info, kind)
+    flat, tree = pytree.tree_flatten((args, kwargs))
+    found: tuple[Args, Kwargs] = pytree.tree_unflatten([replicas.get(id(value), value) for value in flat], tree)
+    return found
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is an ordinary one, with dims."""
+    return not isinstance(tensor, DTensorBase) and tensor.dim() > 0
+
+
+def mixed_tensors(op: ResolvedOp, name: str, tensor: Tensor) -> MixedTensorError:
+    """The error for a plain tensor that is not known to be replicated."""
+    return MixedTensorError(
+        f"{op.func} mixes distributed tensors with a plain tensor of shape {list(tensor.shape)}, its argument {name!r}",
+        "make it one with distribute_tensor(tensor, mesh, placements) or DTensor.from_local(...), or take "
+        "plain tensors as replicated inside `with shardwise.experimental.implicit_replication():`",
+    )
+
+
+def _is_index(op: ResolvedOp, name: str) -> bool:
+    """Whether an argument is one of a list of indices. A list in brackets arrives as a plain tensor: x[[0, 2]]."""
+    argument = op.func._schema.arguments[op.names.index(name.partition("[")[0])]
+    return str(argument.type) == "List[Optional[Tensor]]"
+
+
+def as_replicated(local: Tensor, mesh_info: MeshInfo, kind: type[DTensorBase]) -> DTensorBase:
+    """The distributed tensor that holds this value on every rank."""
+    local = local.contiguous()
+    if mesh_info.simulated and not isinstance(local, RankTensor):
+        local = replicate(local, mesh_info.world_size)
+    replicated = (Replicate(),) * len(mesh_info.sizes)
+    return kind.wrap(local, DTensorSpec(mesh_info.mesh, replicated, contiguous_meta(local.shape, local.dtype)))
+
+
+# ---- numbers ------------------------------------------------------------------------------------------------------
+
+
+def with_numbers(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+    """The arguments with distributed tensors of no dims as plain ones; None where there are none, or one has a
+    gradient: it would have to go back to its mesh."""
+    flat, tree = pytree.tree_flatten((args, kwargs))
+    if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in flat):
+        return None
+    written = written_arguments(op, args, kwargs)
+    plain = [
+        _number(value) if isinstance(value, DTensorBase) and not value.dim() and value not in written else value
+        for value in flat
+    ]
+    if all(new is old for new, old in zip(plain, flat, strict=True)):
+        return None
+    found: tuple[Args, Kwargs] = pytree.tree_unflatten(plain, tree)
+    return found
+
+
+def _number(tensor: DTensorBase) -> Any:
+    spec = tensor._spec
+    if modes.explicit and spec.layout.partial:
+        raise CommunicationError(
+            f"{spec!r} meets tensors that are not on its mesh, so it must be reduced, in explicit mode",
+            "redistribute it first, e.g. x = x.redistribute(placements=[Replicate(), ...])",
+        )
+    local = redistribute_local(tensor._local_tensor, spec, spec.replicated())
+    return local.shards[0] if isinstance(local, RankTensor) and same(local.shards) else local

@@ -1,0 +1,87 @@
+"""Carrying out the plan of a call: redistribute, run on local shards, wrap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..comm.redistribute import redistribute_local
+from ..errors import InputError
+from ..sharding.base import DTensorBase
+from ..sharding.spec import DTensorSpec
+from .arguments import Args, Kwargs, Where, localize
+from .call_plan import CallPlan
+from .view_call import ViewCall
+
+
+def run_call(plan: CallPlan, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> Any:
+    """The results of a planned call."""
+    local_args = [localize(value, how) for value, how in zip(args, plan.args, strict=True)]
+    local_kwargs = {name: localize(value, plan.kwargs[name]) for name, value in kwargs.items()}
+    if plan.writes:
+        return _run_writing(plan, args, kwargs, local_args, local_kwargs)
+    result = plan.run_local(*local_args, **local_kwargs)
+    if plan.is_view:
+        return _wrap_views(plan, result, args, kwargs, kind)
+    return _wrapped(result, plan.results, kind)
+
+
+def _wrapped(result: Any, specs: Any, kind: type[DTensorBase]) -> Any:
+    if type(specs) is DTensorSpec:
+        return kind.wrap(result, specs)
+    if isinstance(specs, (tuple, list)):
+        return type(specs)([_wrapped(r, s, kind) for r, s in zip(result, specs, strict=True)])
+    return result
+
+
+def _wrap_views(plan: CallPlan, result: Any, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> Any:
+    base = args[0]
+    shares_memory = plan.local_view and base._source is None
+
+    def wrap(piece: Tensor, spec: DTensorSpec, index: int | None) -> Any:
+        replay = None if shares_memory else ViewCall(base, plan.func, args, kwargs, index)
+        return kind.wrap_view(piece, spec, base, replay)
+
+    if type(plan.results) is DTensorSpec:
+        return wrap(result, plan.results, None)
+    return type(plan.results)([wrap(r, s, i) for i, (r, s) in enumerate(zip(result, plan.results, strict=True))])
+
+
+def _run_writing(plan: CallPlan, args: Args, kwargs: Kwargs, local_args: list[Any], local_kwargs: Kwargs) -> Any:
+    def at(where: Where, given: Any, named: Kwargs) -> Any:
+        return given[where] if isinstance(where, int) else named[where]
+
+    if not plan.in_place:
+        # The op writes into copies, which are then brought to where the targets are.
+        for where, _ in plan.writes:
+            if isinstance(where, int):
+                local_args[where] = local_args[where].clone()
+            else:
+                local_kwargs[where] = local_kwargs[where].new_empty(0)
+    result = plan.run_local(*local_args, **local_kwargs)
+    returns = bool(plan.func._schema.returns)
+    if not returns:
+        result = [at(where, local_args, local_kwargs) for where, _ in plan.writes]
+    targets = [at(where, args, kwargs) for where, _ in plan.writes]
+    if not plan.in_place:
+        _copy_results(plan, targets, result)
+    for target in targets:
+        if target._source is not None:
+            target._source.write_back(target)
+    if not returns:
+        return None
+    return targets[0] if not isinstance(plan.results, (tuple, list)) else type(plan.results)(targets)
+
+
+def _copy_results(plan: CallPlan, targets: list[DTensorBase], result: Any) -> None:
+    specs = plan.results if isinstance(plan.results, (tuple, list)) else (plan.results,)
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    for target, spec, local in zip(targets, specs, results, strict=False):
+        if spec.shape != target._spec.shape:
+            raise InputError(
+                f"{plan.func} would change the shape of {target._spec!r}", "write into a tensor of the result's shape"
+            )
+        source = spec.with_meta(target._spec.tensor_meta._replace(dtype=spec.dtype))
+        goal = target._spec.with_meta(source.tensor_meta)
+        target._local_tensor.copy_(redistribute_local(local, source, goal))

@@ -1,0 +1,62 @@
+"""Carrying out the plan of an op on lists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..comm.redistribute import redistribute_local
+from ..sharding.base import DTensorBase
+from ..world import common
+from .arguments import Args, Kwargs, Where, localize
+from .list_plan import ListPlan
+
+
+def run_list(plan: ListPlan, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> list[Any] | None:
+    """The results of a planned op on lists; None where it returns nothing."""
+    given: dict[Where, Any] = dict(enumerate(args))
+    given.update(kwargs)
+    hows: dict[Where, Any] = dict(enumerate(plan.args))
+    hows.update(plan.kwargs)
+    local = {where: localize(value, hows[where]) for where, value in given.items()}
+    for where, index, _, _ in plan.moved:
+        local[where][index] = local[where][index].clone()
+    results: list[Any] = [None] * plan.length
+    for indices, run in plan.groups:
+        here = local if len(indices) == plan.length else _picked(plan, local, indices)
+        found = run(*(here[i] for i in range(len(args))), **{name: here[name] for name in kwargs})
+        if isinstance(found, dict):
+            for name, value in found.items():
+                _argument_named(plan, args, kwargs, name).copy_(common(value))
+        elif plan.results is not None:
+            for index, value in zip(indices, found, strict=True):
+                results[index] = value
+    _write_back(plan, given, local)
+    if plan.results is None:
+        return None
+    return [x if spec is None else kind.wrap(x, spec) for x, spec in zip(results, plan.results, strict=True)]
+
+
+def _write_back(plan: ListPlan, given: Mapping[Where, Any], local: Mapping[Where, Any]) -> None:
+    for where, index, source, target in plan.moved:
+        given[where][index]._local_tensor.copy_(redistribute_local(local[where][index], source, target))
+    for where in plan.writes:
+        for tensor in given[where]:
+            if isinstance(tensor, DTensorBase) and tensor._source is not None:
+                tensor._source.write_back(tensor)
+
+
+def _picked(plan: ListPlan, local: Mapping[Where, Any], indices: Sequence[int]) -> dict[Where, Any]:
+    """The arguments with these elements of their lists."""
+    return {
+        where: [value[i] for i in indices] if where in plan.lists and len(value) else value
+        for where, value in local.items()
+    }
+
+
+def _argument_named(plan: ListPlan, args: Args, kwargs: Kwargs, name: str) -> Tensor:
+    names = [argument.name for argument in plan.func._schema.arguments]
+    found: Tensor = kwargs[name] if name in kwargs else args[names.index(name)]
+    return found

@@ -1,0 +1,38 @@
+"""A view that shares no local memory with what it views: the call that makes it, to be made again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .._torch.ops import OpOverload
+from ..ops.registry import resolve
+from ..sharding.base import DTensorBase
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ViewCall:
+    """The view `func(root, *args[1:], **kwargs)`, or its `index`-th result.
+
+    A slice of a sharded dim, for example, lies on other ranks than the elements it views.
+    """
+
+    root: DTensorBase
+    func: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    index: int | None
+
+    def of(self, root: Tensor) -> Any:
+        """The same view of another root."""
+        result = self.func(root, *self.args[1:], **self.kwargs)
+        return result if self.index is None else result[self.index]
+
+    def put(self, root: Tensor, value: Tensor) -> Any:
+        """The root with `value` in the place of the view; None where no op does that."""
+        op = resolve(self.func)
+        if op.put is None:
+            return None
+        return op.put({**op.arguments(self.args, self.kwargs), "index-th": self.index})(root, value)

@@ -1,0 +1,168 @@
+"""The edges of autograd: where gradients go through a redistribution, and between local and distributed tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch.autograd import QuickFunction
+from ..comm.redistribute import redistribute_local, start_redistribute
+from ..dispatch.gather_cache import mark_exposed
+from ..errors import InputError, MixedTensorError
+from ..sharding.base import DTensorBase
+from ..sharding.memory_order import in_memory_order, memory_order
+from ..sharding.placement import Placements
+from ..sharding.spec import DTensorSpec
+from .from_local import on_mesh
+from .sources import pending
+
+# ---- redistribution -----------------------------------------------------------------------------------------------
+
+
+def to_spec(
+    tensor: DTensorBase,
+    target: DTensorSpec,
+    async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Any:
+    """The same tensor under another spec of its mesh. Differentiable."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return Redistribute.apply(tensor, target, async_op, forward_dtype, backward_dtype)
+    return _redistributed(tensor, target, async_op, forward_dtype)
+
+
+def _redistributed(tensor: DTensorBase, target: DTensorSpec, async_op: bool, dtype: torch.dtype | None) -> DTensorBase:
+    kind, local, source = type(tensor), tensor._local_tensor, tensor._spec
+    if dtype is not None and dtype != source.dtype:
+        local = local.to(dtype)
+        source, target = source.with_dtype(dtype), target.with_dtype(dtype)
+    if async_op:
+        return pending(kind, start_redistribute(local, source, target), local.device, target)
+    moved = redistribute_local(local, source, target)
+    if moved is local and source.tensor_meta != target.tensor_meta:
+        target = target.with_meta(source.tensor_meta)  # data that did not move keeps its strides
+    return kind.wrap(moved, target)
+
+
+class Redistribute(QuickFunction):
+    """From one spec to another; the gradient goes back to the cotangent of the source."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: DTensorBase,
+        target: DTensorSpec,
+        async_op: bool,
+        forward_dtype: torch.dtype | None,
+        backward_dtype: torch.dtype | None,
+    ) -> DTensorBase:
+        """Redistribute."""
+        ctx.kind, ctx.source = type(tensor), tensor._spec
+        ctx.backward_dtype, ctx.async_op = backward_dtype, async_op
+        return _redistributed(tensor, target, async_op, forward_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """Redistribute the gradient, in `backward_dtype` if there is one."""
+        wanted: DTensorSpec = ctx.source.cotangent()
+        distributed = as_distributed_gradient(grad, wanted, ctx.kind)
+        dtype = ctx.backward_dtype or grad.dtype
+        moved = to_spec(distributed, wanted.with_dtype(grad.dtype), ctx.async_op, dtype)
+        return moved.to(ctx.source.dtype), None, None, None, None
+
+
+def as_distributed_gradient(grad: Tensor, spec: DTensorSpec, kind: type[DTensorBase]) -> DTensorBase:
+    """A gradient as a distributed tensor. A plain one is accepted if it is zero.
+
+    The derivative of a constant function is zero, and PyTorch's formulas may return plain zeros for it, of the global
+    shape, on all ranks alike. Other plain gradients come from hooks or functions of the user.
+    """
+    if isinstance(grad, DTensorBase):
+        return grad
+    zero = grad._is_zerotensor()
+    if not zero and bool(grad.any()):
+        raise MixedTensorError(
+            f"the gradient of {spec!r} is a plain tensor of shape {list(grad.shape)}",
+            "return a DTensor from the hook or autograd function that made it: DTensor.from_local(...)",
+        )
+    plain = torch.zeros_like(grad) if zero else grad.detach()
+    replicated = spec.with_dtype(grad.dtype).replicated(row_major=True)
+    return kind.wrap(on_mesh(plain, spec.mesh_info), replicated)
+
+
+# ---- from and to local tensors --------------------------------------------------------------------------------------
+
+
+class FromLocal(QuickFunction):
+    """`data` is the local tensor on the mesh: the same, a copy on its device, or one for each simulated rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, data: Tensor, spec: DTensorSpec, grad_spec: DTensorSpec, kind: type[DTensorBase]
+    ) -> DTensorBase:
+        """Wrap the local tensor."""
+        ctx.grad_spec, ctx.device, ctx.kind, ctx.share = grad_spec, local.device, kind, _share(spec)
+        return kind.wrap(data, spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """The local shard of the gradient."""
+        distributed = as_distributed_gradient(grad, ctx.grad_spec, ctx.kind)
+        local = to_spec(distributed, ctx.grad_spec.with_dtype(grad.dtype)).to_local()
+        local = local * ctx.share if ctx.share != 1.0 else local
+        return local.to(ctx.device), None, None, None, None
+
+
+def _share(spec: DTensorSpec) -> float:
+    """What a local tensor contributes to the value: one part in n of an average over n ranks."""
+    return 1.0 / math.prod(spec.mesh_info.sizes[axis] for axis, op in spec.layout.partial if op == "avg")
+
+
+def grad_spec_of_local(spec: DTensorSpec, grad_placements: Placements | None) -> DTensorSpec:
+    """The spec in which the gradient of a tensor is handed to the local tensors it was made from."""
+    mesh_info = spec.mesh_info
+    if grad_placements is None:
+        for axis, op in spec.layout.partial:
+            if op not in ("sum", "avg"):
+                raise InputError(
+                    f"from_local of {spec!r} with gradients: {op} over {mesh_info.names[axis]} depends on what other "
+                    "ranks hold, which a local gradient does not see",
+                    "reduce before from_local, pass grad_placements, or detach the local tensor",
+                )
+        return spec.cotangent()
+    grad_spec = spec.with_placements(grad_placements)
+    for at in mesh_info.coordinates if mesh_info.simulated else (mesh_info.coordinate,):
+        if grad_spec.local_shape(at) != spec.local_shape(at):
+            raise InputError(
+                f"grad_placements {list(grad_spec.placements)} of {spec!r} give local gradients of shape "
+                f"{list(grad_spec.local_shape(at))} for local tensors of shape {list(spec.local_shape(at))}",
+                "a gradient has the shape of its tensor: shard the same dims",
+            )
+    return grad_spec
+
+
+class ToLocal(QuickFunction):
+    """From a distributed tensor to its local shard; `grad_spec` says what the local gradients are shards of."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensorBase, grad_spec: DTensorSpec) -> Tensor:
+        """The local shard."""
+        ctx.grad_spec, ctx.kind = grad_spec, type(tensor)
+        mark_exposed(tensor._local_tensor)
+        return tensor._local_tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """Wrap the local gradient."""
+        spec: DTensorSpec = ctx.grad_spec.with_dtype(grad.dtype)
+        # A local gradient may have any strides; views of it must be legal where they are for the global tensor.
+        order = memory_order(spec.tensor_meta)
+        grad = on_mesh(grad, spec.mesh_info)
+        grad = grad.contiguous() if order is None else in_memory_order(grad, order)
+        if torch.is_grad_enabled() and grad.requires_grad:
+            return FromLocal.apply(grad, grad.detach(), spec, spec.cotangent(), ctx.kind), None
+        return ctx.kind.wrap(grad, spec), None

@@ -1,0 +1,118 @@
+"""Where the local shard of a DTensor comes from when it is not simply there.
+
+A tensor without a source holds its local shard. One with a source has an empty slot instead, and reading it asks the
+source: `Pending` waits for a collective that is under way, `Replayed` makes a view again after its root has changed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .._torch.wrapper import make_wrapper
+from ..comm.redistribute import redistribute_local
+from ..dispatch.view_call import ViewCall
+from ..sharding.base import DTensorBase
+from ..sharding.spec import DTensorSpec
+
+
+def set_local(tensor: DTensorBase, local: Tensor) -> None:
+    """Make this the local shard of a tensor, from now on without a source."""
+    tensor._local_tensor = local
+    tensor.__dict__.pop("_source", None)
+
+
+class Pending:
+    """The last collective of a redistribution, still under way. On first use the tensor waits for it and keeps the
+    result."""
+
+    def __init__(self, tensor: DTensorBase, complete: Callable[[], Tensor]) -> None:
+        # A finalizer, so that a result that nobody uses is waited for, too: backends warn of others at exit.
+        self.complete = weakref.finalize(tensor, complete)
+
+    def local(self, tensor: DTensorBase) -> Tensor:
+        """The result of the collective."""
+        found = self.complete()
+        assert found is not None, "a pending result is taken once"
+        set_local(tensor, found)
+        return found
+
+    def write_back(self, tensor: DTensorBase) -> None:
+        """Nothing: reading the shard to write it made the tensor an ordinary one."""
+
+
+def pending(
+    kind: type[DTensorBase], complete: Callable[[], Tensor], device: torch.device, spec: DTensorSpec
+) -> DTensorBase:
+    """The tensor whose local shard `complete()` returns."""
+    shape, stride, dtype = spec.tensor_meta
+    tensor: DTensorBase = make_wrapper(kind, shape, stride, dtype=dtype, device=device)
+    tensor._spec = spec
+    tensor._source = Pending(tensor, complete)
+    return tensor
+
+
+class Replayed:
+    """A view that shares no memory with the local shard of its root, such as a slice of a sharded dim.
+
+    Reading it after its root has changed makes it again from the root; writing it writes the root.
+    """
+
+    def __init__(self, view: ViewCall, local: Tensor) -> None:
+        self.view, self.cached = view, local
+        self.seen = _version(view.root)
+
+    def local(self, tensor: DTensorBase) -> Tensor:
+        """The local shard, made again if the root was written since."""
+        if self.seen is None or self.seen != tensor._version:
+            fresh = self.view.of(self.view.root)
+            source = fresh._source
+            # Just made, so it is not asked again: an inference tensor would be made anew for ever.
+            local = source.cached if isinstance(source, Replayed) else fresh._local_tensor
+            self.cached = redistribute_local(local, fresh._spec, tensor._spec)
+            self.seen = _version(tensor)
+        return self.cached
+
+    def write_back(self, tensor: DTensorBase) -> None:
+        """Write the root of the view, and the root's root."""
+        root = self.view.root
+        if isinstance(root._source, Replayed):
+            self.cached = self.cached.clone()  # it may share memory with the root's shard, which is made again below
+        written = self.view.put(root, type(tensor).wrap(self.cached, tensor._spec))
+        if written is None:
+            written = self._put_into_gathered(tensor)
+        target = root._spec.with_meta(written._spec.tensor_meta)
+        root._local_tensor.copy_(redistribute_local(written._local_tensor, written._spec, target))
+        for changed in (tensor, root):
+            if isinstance(changed._source, Replayed):
+                seen = _version(changed)
+                changed._source.seen = None if seen is None else seen + 1  # autograd counts the write after this call
+        if root._source is not None:
+            root._source.write_back(root)
+
+    def _put_into_gathered(self, tensor: DTensorBase) -> DTensorBase:
+        """The root with the view's value in its place, by way of the gathered root."""
+        root, gathered = self.view.root, self.view.root._spec.replicated(row_major=True)
+        value = redistribute_local(self.cached, tensor._spec, tensor._spec.replicated(row_major=True))
+        root_value = redistribute_local(root._local_tensor, root._spec, gathered)
+        if root_value is root._local_tensor:
+            root_value = root_value.clone()
+        self.view.of(root_value).copy_(value)
+        return type(tensor).wrap(root_value, gathered)
+
+
+def replayed(kind: type[DTensorBase], view: ViewCall, local: Tensor, spec: DTensorSpec) -> DTensorBase:
+    """The tensor that the view call makes, with the local shard it has now."""
+    shape, stride, dtype = spec.tensor_meta
+    tensor: DTensorBase = make_wrapper(kind, shape, stride, dtype=dtype, device=local.device)
+    tensor._spec = spec
+    tensor._source = Replayed(view, local)
+    return tensor
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often a tensor was written; None for inference tensors, which do not count: assume it was."""
+    return None if tensor.is_inference() else tensor._version
