@@ -27,6 +27,12 @@ class Schedule(NamedTuple):
     receive_sizes: tuple[int, ...]
 
 
+def schedule_bytes(schedule: Schedule) -> int:
+    """About what a schedule takes in memory: a tuple for each peer, and a tuple of tuples for each box."""
+    boxes = [box for side in (schedule.send, schedule.receive) for peer in side for box in peer]
+    return 1024 + 256 * len(schedule.send) + sum(64 + 160 * len(box) for box in boxes)
+
+
 def schedule(before: Layout, after: Layout, coordinate: Coordinate, axes: Sequence[int]) -> Schedule:
     """The schedule of the rank at this coordinate, exchanging with the ranks over these axes.
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ..sharding.mesh import MeshInfo
+from ..sharding.runtime import clear_all_caches
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,6 @@ _ACCELERATOR = CostModel(20e-6, 0.5e-6, 1e-12, 200e9, 25e9)
 _CPU = CostModel(500e-6, 20e-6, 1e-10, 2e9, 1e9)
 
 _model = CostModel()
-_generation = 0
 _listeners: list[Callable[[], None]] = []
 
 
@@ -81,9 +81,9 @@ def cost_model() -> CostModel:
 
 def set_cost_model(model: CostModel) -> None:
     """Use this model for all plans made from now on. All ranks must set the same one."""
-    global _model, _generation
+    global _model
     _model = model
-    _generation += 1
+    clear_all_caches()
     for forget in _listeners:
         forget()
 
@@ -91,11 +91,6 @@ def set_cost_model(model: CostModel) -> None:
 def on_change(forget: Callable[[], None]) -> None:
     """Call this whenever the cost model changes: choices made by the old one are to be forgotten."""
     _listeners.append(forget)
-
-
-def generation() -> int:
-    """Changes whenever the cost model does; plan caches key on it."""
-    return _generation
 
 
 @contextmanager

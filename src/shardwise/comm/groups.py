@@ -17,16 +17,15 @@ from ..errors import MeshError
 from ..sharding.mesh import (
     Axes,
     MeshInfo,
-    adopted_mesh,
     flattened_meshes,
     group_name,
     group_ranks,
     has_groups,
     mesh_info_of,
-    remember_adopted,
     root_mesh,
     world_group_name,
 )
+from ..sharding.runtime import active_runtime
 from ..world import current_world, groups_of, register_group
 
 _waiting: list[Callable[[], None]] = []
@@ -44,17 +43,16 @@ def first_use() -> None:
 
 
 def adopt(mesh: DeviceMesh) -> MeshInfo:
-    """The view of a mesh with its groups made, ready to communicate."""
-    ready = adopted_mesh(mesh)
-    if ready is not None:
-        return ready
+    """The `MeshInfo` of a mesh, with its process groups made, ready to communicate."""
+    found = active_runtime().adopted.get(id(mesh))
+    if found is not None:
+        return found[1]
     first_use()
     mesh_info = mesh_info_of(mesh)
     if not mesh_info.adopted:
         if has_groups(mesh):
-            mesh_info.mesh = (
-                mesh  # the view may have been made for one loaded from a file, or of a world that has ended
-            )
+            # The MeshInfo may have been made for an equal mesh that was loaded from a file, and has no groups.
+            mesh_info.mesh = mesh
         _check_membership(mesh_info)
         mesh_info.simulated = current_world() is not None
         if mesh_info.simulated:
@@ -62,7 +60,7 @@ def adopt(mesh: DeviceMesh) -> MeshInfo:
         else:
             _process_groups(mesh_info)
         mesh_info.adopted = True
-    remember_adopted(mesh, mesh_info)
+    mesh_info.runtime.adopted[id(mesh)] = mesh, mesh_info
     return mesh_info
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..sharding.layout import Coordinate, Layout
 from ..sharding.mesh import MeshInfo
 from ..world import RankTensor, map_ranks, rank_int
-from .boxes import Box, Schedule, intersection, schedule
+from .boxes import Box, Schedule, intersection, schedule, schedule_bytes
 from .plan import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SLICE, TO_PARTIAL, Step
 from .states import DistState, common_slots
 from .transport import (
@@ -46,11 +46,15 @@ LocalOp = Callable[[Tensor], Tensor]
 
 
 class Move(NamedTuple):
-    """`finish(wait(start(local)))`; no wait where nothing is communicated, no finish where nothing is left to do."""
+    """`finish(wait(start(local)))`; no wait where nothing is communicated, no finish where nothing is left to do.
+
+    `nbytes` is about what its functions keep in memory.
+    """
 
     start: LocalOp
     communicates: bool
     finish: LocalOp | None
+    nbytes: int = 1024
 
 
 def bind(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move:
@@ -262,7 +266,8 @@ def _exchange_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move:
         return _unpack(received, schedule_at(at).receive, shape)
 
     packed, unpacked = on_ranks(mesh_info, pack), on_ranks(mesh_info, unpack)
-    return Move(lambda local: all_to_all(packed(local), incoming, outgoing, name), True, unpacked)
+    nbytes = sum(map(schedule_bytes, schedules.values()))
+    return Move(lambda local: all_to_all(packed(local), incoming, outgoing, name), True, unpacked, nbytes)
 
 
 def _splits(mesh_info: MeshInfo, ranks: int, sizes_at: Callable[[Coordinate], list[int]]) -> list[int]:

@@ -3,7 +3,7 @@
 Plans and their bound moves are cached by the pair of interned specs, so a repeated redistribution is a dictionary
 look-up and its collectives.
 
->>> print(plan(x._spec, y._spec))
+>>> print(plan_redistribution(x._spec, y._spec))
 f32[8@dp, 16] -> f32[8, 16@dp]   1 collective, 192 B received by a rank
   1. all-to-all           over dp              192 B   f32[8, 16@dp]
 """
@@ -11,15 +11,16 @@ f32[8@dp, 16] -> f32[8, 16@dp]   1 collective, 192 B received by a rank
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..errors import MeshError
+from ..sharding.cache import ENTRY_BYTES
 from ..sharding.mesh import MeshInfo
+from ..sharding.runtime import Runtime, WorldCache, on_activate
 from ..sharding.spec import DTensorSpec, in_memory_order, memory_order
-from .cost import Links, cost_model, generation
+from .cost import Links, cost_model
 from .groups import adopt
 from .moves import LocalOp, Move, bind, on_ranks, wait
 from .plan import SpecPlan
@@ -27,41 +28,74 @@ from .planner import make_plan
 
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
+SpecPair = tuple[DTensorSpec, DTensorSpec]
+_STEP_BYTES = 512
 
-def plan(source: DTensorSpec, target: DTensorSpec) -> SpecPlan:
-    """What it takes to bring a tensor from one spec to another. Prints as readable steps with bytes."""
-    return _plan(source, target, generation(), source.mesh_info.adopted)
+_LINKS: WorldCache[MeshInfo, Links] = WorldCache("links of a mesh", 1 << 18)
+_PLANS: WorldCache[SpecPair, SpecPlan] = WorldCache(
+    "redistribution plans", 8 << 20, lambda pair, plan: ENTRY_BYTES + _STEP_BYTES * len(plan.plan.steps)
+)
+_MOVES: WorldCache[SpecPair, tuple[Move, ...]] = WorldCache(
+    "bound moves", 32 << 20, lambda pair, moves: ENTRY_BYTES + sum(move.nbytes for move in moves)
+)
+_active_moves: dict[SpecPair, tuple[Move, ...]]
+"""The bound moves of the active world that were used recently: what `redistribute_local` looks up first."""
 
 
-@lru_cache(maxsize=16384)
-def _plan(source: DTensorSpec, target: DTensorSpec, generation: int, adopted: bool) -> SpecPlan:
-    if source.mesh_info is not target.mesh_info:
+def _use_moves_of(runtime: Runtime) -> None:
+    global _active_moves
+    _active_moves = _MOVES.of(runtime).recent
+
+
+on_activate(_use_moves_of)
+
+
+def plan_redistribution(source: DTensorSpec, target: DTensorSpec) -> SpecPlan:
+    """The steps that bring a tensor from one spec to another. Prints as readable steps with bytes."""
+    mesh_info = source.mesh_info
+    if not mesh_info.adopted:
+        return _make_plan(source, target)  # not cached: once its groups are made, the plan may be another
+    plans = _PLANS.of(mesh_info.runtime)
+    found = plans.get((source, target))
+    if found is None:
+        found = plans[source, target] = _make_plan(source, target)
+    return found
+
+
+def _make_plan(source: DTensorSpec, target: DTensorSpec) -> SpecPlan:
+    mesh_info = source.mesh_info
+    if mesh_info is not target.mesh_info:
         raise MeshError(
-            f"from {source!r} on {source.mesh_info!r} to {target!r} on {target.mesh_info!r}: "
-            "a tensor stays on its mesh",
+            f"from {source!r} on {mesh_info!r} to {target!r} on {target.mesh_info!r}: a tensor stays on its mesh",
             "use placements of the tensor's own mesh, or full_tensor() and distribute_tensor on the other one",
         )
-    mesh_info = source.mesh_info
-    groups = frozenset(mesh_info.groups) if adopted else None
-    links = _links(mesh_info, generation)
-    return SpecPlan(source, target, make_plan(source.layout, target.layout, source.dtype.itemsize, links, groups))
+    groups = frozenset(mesh_info.groups) if mesh_info.adopted else None
+    steps = make_plan(source.layout, target.layout, source.dtype.itemsize, links_of(mesh_info), groups)
+    return SpecPlan(source, target, steps)
 
 
 def links_of(mesh_info: MeshInfo) -> Links:
     """What communication costs on a mesh, by the cost model in use."""
-    return _links(mesh_info, generation())
+    cache = _LINKS.of(mesh_info.runtime)
+    found = cache.get(mesh_info)
+    if found is None:
+        found = cache[mesh_info] = cost_model().links(mesh_info)
+    return found
 
 
-@lru_cache(maxsize=256)
-def _links(mesh_info: MeshInfo, generation: int) -> Links:
-    return cost_model().links(mesh_info)
+def _moves_between(source: DTensorSpec, target: DTensorSpec) -> tuple[Move, ...]:
+    mesh_info = source.mesh_info
+    if not mesh_info.adopted:
+        adopt(mesh_info.mesh)
+    cache = _MOVES.of(mesh_info.runtime)
+    found = cache.get((source, target))
+    if found is None:
+        found = cache[source, target] = _bind_plan(source, target)
+    return found
 
 
-@lru_cache(maxsize=16384)
-def _moves(source: DTensorSpec, target: DTensorSpec, generation: int) -> tuple[Move, ...]:
-    adopt(source.mesh)
-    steps = _plan(source, target, generation, True).plan.steps
-    moves = tuple(bind(step, source.mesh_info, source.dtype) for step in steps)
+def _bind_plan(source: DTensorSpec, target: DTensorSpec) -> tuple[Move, ...]:
+    moves = tuple(bind(step, source.mesh_info, source.dtype) for step in plan_redistribution(source, target).plan.steps)
     order = memory_order(target.tensor_meta)
     if moves and order is not None:
         # Moved data is row-major. Where the target is not, views that are legal on one device must stay so here.
@@ -71,11 +105,13 @@ def _moves(source: DTensorSpec, target: DTensorSpec, generation: int) -> tuple[M
 
 def redistribute_local(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> Tensor:
     """The local tensor after redistribution. The same tensor if there is nothing to do."""
-    moves = _moves(source, target, generation())
+    moves = _active_moves.get((source, target))
+    if moves is None:
+        moves = _moves_between(source, target)
     if not moves:
         return local
     with _BelowAutograd():  # gradients are the caller's; above autograd each collective costs twice as much
-        for start, communicates, finish in moves:
+        for start, communicates, finish, _ in moves:
             local = start(local)
             if communicates:
                 local = wait(local)
@@ -86,9 +122,9 @@ def redistribute_local(local: Tensor, source: DTensorSpec, target: DTensorSpec) 
 
 def start_redistribute(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> Callable[[], Tensor]:
     """Begin a redistribution. The last collective is still under way on return; the result of the call waits for it."""
-    moves = _moves(source, target, generation())
+    moves = _moves_between(source, target)
     last = max((i for i, move in enumerate(moves) if move.communicates), default=-1)
-    for i, (start, communicates, finish) in enumerate(moves):
+    for i, (start, communicates, finish, _) in enumerate(moves):
         local = start(local)
         if i == last:
             after = moves[i + 1 :]
@@ -101,6 +137,6 @@ def start_redistribute(local: Tensor, source: DTensorSpec, target: DTensorSpec) 
 def _complete(raw: Tensor, finish: LocalOp | None, after: tuple[Move, ...]) -> Tensor:
     local = wait(raw)
     local = finish(local) if finish is not None else local
-    for start, _, _ in after:  # local moves only
-        local = start(local)
+    for move in after:  # local moves only
+        local = move.start(local)
     return local

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._torch.ops import OpOverload
-from ..comm.redistribute import links_of, plan
+from ..comm.redistribute import links_of
+from ..comm.redistribute import plan_redistribution as plan
 from ..errors import InputError
 from ..notation import BoundTensor, local_size
 from ..ops.drive import JointPieces, Pieces, drive

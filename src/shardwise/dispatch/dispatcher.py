@@ -20,7 +20,7 @@ from torch import Tensor
 from .._torch import pytree
 from .._torch.ops import OpOverload
 from ..comm.cost import on_change
-from ..comm.redistribute import plan as plan_between
+from ..comm.redistribute import plan_redistribution as plan_between
 from ..comm.redistribute import redistribute_local
 from ..errors import CommunicationError, InputError, MeshError, MixedTensorError
 from ..ops.inverse import replacing

@@ -11,16 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, cast
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources, init_device_mesh
 
 from ..errors import InputError, MeshError
+from .runtime import Runtime, runtime_of_world
 
-__all__ = ["DeviceMesh", "MeshInfo", "current_mesh", "forget_world", "init_device_mesh", "mesh_info_of"]
+if TYPE_CHECKING:
+    from .spec import DTensorSpec
+
+__all__ = ["DeviceMesh", "MeshInfo", "current_mesh", "init_device_mesh", "mesh_info_of"]
 
 Axes = tuple[int, ...]
 Coordinate = tuple[int, ...]
@@ -30,10 +34,12 @@ class MeshInfo:
     """A mesh's axes and the place of every rank. `groups` maps each set of axes that has a process group to its name.
 
     `groups` is filled when the mesh is adopted (see `comm.groups`); until then nothing can communicate over it.
+    `specs` are the interned specs of tensors on this mesh. Kept elsewhere, their keys would keep the mesh alive.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, runtime: Runtime) -> None:
         self.mesh = mesh
+        self.runtime = runtime
         self.device_type = mesh.device_type
         self.sizes: tuple[int, ...] = tuple(mesh.shape)
         self.names: tuple[str, ...] = mesh.mesh_dim_names or tuple(str(axis) for axis in range(mesh.ndim))
@@ -41,6 +47,7 @@ class MeshInfo:
         self.coordinate: Coordinate = tuple(mesh.get_coordinate() or ())
         self.world_size: int = dist.get_world_size()
         self.groups: dict[Axes, str] = {}
+        self.specs: WeakValueDictionary[tuple[object, ...], DTensorSpec] = WeakValueDictionary()
         self.adopted = False
         self.simulated = False
         self.backend = dist.get_backend()
@@ -83,12 +90,8 @@ class MeshInfo:
         return f"mesh({axes})"
 
 
-# One table of views for each world, the world being its default process group.
-_mesh_infos: WeakKeyDictionary[object, dict[DeviceMesh, MeshInfo]] = WeakKeyDictionary()
-
-
 def mesh_info_of(mesh: DeviceMesh) -> MeshInfo:
-    """The one view of this mesh, and of all meshes equal to it in this world."""
+    """The one `MeshInfo` of this mesh and of all meshes equal to it in this world."""
     if not isinstance(mesh, DeviceMesh):
         raise InputError(
             f"device_mesh is a {type(mesh).__name__}", "pass a DeviceMesh, e.g. init_device_mesh('cpu', (4,))"
@@ -98,36 +101,11 @@ def mesh_info_of(mesh: DeviceMesh) -> MeshInfo:
             "there is no world: torch.distributed is not initialised",
             "start under torchrun and call init_device_mesh, or use `with shardwise.simulate(8):`",
         )
-    table = _mesh_infos.setdefault(dist.group.WORLD, {})
-    mesh_info = table.get(mesh)
+    runtime = runtime_of_world()
+    mesh_info = runtime.meshes.get(mesh)
     if mesh_info is None:
-        mesh_info = table[mesh] = MeshInfo(mesh)
+        mesh_info = runtime.meshes[mesh] = MeshInfo(mesh, runtime)
     return mesh_info
-
-
-def forget_world(default_group: object) -> None:
-    """Drop the views of a world that has ended. None: the user ended it before, and it took its views along."""
-    if default_group is None:
-        return
-    ended = set(map(id, (_mesh_infos.pop(default_group, None) or {}).values()))
-    for key, (_, mesh_info) in list(_adopted.items()):
-        if id(mesh_info) in ended:
-            del _adopted[key]
-
-
-# Meshes that are ready to communicate, by their id: hashing a mesh costs more than an op should.
-_adopted: dict[int, tuple[DeviceMesh, MeshInfo]] = {}
-
-
-def adopted_mesh(mesh: DeviceMesh) -> MeshInfo | None:
-    """The view of a mesh that was adopted before."""
-    found = _adopted.get(id(mesh))
-    return found[1] if found is not None else None
-
-
-def remember_adopted(mesh: DeviceMesh, mesh_info: MeshInfo) -> None:
-    """Let `adopted_view` find this mesh, which stays alive for as long as its world."""
-    _adopted[id(mesh)] = mesh, mesh_info
 
 
 def current_mesh() -> DeviceMesh:
@@ -159,7 +137,7 @@ def group_ranks(name: str) -> tuple[int, ...]:
 
 def axes_of_group(name: str) -> str:
     """The axes that a group talks over, as printed, of the first mesh adopted with it; its name if there is none."""
-    for mesh_info in _mesh_infos.get(dist.group.WORLD, {}).values():
+    for mesh_info in runtime_of_world().meshes.values():
         for axes, its_name in mesh_info.groups.items():
             if its_name == name:
                 return names_text([mesh_info.names[axis] for axis in axes])
@@ -182,7 +160,7 @@ def mesh_like(description: MeshDescription) -> DeviceMesh:
     wait for, or sum with, strangers.
     """
     device_type, ranks, names = description
-    for mesh_info in _mesh_infos.get(dist.group.WORLD, {}).values() if dist.is_initialized() else ():
+    for mesh_info in runtime_of_world().meshes.values() if dist.is_initialized() else ():
         found = mesh_info.mesh
         if (found.device_type, found.mesh_dim_names) == (device_type, names) and torch.equal(found.mesh, ranks):
             return found

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from .._torch.collectives import group_is_registered
 from .cache import ENTRY_BYTES, Cache
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class WorldCache(WorldState[Cache[K, V]]):
 
 # ---- which world is running ---------------------------------------------------------------------------------------
 
-_runtimes: WeakKeyDictionary[object, Runtime] = WeakKeyDictionary()
+_runtimes: WeakKeyDictionary[dist.ProcessGroup, Runtime] = WeakKeyDictionary()
 
 
 class _Active:
@@ -97,10 +98,12 @@ def active_runtime() -> Runtime:
 
 
 def runtime_of_world() -> Runtime:
-    """The runtime of the default process group there is now; it becomes the active one."""
+    """The runtime of the present default process group; it becomes the active one."""
     world = dist.group.WORLD
+    assert world is not None, "callers have checked that torch.distributed is initialised"
     runtime = _runtimes.get(world)
     if runtime is None:
+        _drop_ended_worlds()
         runtime = _runtimes[world] = Runtime()
     if runtime is not _Active.runtime:
         _activate(runtime)
@@ -113,16 +116,29 @@ def on_activate(listener: Callable[[Runtime], None]) -> None:
     listener(_Active.runtime)
 
 
-def end_world(default_group: object) -> None:
-    """Drop the runtime of a world that has ended. None: the user ended it before, and its runtime went with it."""
+def end_world(default_group: dist.ProcessGroup | None) -> None:
+    """Drop the runtime of a simulated world at its end. None: the user destroyed its default group before."""
     ended = None if default_group is None else _runtimes.pop(default_group, None)
     if ended is _Active.runtime or default_group is None:
         _activate(Runtime())
 
 
+def _drop_ended_worlds() -> None:
+    """Drop the runtimes of worlds that destroy_process_group() has ended: their meshes keep their groups alive."""
+    for world in [*_runtimes]:
+        if not group_is_registered(world):
+            del _runtimes[world]
+
+
 def all_runtimes() -> list[Runtime]:
     """The runtimes of all worlds that have not ended."""
     return [*_runtimes.values()]
+
+
+def clear_all_caches() -> None:
+    """Empty the caches of every world: the cost model, or the rules of ops, have changed."""
+    for runtime in all_runtimes():
+        runtime.clear_caches()
 
 
 def _activate(runtime: Runtime) -> None:

@@ -9,16 +9,19 @@ f32[8, 16@tp] sum(dp)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
-from weakref import WeakValueDictionary
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InputError, LayoutError, PlacementError
-from .layout import Coordinate, Dim, Layout, default_order, from_placements, to_placements
+from .layout import Coordinate, Dim, Factor, Layout, default_order, from_placements, to_placements
+from .memory_order import TensorMeta as TensorMeta
+from .memory_order import contiguous_meta as contiguous_meta
+from .memory_order import contiguous_stride as contiguous_stride
+from .memory_order import in_memory_order as in_memory_order
+from .memory_order import memory_order as memory_order
 from .mesh import MeshDescription, MeshInfo, mesh_description, mesh_info_of, mesh_like, names_text
 from .placement import InterleavedShard, P, Partial, Placement, Placements, Replicate, Shard, ShardOrder
 
@@ -38,42 +41,8 @@ DTYPE_NAMES = {
 }
 
 
-class TensorMeta(NamedTuple):
-    """Shape, stride and dtype of the whole tensor."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a row-major tensor of this shape."""
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
-
-
-def memory_order(meta: TensorMeta) -> tuple[int, ...] | None:
-    """The dims from outermost to innermost in memory; None where that is the order of the dims, or cannot be told."""
-    shape, stride, _ = meta
-    wide = [dim for dim in range(len(shape)) if shape[dim] > 1]
-    if any(stride[dim] == 0 for dim in wide):
-        return None
-    order = sorted(wide, key=lambda dim: -stride[dim])
-    return tuple(order) + tuple(dim for dim in range(len(shape)) if dim not in wide) if order != wide else None
-
-
-def in_memory_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    """The tensor, copied if need be, with its dims lying in memory in this order."""
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return tensor.permute(order).contiguous().permute(back)
-
-
-def contiguous_meta(shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:
-    """The meta of a row-major tensor."""
-    return TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
+_MAX_DERIVED = 256
+"""How many specs one spec caches: one for each placement, dtype and the like that its tensors are brought to."""
 
 
 class DTensorSpec:
@@ -83,14 +52,14 @@ class DTensorSpec:
     says it.
     """
 
-    __slots__ = ("__weakref__", "_placements", "_shard_order", "layout", "mesh_info", "tensor_meta")
+    __slots__ = ("__weakref__", "_derived", "_placements", "_shard_order", "layout", "mesh_info", "tensor_meta")
 
     mesh_info: MeshInfo
     layout: Layout
     tensor_meta: TensorMeta
     _placements: tuple[Placement, ...] | None
     _shard_order: ShardOrder
-    _interned: ClassVar[WeakValueDictionary[Any, DTensorSpec]] = WeakValueDictionary()
+    _derived: dict[Hashable, DTensorSpec]
 
     def __new__(
         cls,
@@ -125,15 +94,15 @@ class DTensorSpec:
         order: ShardOrder,
         meta: TensorMeta,
     ) -> DTensorSpec:
-        key = (mesh_info, layout, placements, order, meta)
-        found = cls._interned.get(key)
+        key = (layout, placements, order, meta)
+        found = mesh_info.specs.get(key)
         if found is None:
             found = object.__new__(cls)
-            values = (mesh_info, layout, placements, order, meta)
-            names = ("mesh_info", "layout", "_placements", "_shard_order", "tensor_meta")
+            names = ("mesh_info", "layout", "_placements", "_shard_order", "tensor_meta", "_derived")
+            values: tuple[object, ...] = (mesh_info, *key, {})
             for name, value in zip(names, values, strict=True):
                 object.__setattr__(found, name, value)
-            cls._interned[key] = found
+            mesh_info.specs[key] = found
         return found
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -247,9 +216,30 @@ class DTensorSpec:
         """Another tensor of the same shape, cut in the same way."""
         return DTensorSpec._intern(self.mesh_info, self.layout, self._placements, self._shard_order, meta)
 
+    def derived(self, key: Hashable, make: Callable[[], DTensorSpec]) -> DTensorSpec:
+        """The spec that `make` returns, cached on this one under `key`."""
+        found = self._derived.get(key)
+        if found is None:
+            found = make()
+            if found is not self:  # a spec that refers to itself would wait for the garbage collector
+                if len(self._derived) >= _MAX_DERIVED:
+                    self._derived.clear()
+                self._derived[key] = found
+        return found
+
+    def with_dtype(self, dtype: torch.dtype) -> DTensorSpec:
+        """The spec of a tensor with another dtype, with the same shape, strides and placements."""
+        if self.tensor_meta.dtype == dtype:
+            return self
+        return self.derived(dtype, lambda: self.with_meta(self.tensor_meta._replace(dtype=dtype)))
+
+    def replicated(self, *, row_major: bool = False) -> DTensorSpec:
+        """The spec of the same tensor, replicated on every mesh axis, with its own strides or row-major ones."""
+        return self.derived(("replicated", row_major), lambda: _replicated(self, row_major))
+
     def cotangent(self) -> DTensorSpec:
         """The spec of this tensor's gradient: as the tensor itself, with Partial axes replicated."""
-        return _cotangent(self)
+        return self.derived("cotangent", lambda: _cotangent(self)) if self.layout.partial else self
 
     def __repr__(self) -> str:
         return spec_text(self.layout, self.dtype, self.mesh_info.names)
@@ -262,12 +252,19 @@ def rebuild_spec(
     return DTensorSpec(mesh_like(description), placements, TensorMeta(*meta), order)
 
 
-@lru_cache(maxsize=8192)
-def _cotangent(spec: DTensorSpec) -> DTensorSpec:
-    if not spec.layout.partial:
+def _replicated(spec: DTensorSpec, row_major: bool) -> DTensorSpec:
+    if spec.is_replicated() and not row_major:
         return spec
-    placements = tuple(Replicate() if p.is_partial() else p for p in spec.placements)
-    return DTensorSpec(spec.mesh, placements, spec.tensor_meta, spec.shard_order)
+    sizes = spec.mesh_info.sizes
+    layout = Layout.make(sizes, [(Factor(size, ()),) for size in spec.shape])
+    meta = contiguous_meta(spec.shape, spec.dtype) if row_major else spec.tensor_meta
+    return DTensorSpec._intern(spec.mesh_info, layout, (Replicate(),) * len(sizes), (), meta)
+
+
+def _cotangent(spec: DTensorSpec) -> DTensorSpec:
+    placements = spec._placements and tuple(Replicate() if p.is_partial() else p for p in spec._placements)
+    layout = spec.layout.without_partial()
+    return DTensorSpec._intern(spec.mesh_info, layout, placements, spec._shard_order, spec.tensor_meta)
 
 
 def dim_axes(dim: Dim) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _clipped_type
 from .._torch.bindings import QuickFunction
 from ..comm.groups import adopt, before_first_use, first_use
 from ..comm.plan import SpecPlan
-from ..comm.redistribute import plan as plan_between
+from ..comm.redistribute import plan_redistribution as plan_between
 from ..comm.redistribute import redistribute_local, start_redistribute
 from ..dispatch.dispatcher import OpDispatcher, Replay
 from ..dispatch.gather_cache import mark_exposed

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..errors import WorldError
-from ..sharding.mesh import forget_world
+from ..sharding.runtime import end_world, runtime_of_world
 from .registry import World, active, register_group
 
 __all__ = ["SimulatedWorld", "simulate"]
@@ -76,6 +76,7 @@ class SimulatedWorld(World, ContextDecorator):
         active.append(self)
         self.groups = {}
         register_group(c10d._get_default_group().group_name, [range(self.size)])
+        runtime_of_world()  # from now on the active one: meshes of an outer world are not found in this one
         return self
 
     def stop(self) -> None:
@@ -86,7 +87,7 @@ class SimulatedWorld(World, ContextDecorator):
                 "stop worlds in the opposite order of their start, each once",
             )
         active.pop()
-        forget_world(c10d._world.default_pg)
+        end_world(c10d._world.default_pg)
         outside, self._outside = self._outside, None
         outside.restore()
 
