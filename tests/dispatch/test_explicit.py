@@ -65,7 +65,7 @@ def advised(tensors: dict[str, DTensor], advice: str) -> dict[str, Any]:
     return {name: eval(name, names) for name in tensors}
 
 
-@pytest.mark.filterwarnings("ignore::shardwise.dispatch.dispatcher.GatherWarning")
+@pytest.mark.filterwarnings("ignore::shardwise.dispatch.fallback.GatherWarning")
 @pytest.mark.parametrize("sizes", [(2,), (3,), (2, 2)], ids=str)
 @pytest.mark.parametrize("case", MOVING)
 def test_the_advice_works(case: str, sizes: tuple[int, ...]) -> None:

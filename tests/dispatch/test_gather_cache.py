@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -69,11 +70,34 @@ def add_in_part_of_view(x: DTensor) -> None:
     x.view(-1, COLUMNS).to_local().add_(1)
 
 
+def add_through_data(x: DTensor) -> None:
+    x.data.add_(1)
+
+
+def add_by_address(x: DTensor) -> None:
+    """As a kernel that was given an address: no version counter sees it."""
+    for shard in x.shards.values():
+        memory = (ctypes.c_float * shard.numel()).from_address(shard.data_ptr())
+        for i in range(shard.numel()):
+            memory[i] += 1
+
+
 def give_other_data(x: DTensor) -> None:
     x.data = x + 1
 
 
-@pytest.mark.parametrize("write", [add_in_place, add_in_part, add_in_a_rank, add_in_part_of_view, give_other_data])
+WRITES = [
+    add_in_place,
+    add_in_part,
+    add_in_a_rank,
+    add_in_part_of_view,
+    add_through_data,
+    add_by_address,
+    give_other_data,
+]
+
+
+@pytest.mark.parametrize("write", WRITES)
 def test_what_was_written_is_read_anew(write: Callable[[DTensor], None]) -> None:
     with simulate(4):
         mesh = init_device_mesh("cpu", (4,))
@@ -119,10 +143,29 @@ def test_pieces_of_one_tensor_are_not_confused(cut_dim: int) -> None:
                 torch.testing.assert_close(half.shards[0], expected, rtol=1e-4, atol=1e-3)
 
 
+def test_a_shard_that_was_handed_out_is_never_trusted() -> None:
+    """The address may be used at any time later, between any two ops."""
+    with simulate(4):
+        mesh = init_device_mesh("cpu", (4,))
+        (plain,), (cut,) = weights(mesh, 1)
+        data = torch.randn(1, ROWS, COLUMNS)
+        x = distribute_tensor(data.clone(), mesh, [Shard(1)]) * 1
+        shards = x.shards
+        with torch.no_grad():
+            F.linear(x, cut)
+            for shard in shards.values():
+                (ctypes.c_float * 1).from_address(shard.data_ptr())[0] = 7.0
+            again = F.linear(x, cut)
+            changed = data.clone()
+            changed[0, ::2, 0] = 7.0
+            expected = F.linear(changed, plain)
+        torch.testing.assert_close(again.full_tensor().shards[0], expected, rtol=1e-4, atol=1e-3)
+
+
 def test_nothing_is_kept_when_the_tensor_goes() -> None:
     import gc
 
-    from shardwise.dispatch.dispatcher import _last
+    from shardwise.dispatch.gather_cache import _Active
 
     with simulate(4):
         mesh = init_device_mesh("cpu", (4,))
@@ -130,7 +173,7 @@ def test_nothing_is_kept_when_the_tensor_goes() -> None:
         x = distribute_tensor(torch.randn(1, ROWS, COLUMNS), mesh, [Shard(1)])
         with torch.no_grad():
             F.linear(x, cut)
-        assert _last.made is not None
+        assert _Active.cache._entry is not None
         del x
         gc.collect()
-        assert _last.made is None
+        assert _Active.cache._entry is None

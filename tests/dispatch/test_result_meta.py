@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 import shardwise
 from shardwise import Replicate, Shard, distribute_tensor, init_device_mesh, zeros
-from shardwise.dispatch.result_meta import memory_key, recall
+from shardwise.dispatch.result_meta import cached_results, form_key
+from shardwise.ops.registry import resolve
 from shardwise.sharding.spec import contiguous_meta
 from shardwise.testing import check
 from tests.processes.pool import on_processes
@@ -23,7 +24,17 @@ CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "new zeros": lambda x: x.new_zeros(4, 6) + 1,
     "sum": lambda x: x.sum(1),
     "product": lambda x: x @ x.t(),
+    "average": lambda x: F.adaptive_avg_pool1d(x[:, : x.shape[1] // 4 * 4].view(4, 1, -1), 1),
 }
+
+
+def test_a_dim_that_was_1_once_is_not_always_1() -> None:
+    """The window of a pool, the half of a gate: sizes that the rule does not name."""
+    pools = [(F.avg_pool2d, (torch.randn(2, 3, size, size), 4)) for size in (4, 8, 4, 12)]
+    halves = [(F.glu, (torch.randn(3, size),)) for size in (2, 8, 4)]
+    pairs = [(F.pdist, (torch.randn(size, 3),)) for size in (2, 5, 3)]
+    for function, arguments in pools + halves + pairs:
+        check(function, *arguments, meshes=((2,),))
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -38,10 +49,11 @@ def test_a_new_size_is_recalled() -> None:
         x = zeros(4, 6, device_mesh=mesh, placements=[Shard(0)])
         torch.hypot(x, x)
     metas = [contiguous_meta((32, 7), torch.float32)] * 2
-    remembered = recall(memory_key(torch.ops.aten.hypot.default, metas, {}), metas)
-    assert (remembered.shape, remembered.dtype) == ((32, 7), torch.float32)
-    # Sizes of 1 broadcast, so such calls are asked for each time.
-    assert memory_key(torch.ops.aten.hypot.default, [contiguous_meta((1, 7), torch.float32)], {}) is None
+    op = resolve(torch.ops.aten.hypot.default)
+    cached = cached_results(op, form_key(op, metas, {}), metas)
+    assert (cached.shape, cached.dtype) == ((32, 7), torch.float32)
+    # Sizes of 1 broadcast, so the results of such calls are computed each time.
+    assert form_key(op, [contiguous_meta((1, 7), torch.float32)], {}) is None
 
 
 def test_shapes_that_a_rule_does_not_take_run_whole() -> None:

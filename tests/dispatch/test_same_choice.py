@@ -70,7 +70,7 @@ def placements_for(dims: int) -> list[list[Any]]:
     return [[Replicate()], *([Shard(dim)] for dim in range(min(dims, 2))), [Partial()]]
 
 
-@pytest.mark.filterwarnings("ignore::shardwise.dispatch.dispatcher.GatherWarning")
+@pytest.mark.filterwarnings("ignore::shardwise.dispatch.fallback.GatherWarning")
 @pytest.mark.parametrize("name", OPS)
 def test_the_same_choice(name: str) -> None:
     fn, tensors = OPS[name]

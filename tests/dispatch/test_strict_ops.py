@@ -45,7 +45,7 @@ def test_it_runs_whole_and_says_so_once() -> None:
         with pytest.warns(GatherWarning) as said:
             result = [no_rule(x), no_rule(x)][0]
         assert [str(warning.message) for warning in said] == [
-            "shardwise_tests.no_rule.default has no rule: its inputs are gathered and it runs whole; "
+            "shardwise_tests.no_rule.default has no rule: it runs on gathered inputs, the same on every rank; "
             'give it a rule: shardwise.register_sharding(torch.ops.shardwise_tests.no_rule.default, "...")'
         ]
         assert result.placements == (Replicate(),)

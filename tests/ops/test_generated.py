@@ -100,7 +100,7 @@ def test_calls_that_no_line_is_for_run_whole_with_a_warning() -> None:
         resolve(op).warned = False
         with shardwise.strict_ops(), pytest.raises(CommunicationError, match="has no rule, and strict_ops is on"):
             op(x, mask, 1, 2)
-        with pytest.warns(GatherWarning, match="runs whole"):
+        with pytest.warns(GatherWarning, match="runs on gathered inputs"):
             result = op(x, mask, 1, 2)
         torch.testing.assert_close(assemble(result), op(r(5, 4), r(5, 4) > 0, 1, 2), equal_nan=True)
 

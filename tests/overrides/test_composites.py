@@ -36,7 +36,7 @@ CASES: list[Case] = [
 
 
 @table(CASES)
-@pytest.mark.filterwarnings("ignore::shardwise.dispatch.dispatcher.GatherWarning")
+@pytest.mark.filterwarnings("ignore::shardwise.dispatch.fallback.GatherWarning")
 def test_plain_tensors_made_inside_are_replicated(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     check_case(fn, args, limit=3, meshes=((3,), (2, 2)))
 

@@ -19,6 +19,8 @@ from shardwise import (
     simulate,
 )
 from shardwise.errors import InputError, LayoutError, PlacementError
+from shardwise.sharding.layout import Factor, Layout
+from shardwise.sharding.mesh import mesh_info_of
 from shardwise.sharding.spec import contiguous_meta
 from tests.worlds import mesh_of
 
@@ -184,3 +186,36 @@ def test_zero_dim_tensors_cannot_be_cut(mesh):
     assert DTensorSpec(mesh, [Partial(), Replicate()], scalar).sums == [0]
     with pytest.raises(PlacementError, match="0-dim"):
         DTensorSpec(mesh, [Shard(0), Replicate()], scalar)
+
+
+def test_derived_specs_are_cached_on_the_spec(mesh):
+    spec = DTensorSpec(mesh, [Partial(), Shard(1)], TensorMeta(torch.Size([8, 16]), (1, 8), torch.float32))
+    half = spec.with_dtype(torch.float16)
+    assert (half.dtype, half.stride, half.placements) == (torch.float16, (1, 8), spec.placements)
+    assert spec.with_dtype(torch.float16) is half
+    assert spec.with_dtype(torch.float32) is spec
+    assert spec.replicated().placements == (Replicate(), Replicate())
+    assert spec.replicated().stride == (1, 8)
+    assert spec.replicated().replicated() is spec.replicated()
+    assert spec.replicated(row_major=True).stride == (16, 1)
+    assert spec.replicated(row_major=True).is_replicated()
+    assert spec.cotangent().placements == (Replicate(), Shard(1))
+    assert spec.cotangent().cotangent() is spec.cotangent()
+    made = []
+    for _ in range(2):
+        spec.derived("key", lambda: made.append(spec) or spec.replicated())
+    assert made == [spec]
+
+
+def test_a_spec_caches_a_bounded_number_of_others(mesh):
+    spec = DTensorSpec(mesh, [Partial(), Shard(1)], F32)
+    for key in range(1000):
+        spec.derived(key, spec.cotangent)
+    assert len(spec._derived) <= 256
+
+
+def test_the_cotangent_of_a_layout_without_placements(mesh):
+    layout = Layout.make((2, 4), [(Factor(2, ()), Factor(2, (0,)), Factor(4, ())), (Factor(16, ()),)], ((1, "sum"),))
+    meta = contiguous_meta((16, 16), torch.float32)
+    spec = DTensorSpec.from_layout(mesh_info_of(mesh), layout, meta)
+    assert spec.cotangent().layout is layout.without_partial()

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from .._torch import pytree
 from .._torch.ops import OpOverload
-from ..comm.redistribute import redistribute_local
 from ..errors import MeshError
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
 from ..sharding.mesh import MeshInfo
 from ..sharding.spec import DTensorSpec, TensorMeta
-from .gather_cache import GATHERED
+from .gather_cache import redistributed
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -76,16 +75,6 @@ def localize(value: Any, how: Treatment) -> Any:
     if how is LOCALIZE_LIST:
         return [tensor._local_tensor for tensor in value]
     return [localize(element, its) for element, its in zip(value, how, strict=True)]
-
-
-def redistributed(tensor: DTensorBase, target: DTensorSpec) -> Tensor:
-    """The local shard of a tensor under the target spec. Ops in a row that need the same one share it."""
-    cache = GATHERED.of(target.mesh_info.runtime)
-    found = cache.find(tensor, target)
-    if found is None:
-        found = redistribute_local(tensor._local_tensor, tensor._spec, target)
-        cache.keep(tensor, target, found)
-    return found
 
 
 # ---- all arguments of a call --------------------------------------------------------------------------------------

@@ -14,13 +14,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from .._torch.ops import OpOverload
-from ..comm.cost import on_change
 from ..errors import MeshError, MixedTensorError
-from ..ops.registry import registry, resolve
+from ..ops.registry import resolve
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
 from ..sharding.cache import Cache
-from ..sharding.runtime import Runtime, WorldCache, on_activate
+from ..sharding.runtime import Runtime, WorldCache, clear_all_caches, on_activate
 from .arguments import Args, Kwargs, as_argument, common_mesh, distributed
 from .call_plan import CallPlan, plan_call
 from .explicit import refuse_communication
@@ -61,24 +60,17 @@ class OpDispatcher:
     def __init__(self, kind: type[DTensorBase]) -> None:
         self.kind = kind
         on_activate(self._use_tables_of)
-        on_change(self.forget_plans)
-        registry.on_change(self.forget_plans)
         self.torch_dispatch = hot_path(kind, self.dispatch)
         self._recorded: list[Planned] | None = None
 
     def _use_tables_of(self, runtime: Runtime) -> None:
         self.plans, self.hot = PLANS.of(runtime), HOT.of(runtime)
 
-    def forget_plans(self) -> None:
-        """Plan all calls anew: rules, or the cost model, have changed."""
-        self.plans.clear()
-        self.hot.clear()
-
     @contextmanager
     def recording(self) -> Iterator[list[Planned]]:
         """Inside, all calls are planned anew; the plans are collected in the list."""
         before, self._recorded = self._recorded, []
-        self.forget_plans()
+        clear_all_caches()
         try:
             yield self._recorded
         finally:

@@ -20,6 +20,7 @@ from ..ops.served import served_by
 from ..sharding.base import DTensorBase
 from .arguments import Args, Kwargs, Written, distributed, written_arguments
 from .explicit import refuse_gathering
+from .gather_cache import after_write
 from .modes import modes
 from .plain import as_replicated
 from .view_call import ViewCall
@@ -96,5 +97,4 @@ def _write_back(op: ResolvedOp, written: Written, gathered: dict[int, Tensor]) -
         if new.shape != spec.shape:
             raise InputError(f"{op.func} would change the shape of {spec!r}", "use the op that makes a new tensor")
         tensor._local_tensor.copy_(redistribute_local(new, spec.replicated(), spec))
-        if tensor._source is not None:
-            tensor._source.write_back(tensor)
+        after_write(tensor)

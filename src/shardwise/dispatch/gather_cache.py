@@ -3,8 +3,9 @@
 q, k and v of an attention read one input: one gather serves all three. The entry is dropped with the tensor it was made
 from, so that memory is not held for long, and is not used after a write to either of the two.
 
-Writes are noticed by version counters. A local shard that was handed to the user may be written without a trace (a
-kernel that has its address), so it is never trusted again: neither it nor what was made from it is served from here.
+Every write that goes through dispatch empties the cache. Local shards are watched by their version counters. One that
+was handed to the user may be written without a trace (by a kernel that has its address), so it is never trusted again:
+neither it nor what was made from it is served from here.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..comm.redistribute import redistribute_local
 from ..sharding.base import DTensorBase
-from ..sharding.runtime import WorldState
+from ..sharding.runtime import Runtime, WorldState, on_activate
 from ..sharding.spec import DTensorSpec
 from ..world import RankTensor
 
@@ -62,8 +64,42 @@ class GatherCache:
         if self._entry is not None and self._entry.root is root:
             self._entry = None
 
+    def clear(self) -> None:
+        """Forget the entry: something was written."""
+        self._entry = None
 
-GATHERED = WorldState(GatherCache)
+
+_GATHERED = WorldState(GatherCache)
+
+
+class _Active:
+    """The cache of the active world."""
+
+    cache = GatherCache()
+
+
+def _use_cache_of(runtime: Runtime) -> None:
+    _Active.cache = _GATHERED.of(runtime)
+
+
+on_activate(_use_cache_of)
+
+
+def redistributed(tensor: DTensorBase, target: DTensorSpec) -> Tensor:
+    """The local shard of a tensor under the target spec. Ops in a row that need the same one share it."""
+    cache = _Active.cache
+    found = cache.find(tensor, target)
+    if found is None:
+        found = redistribute_local(tensor._local_tensor, tensor._spec, target)
+        cache.keep(tensor, target, found)
+    return found
+
+
+def after_write(tensor: DTensorBase) -> None:
+    """What follows a write to a tensor through dispatch: gathered data is stale, and a view writes what it views."""
+    _Active.cache.clear()
+    if tensor._source is not None:
+        tensor._source.write_back(tensor)
 
 
 def root_of(tensor: DTensorBase) -> DTensorBase:

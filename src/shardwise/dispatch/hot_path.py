@@ -22,6 +22,7 @@ from ..sharding.runtime import Runtime, WorldCache, on_activate
 from ..sharding.spec import DTensorSpec, TensorMeta
 from .arguments import LOCALIZE, LOCALIZE_LIST, Args, Constant, Kwargs, Treatment
 from .call_plan import CallPlan
+from .gather_cache import after_write
 from .key import Key, key_functions
 from .list_plan import ListPlan
 
@@ -130,8 +131,8 @@ def _ready_list(op: ResolvedOp, plan: ListPlan, args: Args, kwargs: Kwargs, kind
         result = run(*local, **named)
         for where in written:
             for tensor in args[where]:
-                if type(tensor) is kind and tensor._source is not None:
-                    tensor._source.write_back(tensor)
+                if type(tensor) is kind:
+                    after_write(tensor)
         return result
 
     finish = _nothing if plan.results is None else _wrapping(list(plan.results), kind)
@@ -196,8 +197,7 @@ def _nothing(local: Any, args: Args) -> None:
 def _first(local: Any, args: Args) -> Any:
     """What was written in place is the result."""
     target = args[0]
-    if target._source is not None:
-        target._source.write_back(target)
+    after_write(target)
     return target
 
 

@@ -12,6 +12,7 @@ from ..sharding.base import DTensorBase
 from ..sharding.spec import DTensorSpec
 from .arguments import Args, Kwargs, Where, localize
 from .call_plan import CallPlan
+from .gather_cache import after_write
 from .view_call import ViewCall
 
 
@@ -67,8 +68,7 @@ def _run_writing(plan: CallPlan, args: Args, kwargs: Kwargs, local_args: list[An
     if not plan.in_place:
         _copy_results(plan, targets, result)
     for target in targets:
-        if target._source is not None:
-            target._source.write_back(target)
+        after_write(target)
     if not returns:
         return None
     return targets[0] if not isinstance(plan.results, (tuple, list)) else type(plan.results)(targets)

@@ -11,6 +11,7 @@ from ..comm.redistribute import redistribute_local
 from ..sharding.base import DTensorBase
 from ..world import common
 from .arguments import Args, Kwargs, Where, localize
+from .gather_cache import after_write
 from .list_plan import ListPlan
 
 
@@ -44,8 +45,8 @@ def _write_back(plan: ListPlan, given: Mapping[Where, Any], local: Mapping[Where
         given[where][index]._local_tensor.copy_(redistribute_local(local[where][index], source, target))
     for where in plan.writes:
         for tensor in given[where]:
-            if isinstance(tensor, DTensorBase) and tensor._source is not None:
-                tensor._source.write_back(tensor)
+            if isinstance(tensor, DTensorBase):
+                after_write(tensor)
 
 
 def _picked(plan: ListPlan, local: Mapping[Where, Any], indices: Sequence[int]) -> dict[Where, Any]:

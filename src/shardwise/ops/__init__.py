@@ -15,6 +15,7 @@ from . import (  # noqa: F401
     histogram,
     indexing,
     indexing_kernels,
+    inverse,
     linalg,
     loss,
     loss_kernels,

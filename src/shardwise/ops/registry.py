@@ -23,6 +23,7 @@ from .._torch.ops import OpOverload, OpOverloadPacket
 from ..notation.patterns import RuleError
 from ..notation.rule import Rule, parse
 from ..notation.schema import Operands, family, match_operands, operands_of, overload_key, overloads, packet_name
+from ..sharding.runtime import clear_all_caches
 from .kernel import Kernel
 from .op import Op, Source
 from .resolve import ResolvedOp
@@ -104,6 +105,7 @@ class Registry:
 
     def _changed(self) -> None:
         self._resolved.clear()
+        clear_all_caches()
         for listener in self._listeners:
             listener()
 

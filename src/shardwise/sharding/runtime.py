@@ -137,7 +137,7 @@ def all_runtimes() -> list[Runtime]:
 
 def clear_all_caches() -> None:
     """Empty the caches of every world: the cost model, or the rules of ops, have changed."""
-    for runtime in all_runtimes():
+    for runtime in {*all_runtimes(), _Active.runtime}:
         runtime.clear_caches()
 
 
