@@ -20,7 +20,6 @@ from . import (  # noqa: F401
     loss_kernels,
     matmul,
     norm,
-    norm_kernels,
     optim,
     optim_kernels,
     pool,
