@@ -2,7 +2,6 @@
 
 from . import (  # noqa: F401
     attention,
-    attention_kernels,
     batch_norm,
     conjugate,
     conv,
