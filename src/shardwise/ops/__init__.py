@@ -5,7 +5,6 @@ from . import (  # noqa: F401
     batch_norm,
     conjugate,
     conv,
-    conv_kernels,
     copies,
     decompositions,
     elementwise,

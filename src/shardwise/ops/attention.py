@@ -30,7 +30,7 @@ _LIKE_OUTPUT = ("grad_out", "grad_out_", "out")
 
 
 def _patterns(call: Call, padded: bool) -> dict[str, str]:
-    """The patterns of the arguments of one call and of its output by name, and those of prefixes of the output's dims."""
+    """The patterns, by name, of the arguments of one call, of its output, and of the first dims of that."""
     arguments: dict[str, Any] = {name: call.arguments.get(name) for name in ("query", "key", "value", *_MASKS)}
     query, key = tuple(arguments["query"].shape), tuple(arguments["key"].shape)
     heads, shared = ("(g r)", "g") if query[1] != key[1] else ("h", "h")
