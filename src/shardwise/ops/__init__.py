@@ -15,7 +15,6 @@ from . import (  # noqa: F401
     indexing_kernels,
     linalg,
     loss,
-    loss_kernels,
     matmul,
     norm,
     optim,
