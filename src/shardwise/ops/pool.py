@@ -84,7 +84,7 @@ def _affine_grid(call: Call) -> str:
 define("aten::affine_grid_generator", _affine_grid)
 
 
-# ---- between pixels and channels ------------------------------------------------------------------------------------
+# ---- between images and columns, between channels -------------------------------------------------------------------
 
 
 def _windows_rule(inputs: str, outputs: str) -> Callable[[Call], str]:
@@ -92,13 +92,6 @@ def _windows_rule(inputs: str, outputs: str) -> Callable[[Call], str]:
     return lambda call: f"{inputs} -> {outputs} ; linear 0 ; k={math.prod(call.arg('kernel_size'))}"
 
 
-def _shuffle_rule(factor: str, inputs: str, outputs: str) -> Callable[[Call], str]:
-    """The rule of an op between a pixel of k channels and k pixels; the argument `factor` is the square root of k."""
-    return lambda call: f"{inputs} -> {outputs} ; linear 0 ; monotone 0 ; k={call.arg(factor) ** 2}"
-
-
 define("aten::im2col", _windows_rule("b.. c _ _", "b.. (c [k]) _"))
 define("aten::col2im", _windows_rule("b.. (c [k]) _", "b.. c _ _"))
-define("aten::pixel_shuffle", _shuffle_rule("upscale_factor", "b.. (c [k]) _ _", "b.. c _ _"))
-define("aten::pixel_unshuffle", _shuffle_rule("downscale_factor", "b.. c _ _", "b.. (c [k]) _ _"))
 define("aten::native_channel_shuffle", "n [c] x.. -> n [c] x.. ; linear 0 ; monotone 0")
