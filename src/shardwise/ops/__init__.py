@@ -2,11 +2,9 @@
 
 from . import (  # noqa: F401
     attention,
-    attention_kernels,
     batch_norm,
     conjugate,
     conv,
-    conv_kernels,
     copies,
     decompositions,
     elementwise,
@@ -18,10 +16,8 @@ from . import (  # noqa: F401
     inverse,
     linalg,
     loss,
-    loss_kernels,
     matmul,
     norm,
-    norm_kernels,
     optim,
     optim_kernels,
     pool,

@@ -1,27 +1,39 @@
-"""Attention: batch and heads are cut freely, the queries' positions where no causal mask counts them.
+"""Scaled dot product attention: the ops that PyTorch's backends provide, forward and backward.
 
-Keys and values are whole along their positions: merging partial attention is another algorithm (context parallelism).
-With fewer heads of keys than of queries, each group of query heads shares one: heads are then (g r).
+Batch and heads may be sharded, and the positions of the queries unless a causal mask depends on them. The positions of
+keys and values must be replicated: merging partial attention is another algorithm (context parallelism). With fewer
+heads of keys than of queries, each group of query heads shares one key head: the heads of the queries are then (g r).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..notation.schema import operands_of
+from .attention_dropout import backward_with_dropout, forward_with_dropout
 from .call import Call
+from .kernel import LocalCall
+from .op import Local
+from .registry import definitions_in
+
+define = definitions_in(__name__)
 
 _MASKS = ("attn_mask", "attn_bias")
 _LIKE_OUTPUT = ("grad_out", "grad_out_", "out")
 
 
-def texts(call: Call, padded: bool = False) -> dict[str, str]:
-    """The patterns of queries, keys, values, the output and the mask of one call, by name."""
+# ---- rules ----------------------------------------------------------------------------------------------------------
+
+
+def _patterns(call: Call, padded: bool) -> dict[str, str]:
+    """The patterns, by name, of the arguments of one call, of its output, and of the first dims of that."""
     arguments: dict[str, Any] = {name: call.arguments.get(name) for name in ("query", "key", "value", *_MASKS)}
     query, key = tuple(arguments["query"].shape), tuple(arguments["key"].shape)
-    grouped = query[1] != key[1]
-    heads, shared = ("(g r)", "g") if grouped else ("h", "h")
+    heads, shared = ("(g r)", "g") if query[1] != key[1] else ("h", "h")
     rows = "[s]" if call.arg("is_causal", False) or padded else "s"
     found = {
         "query": f"b {heads} {rows} [d]",
@@ -31,65 +43,119 @@ def texts(call: Call, padded: bool = False) -> dict[str, str]:
         "rows": f"b {heads} {rows}",
         "heads": f"b {heads}",
     }
+    found |= dict.fromkeys(_LIKE_OUTPUT, found["output"])
     mask = next((arguments[name] for name in _MASKS if arguments[name] is not None), None)
     if mask is not None and len(mask.shape):
-        sizes, names = (*query[:3], key[2]), ("b", heads, rows, "[t]")
         last = -len(mask.shape)
-        there = zip(mask.shape, sizes[last:], names[last:], strict=True)
-        # A dim of size 1 holds for all.
-        found["mask"] = " ".join("1" if size == 1 and whole != 1 else name for size, whole, name in there)
+        scores = zip(mask.shape, (*query[:3], key[2])[last:], ("b", heads, rows, "[t]")[last:], strict=True)
+        # A dim of size 1 is broadcast.
+        text = " ".join("1" if size == 1 and full != 1 else name for size, full, name in scores)
+        found |= dict.fromkeys(_MASKS, text)
     return found
 
 
-def forward(outputs: str, padded: bool = False) -> Callable[[Call], str]:
-    """The rule of a forward kernel. `padded`: what it keeps for backward is as long as it likes."""
+def _inputs(call: Call, patterns: dict[str, str]) -> str:
+    return ", ".join(patterns.get(argument.name, "_..") for argument in operands_of(call.op))
 
-    def rule(call: Call) -> str:
-        text = texts(call, padded)
-        inputs = [_input(argument.name, text, "rows") for argument in operands_of(call.op)]
-        return f"{', '.join(inputs)} -> {outputs.format(**text)}"
+
+def _forward_rule(results: str, padded: bool) -> Callable[[Call], str | None]:
+    """The rule of a forward op without dropout; with dropout it is decomposed. For the arguments see `_define`."""
+
+    def rule(call: Call) -> str | None:
+        if call.arg("dropout_p", 0.0) > 0:
+            return None
+        patterns = _patterns(call, padded)
+        return f"{_inputs(call, patterns)} -> {results.format(**patterns)}"
 
     return rule
 
 
-def backward(logsumexp: str, padded: bool = False) -> Callable[[Call], str]:
-    """The rule of a backward kernel: linear in the gradient, which comes first."""
+def _backward_rule(logsumexp: str, padded: bool) -> Callable[[Call], str | None]:
+    """The rule of a backward op, linear in the gradient, which is its first operand."""
 
-    def rule(call: Call) -> str:
-        text = texts(call, padded)
-        text["logsumexp"] = logsumexp.format(**text)
-        inputs = [_input(argument.name, text, "logsumexp") for argument in operands_of(call.op)]
-        results = [text["query"], text["key"], text["value"]]
+    def rule(call: Call) -> str | None:
+        if call.arg("dropout_p", 0.0) > 0:
+            return None
+        patterns = _patterns(call, padded)
+        patterns["logsumexp"] = logsumexp.format(**patterns)
+        results = [patterns["query"], patterns["key"], patterns["value"]]
         if len(call.op._schema.returns) > 3:
-            results.append(text.get("mask", "_.."))
-        return f"{', '.join(inputs)} -> {', '.join(results)} ; linear 0"
+            results.append(patterns.get(_MASKS[0], "_.."))
+        return f"{_inputs(call, patterns)} -> {', '.join(results)} ; linear 0"
 
     return rule
 
 
-def _input(name: str, text: dict[str, str], logsumexp: str) -> str:
-    if name in _LIKE_OUTPUT:
-        return text["output"]
-    if name in _MASKS:
-        return text.get("mask", "_..")
-    if name == "logsumexp":
-        return text[logsumexp]
-    return text.get(name, "_..")
+# ---- on local shards ------------------------------------------------------------------------------------------------
 
 
-def _kept(count: int) -> str:
-    """So many more results that all ranks find alike: lengths, and states of the generator."""
+def _run(call: LocalCall) -> tuple[Any, ...]:
+    """Run the op with the local lengths as arguments, but not on empty shards, on which some kernels divide by zero."""
+    if any(call[name].numel() == 0 for name in ("query", "key", "value")):
+        return _empty_results(call)
+    local = {"max_q": call["query"].shape[2], "max_k": call["key"].shape[2]}
+    results = call.run(**{name: length for name, length in local.items() if name in call.arguments})
+    lengths = _global_lengths(call)
+    return tuple(next(lengths) if isinstance(result, int) else result for result in results)
+
+
+def _empty_results(call: LocalCall) -> tuple[Any, ...]:
+    like = next(value for value in call.arguments.values() if isinstance(value, Tensor))
+    zeros = (call.zeros(like, result) for result in range(len(call.dtypes)))
+    lengths = _global_lengths(call)
+    kinds = [str(result.type) for result in call.func._schema.returns]
+    return tuple(next(zeros, None) if kind == "Tensor" else next(lengths) for kind in kinds)
+
+
+def _global_lengths(call: LocalCall) -> Iterator[int]:
+    """The numbers among the results, the lengths of queries and keys: all ranks return the global ones."""
+    return iter((call.shapes[0][2], call["key"].shape[2]))
+
+
+# ---- records --------------------------------------------------------------------------------------------------------
+
+
+def _define(op: str, results: str, logsumexp: str, padded: bool = False) -> None:
+    """Define a forward op that can apply dropout, and its backward op.
+
+    `results` are the patterns of the forward op's results, `logsumexp` is that of the backward op's argument. `padded`
+    means that the op pads the rows of logsumexp as it likes, so that queries may not be sharded by position.
+    """
+    facts: dict[str, Any] = {"local": Local(_run), "reads_numbers": True}
+    forward, backward = getattr(torch.ops.aten, op).default, getattr(torch.ops.aten, f"{op}_backward").default
+    rule = _forward_rule(results, padded)
+    define(f"aten::{op}", rule, decomposition=forward_with_dropout(forward), **facts)
+    define(
+        f"aten::{op}_backward",
+        _backward_rule(logsumexp, padded),
+        decomposition=backward_with_dropout(backward),
+        **facts,
+    )
+    if op == "_scaled_dot_product_flash_attention":
+        # It has more arguments than the other overload, for which the decomposition is written.
+        define(f"aten::{op}.quantized", rule, **facts)
+
+
+def _same(count: int) -> str:
+    """The patterns of so many more results that are the same on all ranks: lengths, and states of the generator."""
     return ", _.." * count + f" ; reduce {', '.join(['sum', 'sum', *['same'] * count])}"
 
 
-_FUSED = "{output}, {heads} _.."
-
-KERNELS = (
-    ("aten::_scaled_dot_product_flash_attention_for_cpu", "{output}, {rows}", "{rows}", False),
-    ("aten::_scaled_dot_product_flash_attention", "{output}, {rows}" + _kept(5), "{rows}", False),
-    # Its sums are padded to a multiple of 32 rows.
-    ("aten::_scaled_dot_product_efficient_attention", "{output}, {heads} _" + _kept(2), "{heads} _", True),
-    ("aten::_scaled_dot_product_cudnn_attention", _FUSED + _kept(5), "{heads} _..", True),
-    ("aten::_scaled_dot_product_fused_attention_overrideable", _FUSED + _kept(5), "{heads} _..", True),
+_define("_scaled_dot_product_flash_attention", "{output}, {rows}" + _same(5), "{rows}")
+_define("_scaled_dot_product_efficient_attention", "{output}, {heads} _" + _same(2), "{heads} _", padded=True)
+_define("_scaled_dot_product_cudnn_attention", "{output}, {heads} _.." + _same(5), "{heads} _..", padded=True)
+_define(
+    "_scaled_dot_product_fused_attention_overrideable", "{output}, {heads} _.." + _same(5), "{heads} _..", padded=True
 )
-"""The kernels: their name, their results, the pattern of the sums they keep for backward, whether these are padded."""
+
+# On CPU there is no dropout, and no argument or result is a length.
+define(
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    _forward_rule("{output}, {rows}", padded=False),
+    local=Local(_run, when="empty shard"),
+)
+define(
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    _backward_rule("{rows}", padded=False),
+    local=Local(_run, when="empty shard"),
+)

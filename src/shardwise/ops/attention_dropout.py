@@ -1,7 +1,7 @@
-"""Attention with dropout, instead of kernels that would draw on every rank for itself: matrix products and a mask.
+"""Attention with dropout, decomposed into matrix products and a mask: the fused ops would draw on each rank separately.
 
-The mask is drawn as any random tensor is, so that it is the same whatever is cut. It is handed to backward in the place
-where the kernels hand over the state of their generator.
+The mask is drawn as any random tensor is, so it does not depend on the placements. It is passed to backward in place of
+the state of the generator that the fused ops pass.
 """
 
 from __future__ import annotations
@@ -13,17 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .attention import KERNELS
-from .call import Call
-from .op import Source
-from .tables import INSTEAD, READS_SCALARS
+from .._torch.ops import OpOverload
 
-_MASK = ("rng_state", "philox_seed")
-"""What the result that holds the mask is called; backward calls it philox_seed."""
+_DROPOUT_MASK = ("rng_state", "philox_seed")
+"""The names of the result that holds the mask; the argument of backward is called philox_seed."""
 
 
 class _Attention(NamedTuple):
-    """Weights before dropout, what dropout multiplies them by, and keys and values with a head for each of queries."""
+    """The weights before dropout, the factors that dropout multiplies them by, and a key and value for each head."""
 
     weights: Tensor
     factors: Tensor
@@ -33,6 +30,7 @@ class _Attention(NamedTuple):
 
 
 def _attention(given: dict[str, Any], mask: Tensor | None) -> tuple[_Attention, Tensor]:
+    """The attention of a call with these arguments, and the dropout mask; None to draw a new mask."""
     query, key, value = given["query"], given["key"], given["value"]
     shared = query.shape[1] // key.shape[1]
     if shared > 1:
@@ -50,24 +48,28 @@ def _attention(given: dict[str, Any], mask: Tensor | None) -> tuple[_Attention, 
     return _Attention(scores.softmax(-1), factors, key, value, scale), mask
 
 
-def _forward(func: Any) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        given = _named(func, args, kwargs)
+def forward_with_dropout(func: OpOverload) -> Callable[..., tuple[Any, ...]]:
+    """The decomposition of a forward op."""
+
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        given = _by_name(func, args, kwargs)
         query = given["query"]
         found, mask = _attention(given, None)
         dropped = (found.weights * found.factors).to(query.dtype)
-        # Backward works the weights out again: it has no use for their logarithms' sums.
-        results: dict[str, Any] = {"output": dropped @ found.value, **dict.fromkeys(_MASK, mask)}
+        results: dict[str, Any] = {"output": dropped @ found.value, **dict.fromkeys(_DROPOUT_MASK, mask)}
         results |= {"max_q": query.shape[2], "max_k": found.key.shape[2]}
+        # Backward computes the weights again: it does not use logsumexp.
         unused = query.new_empty(0)
         return tuple(results.get(result.name, unused) for result in func._schema.returns)
 
     return run
 
 
-def _backward(func: Any) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        given = _named(func, args, kwargs)
+def backward_with_dropout(func: OpOverload) -> Callable[..., tuple[Tensor | None, ...]]:
+    """The decomposition of a backward op."""
+
+    def run(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+        given = _by_name(func, args, kwargs)
         query, key = given["query"], given["key"]
         gradient: Tensor = given["grad_out" if "grad_out" in given else "grad_out_"]
         found, _ = _attention(given, given["philox_seed"])
@@ -78,7 +80,7 @@ def _backward(func: Any) -> Callable[..., Any]:
         scaled = (of_scores * found.scale).to(query.dtype)
         of_key = scaled.transpose(-2, -1) @ query
         results: list[Tensor | None] = [scaled @ found.key]
-        results += [_summed(gradient, key.shape[1]) for gradient in (of_key, of_value)]
+        results += [_summed_over_groups(gradient, key.shape[1]) for gradient in (of_key, of_value)]
         if len(func._schema.returns) > 3:
             bias: Tensor | None = given.get("attn_bias")
             if bias is not None and given["grad_input_mask"][3]:
@@ -90,28 +92,15 @@ def _backward(func: Any) -> Callable[..., Any]:
     return run
 
 
-def _summed(gradient: Tensor, heads: int) -> Tensor:
-    """Summed over the heads that share one of keys."""
+def _summed_over_groups(gradient: Tensor, heads: int) -> Tensor:
+    """The gradient summed over the query heads that share a key head."""
     if gradient.shape[1] == heads:
         return gradient
     return gradient.unflatten(1, (heads, -1)).sum(2)
 
 
-def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _by_name(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, defaults included."""
     arguments = func._schema.arguments
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
     return {**defaults, **dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
-
-
-def without_dropout(rule: Callable[[Call], str]) -> Source:
-    """The rule of calls that drop nothing; others are expressed by other ops."""
-    return lambda call: None if call.arg("dropout_p", 0.0) > 0 else rule(call)
-
-
-for _name, *_ in KERNELS:
-    _packet = getattr(torch.ops.aten, _name.removeprefix("aten::"))
-    if any(result.name in _MASK for result in _packet.default._schema.returns):
-        _back = getattr(torch.ops.aten, f"{_name.removeprefix('aten::')}_backward")
-        READS_SCALARS.update((_name, f"{_name}_backward"))
-        INSTEAD[f"{_name}.default"] = _forward(_packet.default)
-        INSTEAD[f"{_name}_backward.default"] = _backward(_back.default)

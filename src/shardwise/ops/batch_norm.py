@@ -1,7 +1,7 @@
-"""Batch norm with the batch cut: the statistics are those of the whole batch.
+"""Batch norm with a sharded batch: the statistics are those of the global batch.
 
-PyTorch has many ops for it, some of which write running statistics without saying so in their schemas. All of them are
-expressed by three: with given statistics, with those of the batch, and the one that returns new running statistics.
+PyTorch has many ops for it; the schemas of some do not declare that they write running statistics. All of them are
+decomposed into three: with given statistics, with those of the batch, and the one that returns new running statistics.
 """
 
 from __future__ import annotations
@@ -13,134 +13,165 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..notation.build import join
 from .call import Call
 from .kernel import Cut, Kernel, KernelRun, LocalCall, Reduce
-from .norm import kernel_clause
-from .norm_kernels import _cast
+from .norm import TRAFFIC, cast_results, kernel_clause
+from .op import Local
 from .reduce_kernels import moments, wide
-from .tables import INSTEAD, LOCAL, register
+from .registry import definitions_in
 
+define = definitions_in(__name__)
 aten = torch.ops.aten
-_TRAFFIC = 0.04
 
 
-def _operand(call: Call, kernel: bool) -> tuple[str, str]:
-    """The operand, its channels in dim 1, and the clause for the dims that are normalized together."""
+def _operand(call: Call, with_kernel: bool) -> tuple[str, str]:
+    """The pattern of the operand, its channels in dim 1, and the kernel clause for the dims normalized together."""
     others = [f"k{dim}" for dim in range(call.ndim(0)) if dim != 1]
     text = " ".join([others[0], "c", *others[1:]])
-    return text, kernel_clause(others) if kernel else ""
+    return text, kernel_clause(others) if with_kernel else ""
 
 
-def _joined(*clauses: str) -> str:
-    return " ; ".join(filter(None, clauses))
-
-
-def training(call: Call) -> str:
-    """The rule of the ops that normalize by the statistics of the batch; `functional` ones return running ones."""
-    operand, kernel = _operand(call, call.arg("training", True))
-    given = len(call.tensors) - 1
-    results = 5 if given == 4 else 3
-    channels = ", ".join(["c"] * given)
-    return _joined(f"{operand}, {channels} -> {operand}{', c' * (results - 1)}", "reduce none", kernel)
-
-
-def _others(x: Tensor) -> list[int]:
+def _dims(x: Tensor) -> list[int]:
+    """The dims that are normalized together: all but that of the channels."""
     return [dim for dim in range(x.dim()) if dim != 1]
 
 
-def _channels(x: Tensor, like: Tensor) -> Tensor:
-    return x.view(-1, *[1] * (like.dim() - 2))
+def _per_channel(values: Tensor, like: Tensor) -> Tensor:
+    """One value for each channel, in a shape that broadcasts against `like`."""
+    return values.view(-1, *[1] * (like.dim() - 2))
+
+
+# ---- with the statistics of the batch -------------------------------------------------------------------------------
+
+
+def _training_rule(call: Call) -> str:
+    """The rule of the ops that normalize by the statistics of the batch.
+
+    `_native_batch_norm_legit_functional`, which has four operands beside the input, returns new running statistics.
+    """
+    operand, kernel = _operand(call, call.arg("training", True))
+    others = len(call.tensors) - 1
+    statistics = 4 if others == 4 else 2
+    return join(f"{operand}{', c' * others} -> {operand}{', c' * statistics}", "reduce none", kernel)
 
 
 def batch_norm(call: LocalCall, cut: Cut) -> KernelRun:
-    """Normalized by the statistics of the whole batch."""
-    x, dims = call["input"], _others(call["input"])
+    """Normalize by the statistics of the global batch."""
+    x, dims = call["input"], _dims(call["input"])
     x = x.to(wide(x.dtype))
-    whole = math.prod(call.given[0].shape[dim] for dim in dims)
-    center, squares = yield from moments(x, dims, whole, cut)
-    rstd = (squares / whole + call["eps"]).rsqrt()
+    count = math.prod(call.given[0].shape[dim] for dim in dims)
+    center, squares = yield from moments(x, dims, count, cut)
+    rstd = (squares / count + call["eps"]).rsqrt()
     result = (x - center) * rstd
     if call["weight"] is not None:
-        result = result * _channels(call["weight"], x)
+        result = result * _per_channel(call["weight"], x)
     if call["bias"] is not None:
-        result = result + _channels(call["bias"], x)
+        result = result + _per_channel(call["bias"], x)
     center, rstd = center.flatten(), rstd.flatten()
     results = [result, center, rstd]
     if "running_mean" in call.arguments:
-        new = (center, squares.flatten() / max(1, whole - 1))
+        new = (center, squares.flatten() / max(1, count - 1))
         for name, statistic in zip(("running_mean", "running_var"), new, strict=True):
             results.append(torch.lerp(call[name].to(statistic.dtype), statistic, call["momentum"]))
-    return _cast(results, call.dtypes)
+    return cast_results(results, call.dtypes)
 
 
-def backward_rule(call: Call) -> str:
-    """The rule of the gradients: their sums over the batch are completed only where statistics were of the batch."""
+define(
+    ("aten::_native_batch_norm_legit.no_stats", "aten::_native_batch_norm_legit_functional"),
+    _training_rule,
+    kernels={"k": Kernel(batch_norm, traffic=TRAFFIC, joint=True)},
+)
+
+
+# ---- with given statistics ------------------------------------------------------------------------------------------
+
+
+def _with_given_statistics(call: LocalCall) -> tuple[Tensor, ...]:
+    """Normalize by running statistics. The op saves none, though its metadata on some devices have some."""
+    x: Tensor = call["input"]
+    result = call.run()[0] if x.numel() else torch.zeros_like(x)
+    return result, call.zeros(x, 1), call.zeros(x, 2)
+
+
+# With given statistics a normalization is elementwise.
+define(
+    "aten::_native_batch_norm_legit_no_training",
+    "n c s.., c, c, c, c -> n c s.., _, _",
+    local=Local(_with_given_statistics),
+)
+
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+
+def _backward_rule(call: Call) -> str:
+    """The rule of the gradients. Their sums over the batch are needed locally only if they enter the statistics."""
     train = call.arg("train")
     operand, kernel = _operand(call, train)
-    saved = "c, c" if train else "_, _"  # nothing is saved where statistics are given
+    saved = "c, c" if train else "_, _"  # with given statistics nothing is saved
     sides = f"{operand}, {operand}, c, c, c, {saved} -> {operand}, c, c"
-    return _joined(sides, "linear 0", "reduce none" if train else "", kernel)
+    return join(sides, "linear 0", "reduce none" if train else "", kernel)
+
+
+def _requested(call: LocalCall, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients that the caller requested, in the dtypes of the op's results."""
+    wanted = zip(gradients, call["output_mask"], strict=True)
+    return cast_results([gradient if asked else None for gradient, asked in wanted], call.dtypes)
 
 
 def batch_norm_backward(call: LocalCall, cut: Cut) -> KernelRun:
-    """The gradients, of which two sums for each channel are exchanged."""
+    """Compute the gradients; two sums for each channel are reduced."""
     gradient, x = (call[name].to(wide(call[name].dtype)) for name in ("grad_out", "input"))
-    dims = _others(x)
-    rstd = _channels(call["save_invstd"], x)
-    unit = (x - _channels(call["save_mean"], x)) * rstd
-    sums = yield Reduce(torch.stack([gradient.sum(dims), (gradient * unit).sum(dims)]))
-    whole = math.prod(call.given[0].shape[dim] for dim in dims)
-    along, across = (_channels(part, x) for part in sums / whole)
-    scale = rstd if call["weight"] is None else rstd * _channels(call["weight"], x)
-    wanted = ((gradient - along - unit * across) * scale, sums[1], sums[0])
-    asked = zip(wanted, call["output_mask"], strict=True)
-    return _cast([result if given else None for result, given in asked], call.dtypes)
+    dims = _dims(x)
+    rstd = _per_channel(call["save_invstd"], x)
+    x_hat = (x - _per_channel(call["save_mean"], x)) * rstd
+    sums = yield Reduce(torch.stack([gradient.sum(dims), (gradient * x_hat).sum(dims)]))
+    count = math.prod(call.given[0].shape[dim] for dim in dims)
+    mean, mean_product = (_per_channel(total, x) for total in sums / count)
+    scale = rstd if call["weight"] is None else rstd * _per_channel(call["weight"], x)
+    return _requested(call, (gradient - mean - x_hat * mean_product) * scale, sums[1], sums[0])
 
 
-def backward_local(call: LocalCall) -> Any:
-    """Channels apart from each other; with given statistics elements too, but for the sums over them."""
+def _local_backward(call: LocalCall) -> tuple[Tensor | None, ...]:
+    """The gradients where no factor with a kernel is sharded; the op does not take empty shards, nor save nothing."""
     gradient, x = call["grad_out"], call["input"]
     if call["train"] and x.numel():
-        return call.run()
+        found: tuple[Tensor | None, ...] = call.run()
+        return found
     mean, rstd = (torch.zeros_like(x[:0].flatten()),) * 2
     if not call["train"]:
         mean, rstd = call["running_mean"], (call["running_var"] + call["eps"]).rsqrt()
     elif x.shape[1]:
         mean, rstd = call["save_mean"], call["save_invstd"]
-    unit = (x - _channels(mean, x)) * _channels(rstd, x)
+    x_hat = (x - _per_channel(mean, x)) * _per_channel(rstd, x)
     scale = rstd if call["weight"] is None else rstd * call["weight"]
-    dims = _others(x)
-    wanted = (gradient * _channels(scale, x), (gradient * unit).sum(dims), gradient.sum(dims))
-    asked = zip(wanted, call["output_mask"], strict=True)
-    return _cast([result if given else None for result, given in asked], call.dtypes)
+    dims = _dims(x)
+    return _requested(call, gradient * _per_channel(scale, x), (gradient * x_hat).sum(dims), gradient.sum(dims))
 
 
-def given_statistics(call: LocalCall) -> Any:
-    """Normalized by running statistics. Others are not saved, though the op's metadata may tell of some."""
-    x = call["input"]
-    result = call.run()[0] if x.numel() else torch.zeros_like(x)
-    return result, *(x.new_zeros(call.local_shape(i), dtype=call.dtypes[i]) for i in (1, 2))
-
-
-LOCAL["aten::native_batch_norm_backward"] = backward_local
-LOCAL["aten::_native_batch_norm_legit_no_training"] = given_statistics
-for _name in ("_native_batch_norm_legit.no_stats", "_native_batch_norm_legit_functional"):
-    register(f"aten::{_name}", training, {"k": Kernel(batch_norm, traffic=_TRAFFIC, joint=True)})
-register(
-    "aten::native_batch_norm_backward", backward_rule, {"k": Kernel(batch_norm_backward, traffic=_TRAFFIC, joint=True)}
+define(
+    "aten::native_batch_norm_backward",
+    _backward_rule,
+    kernels={"k": Kernel(batch_norm_backward, traffic=TRAFFIC, joint=True)},
+    local=Local(_local_backward),
 )
 
 
-# ---- the other ops, by these ----------------------------------------------------------------------------------------
+# ---- the other ops, decomposed into these ---------------------------------------------------------------------------
+
+Given = Tensor | None
 
 
-def _whole(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float) -> Any:
-    """Any batch norm; running statistics that are given are updated once, by the statistics of the whole batch."""
+def _any_batch_norm(
+    x: Tensor, weight: Given, bias: Given, mean: Given, var: Given, training: bool, momentum: float, eps: float
+) -> tuple[Tensor, ...]:
+    """Any batch norm. Running statistics that are given are updated once, by the statistics of the global batch."""
     if not training:
         results = aten._native_batch_norm_legit_no_training(x, weight, bias, mean, var, momentum, eps)
-        # On the CPU nothing is saved, though the op's metadata tell of statistics.
+        # On the CPU nothing is saved, though the op's metadata have statistics.
         return results if x.device.type != "cpu" else (results[0], *(t.new_empty(0) for t in results[1:]))
-    if mean is None:
+    if mean is None or var is None:
         return aten._native_batch_norm_legit.no_stats(x, weight, bias, True, momentum, eps)
     *results, new_mean, new_var = aten._native_batch_norm_legit_functional(
         x, weight, bias, mean, var, True, momentum, eps
@@ -150,54 +181,57 @@ def _whole(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, 
     return tuple(results)
 
 
-def _into(*args: Any, out: Any, save_mean: Any, save_invstd: Any) -> Any:
+def _into(*args: Any, out: Tensor, save_mean: Tensor, save_invstd: Tensor) -> tuple[Tensor, ...]:
+    """Write the results into `out`, `save_mean` and `save_invstd`."""
     outs = (out, save_mean, save_invstd)
-    for target, result in zip(outs, _whole(*args), strict=True):
+    for target, result in zip(outs, _any_batch_norm(*args), strict=True):
         target.copy_(result)
     return outs
 
 
-def _with_reserve(results: Sequence[Any]) -> tuple[Any, ...]:
+def _with_reserve(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The results and an empty reserve: what a backend may keep for its own backward, which is not used here."""
     return (*results, results[0].new_empty(0, dtype=torch.uint8))
 
 
-def _with_update(x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float) -> Any:
-    return _with_reserve(_whole(x, weight, bias, mean, var, True, momentum, eps))
+def _with_update(
+    x: Tensor, weight: Given, bias: Given, mean: Given, var: Given, momentum: float, eps: float
+) -> tuple[Tensor, ...]:
+    return _with_reserve(_any_batch_norm(x, weight, bias, mean, var, True, momentum, eps))
 
 
-def _no_update(x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float) -> Any:
-    return _with_reserve(_whole(x, weight, bias, mean, var, False, momentum, eps))
+def _no_update(
+    x: Tensor, weight: Given, bias: Given, mean: Given, var: Given, momentum: float, eps: float
+) -> tuple[Tensor, ...]:
+    return _with_reserve(_any_batch_norm(x, weight, bias, mean, var, False, momentum, eps))
 
 
-def _cudnn(*args: Any, **kwargs: Any) -> Any:
-    return _with_reserve(_whole(*args, **kwargs))
+def _cudnn(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    return _with_reserve(_any_batch_norm(*args, **kwargs))
 
 
 def _cudnn_backward(
-    x: Any, gradient: Any, weight: Any, mean: Any, var: Any, save_mean: Any, save_rstd: Any, eps: float, reserve: Any
-) -> Any:
+    x: Tensor, gradient: Tensor, weight: Given, mean: Given, var: Given, save_mean: Given, save_rstd: Given,
+    eps: float, reserve: Tensor,
+) -> tuple[Given, ...]:  # fmt: skip
     mask = [True, True, True]
     return aten.native_batch_norm_backward(gradient, x, weight, mean, var, save_mean, save_rstd, True, eps, mask)
 
 
 def _backward(
-    gradient: Any, x: Any, weight: Any, mean: Any, var: Any, save_mean: Any, save_rstd: Any, update: bool, eps: float,
-    mask: Any, reserve: Any,
-) -> Any:  # fmt: skip
+    gradient: Tensor, x: Tensor, weight: Given, mean: Given, var: Given, save_mean: Given, save_rstd: Given,
+    update: bool, eps: float, mask: Sequence[bool], reserve: Tensor,
+) -> tuple[Given, ...]:  # fmt: skip
     return aten.native_batch_norm_backward(gradient, x, weight, mean, var, save_mean, save_rstd, update, eps, mask)
 
 
-INSTEAD.update(
-    {
-        "aten::native_batch_norm.default": _whole,
-        "aten::native_batch_norm.out": _into,
-        "aten::_native_batch_norm_legit.default": _whole,
-        "aten::_native_batch_norm_legit.out": _into,
-        "aten::_batch_norm_with_update.default": _with_update,
-        "aten::_batch_norm_no_update.default": _no_update,
-        "aten::batch_norm_backward.default": _backward,
-        "aten::cudnn_batch_norm.default": _cudnn,
-        "aten::cudnn_batch_norm_backward.default": _cudnn_backward,
-        "aten::miopen_batch_norm.default": _whole,
-    }
+define(
+    ("aten::native_batch_norm", "aten::_native_batch_norm_legit.default", "aten::miopen_batch_norm"),
+    decomposition=_any_batch_norm,
 )
+define(("aten::native_batch_norm.out", "aten::_native_batch_norm_legit.out"), decomposition=_into)
+define("aten::_batch_norm_with_update", decomposition=_with_update)
+define("aten::_batch_norm_no_update", decomposition=_no_update)
+define("aten::batch_norm_backward", decomposition=_backward)
+define("aten::cudnn_batch_norm", decomposition=_cudnn)
+define("aten::cudnn_batch_norm_backward", decomposition=_cudnn_backward)

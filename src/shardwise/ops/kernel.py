@@ -78,6 +78,10 @@ class LocalCall:
         """The shape of this rank's part of a result."""
         return self.layouts[result].local_shape(self.at)
 
+    def zeros(self, like: Tensor, result: int = 0) -> Tensor:
+        """This rank's shard of a result, filled with zeros, on the device of `like`."""
+        return like.new_zeros(self.local_shape(result), dtype=self.dtypes[result])
+
     def run(self, **changed: Any) -> Any:
         """The op itself on the local arguments, some of them changed."""
         arguments = {**self.arguments, **changed}

@@ -1,81 +1,216 @@
-"""Losses of elements and of rows: sums of what each rank holds.
+"""Losses: of each element, of each row of scores, and the negative log likelihood of a class.
 
-A mean divides by the whole count, not by what a rank holds: their local parts are in `kernels/loss.py`.
+A sum over sharded elements or rows is a partial sum. A mean divides by the global number of terms, not the local one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..notation.build import pointwise
 from .call import Call
-from .tables import register_table
+from .kernel import Cut, Kernel, KernelRun, LocalCall, Reduce
+from .op import Local
+from .registry import definitions_in
+
+define = definitions_in(__name__)
 
 NONE, MEAN, SUM = 0, 1, 2
 """The values of a `reduction` argument."""
 
-ELEMENTWISE = {"mse_loss": 2, "smooth_l1_loss": 2, "huber_loss": 2, "soft_margin_loss": 2, "binary_cross_entropy": 3}
-"""Losses of each element, and their operands; the last one of three is a weight that broadcasts."""
+
+def _reduced(call: Call, pattern: str) -> str:
+    """The pattern of a loss, or of its gradient, whose terms have this pattern: a mean or a sum has no dims."""
+    return pattern if call.arg("reduction") == NONE else ""
 
 
-def elementwise(operands: int) -> Callable[[Call], str]:
-    """A loss of each element, or the sum of all."""
+# ---- on local shards ------------------------------------------------------------------------------------------------
+
+CountTerms = Callable[[LocalCall, int], tuple[int, int]]
+"""From a call and the position of the scores among its operands to the number of terms of a mean: local and global."""
+
+
+def _elements(call: LocalCall, scores: int) -> tuple[int, int]:
+    return call["self"].numel(), math.prod(call.given[scores].shape)
+
+
+def _rows(call: LocalCall, scores: int) -> tuple[int, int]:
+    shape = call.given[scores].shape
+    return (call["self"].shape[0], shape[0]) if len(shape) == 2 else (1, 1)
+
+
+def _forward(count: CountTerms) -> Local:
+    """Run the op; if other ranks have terms too, its result is their sum, or this rank's share of the mean."""
+
+    def run(call: LocalCall) -> Any:
+        local, total = count(call, 0)
+        if local == total:
+            return call.run()
+        single = len(call.dtypes) == 1
+        if call["self"].numel():
+            results = [call.run()] if single else list(call.run())
+        else:
+            results = [call.zeros(call["self"], result) for result in range(len(call.dtypes))]
+        if call["reduction"] == MEAN:
+            results[0] = results[0] * (local / total)
+        return results[0] if single else tuple(results)
+
+    return Local(run)
+
+
+def _backward(count: CountTerms) -> Local:
+    """Run the op with the gradient of this rank's share of the mean: it divides by the local number of terms."""
+
+    def run(call: LocalCall) -> Any:
+        if not call["self"].numel():
+            return call.zeros(call["self"])
+        local, total = count(call, 1)
+        if local == total or call["reduction"] != MEAN:
+            return call.run()
+        return call.run(grad_output=call["grad_output"] * (local / total))
+
+    return Local(run)
+
+
+# ---- losses of each element -----------------------------------------------------------------------------------------
+
+
+def _elementwise(operands: int) -> Callable[[Call], str]:
+    inputs = pointwise(operands).partition("->")[0]
+    return lambda call: f"{inputs}-> {_reduced(call, 'b..')}"
+
+
+def _elementwise_backward(operands: int) -> Callable[[Call], str]:
+    return lambda call: f"{_reduced(call, 'b?..')}{', b?..' * operands} -> b.. ; linear 0"
+
+
+for _loss, _operands in (
+    ("mse_loss", 2),
+    ("smooth_l1_loss", 2),
+    ("huber_loss", 2),
+    ("soft_margin_loss", 2),
+    ("binary_cross_entropy", 3),  # the last one is a weight that broadcasts
+):
+    define(f"aten::{_loss}", _elementwise(_operands), local=_forward(_elements))
+    define(f"aten::{_loss}_backward", _elementwise_backward(_operands), local=_backward(_elements))
+define("aten::binary_cross_entropy_with_logits", _elementwise(4), local=_forward(_elements))
+
+
+# ---- losses of each row of scores -----------------------------------------------------------------------------------
+
+
+def _row_rule(template: str, scores: int) -> Callable[[Call], str]:
+    """The rule with {x} like the scores, {row} like one value for each row, and {loss} like the loss or its gradient.
+
+    Rows may be sharded, classes may not. A single row of scores has no dim for rows, or one of size 1.
+    """
 
     def rule(call: Call) -> str:
-        text = pointwise(operands)
-        return text if call.arg("reduction") == NONE else text.partition("->")[0] + "->"
+        x, row = ("n [c]", "n") if call.ndim(scores) == 2 else ("_..", "_..")
+        return template.format(x=x, row=row, loss=_reduced(call, row))
 
     return rule
 
 
-def elementwise_backward(operands: int) -> Callable[[Call], str]:
-    """The gradient of such a loss, from that of each element or of the sum."""
-
-    def rule(call: Call) -> str:
-        gradient = "b?.." if call.arg("reduction") == NONE else ""
-        return f"{gradient}{', b?..' * operands} -> b.. ; linear 0"
-
-    return rule
-
-
-def _row(call: Call, position: int) -> tuple[str, str]:
-    """Rows of scores and what there is one of for each row; a single row has no dim for it, or one of size 1."""
-    return ("n [c]", "n") if call.ndim(position) == 2 else ("_..", "_..")
-
-
-def multi_margin(call: Call) -> str:
-    """A loss for each row of scores, whose classes are compared."""
-    scores, row = _row(call, 0)
-    return f"{scores}, {row}, [c] -> {row if call.arg('reduction') == NONE else ''}"
+define("aten::multi_margin_loss", _row_rule("{x}, {row}, [c] -> {loss}", 0), local=_forward(_rows))
+define(
+    "aten::multi_margin_loss_backward",
+    _row_rule("{loss}, {x}, {row}, [c] -> {x} ; linear 0", 1),
+    local=_backward(_rows),
+)
+# Several targets for each row, which are also returned as a mask.
+define("aten::multilabel_margin_loss_forward", _row_rule("{x}, {x} -> {loss}, {x}", 0), local=_forward(_rows))
+define(
+    "aten::multilabel_margin_loss_backward",
+    _row_rule("{loss}, {x}, {x}, {x} -> {x} ; linear 0", 1),
+    local=_backward(_rows),
+)
 
 
-def multi_margin_backward(call: Call) -> str:
-    """Its gradient."""
-    scores, row = _row(call, 1)
-    return f"{row if call.arg('reduction') == NONE else ''}, {scores}, {row}, [c] -> {scores} ; linear 0"
+# ---- the likelihood of a class --------------------------------------------------------------------------------------
+
+_IGNORED = -100
 
 
-def multilabel_margin(call: Call) -> str:
-    """The same with several targets for each row, which are also returned as a mask."""
-    scores, row = _row(call, 0)
-    return f"{scores}, {scores} -> {row if call.arg('reduction') == NONE else ''}, {scores}"
+def _scores_and_row(ndim: int, name: str, classes: str) -> tuple[str, str]:
+    """The patterns of scores, with the classes in dim 1 or in the only dim, and of one value for each row."""
+    dims = [classes if dim == min(1, ndim - 1) else f"{name}{dim}" for dim in range(ndim)]
+    return " ".join(dims), " ".join(dim for dim in dims if dim != classes)
 
 
-def multilabel_margin_backward(call: Call) -> str:
-    """Its gradient."""
-    scores, row = _row(call, 1)
-    gradient = row if call.arg("reduction") == NONE else ""
-    return f"{gradient}, {scores}, {scores}, {scores} -> {scores} ; linear 0"
+def _nll_rule(call: Call) -> str:
+    """A sum needs no communication over classes `v`: it is Partial. A mean is reduced over classes `k` and rows `r`."""
+    mean = call.arg("reduction") == MEAN
+    classes = "k" if mean else "v"
+    scores, row = _scores_and_row(call.ndim(0), "r" if mean else "n", classes)
+    kernel = [classes, *row.split()] if mean else [classes]
+    clauses = f"{'reduce none ; ' if mean else ''}kernel {', '.join(kernel)}"
+    return f"{scores}, {row}, {classes} -> {_reduced(call, row)}, ; {clauses}"
 
 
-register_table(
-    {
-        **{f"aten::{name}": elementwise(operands) for name, operands in ELEMENTWISE.items()},
-        **{f"aten::{name}_backward": elementwise_backward(operands) for name, operands in ELEMENTWISE.items()},
-        "aten::binary_cross_entropy_with_logits": elementwise(4),
-        "aten::multi_margin_loss": multi_margin,
-        "aten::multi_margin_loss_backward": multi_margin_backward,
-        "aten::multilabel_margin_loss_forward": multilabel_margin,
-        "aten::multilabel_margin_loss_backward": multilabel_margin_backward,
-    }
+def _nll_backward_rule(call: Call) -> str:
+    """Each rank computes the gradients of its classes."""
+    scores, row = _scores_and_row(call.ndim(1), "n", "v")
+    return f"{_reduced(call, row)}, {scores}, {row}, v, -> {scores} ; linear 0 ; kernel v"
+
+
+def _local_targets(call: LocalCall, scores: int) -> Tensor:
+    """The targets among this rank's classes, relative to its first class; all others are to be ignored."""
+    layout, target = call.given[scores], call["target"]
+    dim = min(1, len(layout.dims) - 1)
+    counted = target != call["ignore_index"]
+    if target.device.type == "cpu":
+        wrong = target[counted & ((target < 0) | (target >= layout.shape[dim]))]
+        if wrong.numel():
+            raise IndexError(f"Target {wrong.flatten()[0].item()} is out of bounds.")
+    local = target - layout.offset(call.at)[dim]
+    return torch.where(counted & (local >= 0) & (local < call["self"].shape[dim]), local, _IGNORED)
+
+
+def _local_nll(call: LocalCall, reduction: int) -> tuple[Tensor, Tensor]:
+    """The loss and the weight of the targets among this rank's classes."""
+    if not call["self"].numel():
+        return call.zeros(call["self"], 0), call.zeros(call["self"], 1)
+    found: tuple[Tensor, Tensor] = call.run(target=_local_targets(call, 0), ignore_index=_IGNORED, reduction=reduction)
+    return found
+
+
+def nll(call: LocalCall, cut: Cut) -> KernelRun:
+    """Each rank adds the loss of targets among its classes; other rows are zero."""
+    return _local_nll(call, call["reduction"])
+    yield
+
+
+def nll_mean(call: LocalCall, cut: Cut) -> KernelRun:
+    """Divide by the weight of all targets: two numbers are summed over the ranks."""
+    loss, weight = yield Reduce(torch.stack(_local_nll(call, SUM)))
+    return loss / weight, weight
+
+
+def nll_backward(call: LocalCall, cut: Cut) -> KernelRun:
+    """Compute the gradients of targets among this rank's classes."""
+    if not call["self"].numel():
+        return call.zeros(call["self"])
+    return call.run(target=_local_targets(call, 1), ignore_index=_IGNORED)
+    yield
+
+
+define(
+    ("aten::nll_loss_forward", "aten::nll_loss2d_forward"),
+    _nll_rule,
+    kernels={
+        "v": Kernel(nll, 0, 0.0),
+        "k": Kernel(nll_mean, joint=True),
+        "r": Kernel(nll_mean, joint=True, anywhere=True),
+    },
+)
+define(
+    ("aten::nll_loss_backward", "aten::nll_loss2d_backward"),
+    _nll_backward_rule,
+    kernels={"v": Kernel(nll_backward, 0, 0.0)},
 )

@@ -1,4 +1,4 @@
-"""Pooling, resampling and their like: batch and channels are cut, the dims that are looked along are whole."""
+"""Pooling, resampling and other ops on images: batch and channels may be sharded, spatial dims must be replicated."""
 
 from __future__ import annotations
 
@@ -8,89 +8,90 @@ from collections.abc import Callable
 from ..notation.build import join
 from ..notation.schema import KINDS
 from .call import Call
-from .tables import register_table
+from .registry import definitions_in
+
+define = definitions_in(__name__)
 
 
-def last_whole(count: int, passing: str = "", sizes: str = "") -> Callable[[Call], str]:
-    """The rule of an op whose tensors all end in this many whole dims, with cut dims in common before them."""
-    text = " ".join(["b..", *["_"] * count])
+def spatial_rule(dims: int, clause: str = "", sizes: str = "") -> Callable[[Call], str]:
+    """The rule of an op whose tensors all end in so many spatial dims, after dims that they share.
+
+    `clause` applies to floating point numbers only: averages of integers are rounded. `sizes` is the argument, if any,
+    that holds the sizes of the result.
+    """
+    text = " ".join(["b..", *["_"] * dims])
 
     def rule(call: Call) -> str:
         outputs = sum(str(result.type) in KINDS for result in call.op._schema.returns)
         sides = f"{', '.join([text] * len(call.tensors))} -> {', '.join([text] * outputs)}"
         dtype = call.tensors[0].dtype
-        exact = dtype.is_floating_point or dtype.is_complex  # averages of integers are rounded
-        return join(sides, passing if exact else "", f"{sizes}=({text})" if sizes else "")
+        exact = dtype.is_floating_point or dtype.is_complex
+        return join(sides, clause if exact else "", f"{sizes}=({text})" if sizes else "")
 
     return rule
 
 
-def im2col(call: Call) -> str:
-    """Windows of an image: a column for each, with the channels outermost."""
-    return f"b.. c _ _ -> b.. (c [k]) _ ; linear 0 ; k={math.prod(call.arg('kernel_size'))}"
+def _names(dims: int, *ops: str) -> list[str]:
+    """Names of ops; `#` in them is the number of spatial dims."""
+    return [f"aten::{op.replace('#', str(dims))}" for op in ops]
 
 
-def col2im(call: Call) -> str:
-    """The way back."""
-    return f"b.. (c [k]) _ -> b.. c _ _ ; linear 0 ; k={math.prod(call.arg('kernel_size'))}"
+# ---- pooling --------------------------------------------------------------------------------------------------------
 
-
-def shuffled(argument: str, into: str, out: str) -> Callable[[Call], str]:
-    """Pixels from and to channels."""
-    return lambda call: f"b.. {into} _ _ -> b.. {out} _ _ ; linear 0 ; monotone 0 ; k={call.arg(argument) ** 2}"
-
-
-def _resampling() -> dict[str, Callable[[Call], str]]:
-    kinds = {
-        **{f"upsample_nearest{n}d": n for n in (1, 2, 3)},
-        **{f"_upsample_nearest_exact{n}d": n for n in (1, 2, 3)},
-        **{"upsample_linear1d": 1, "upsample_bilinear2d": 2, "upsample_trilinear3d": 3, "upsample_bicubic2d": 2},
-        **{"_upsample_bilinear2d_aa": 2, "_upsample_bicubic2d_aa": 2},
-    }
-    rules = {f"aten::{name}": last_whole(n, "linear 0") for name, n in kinds.items()}
-    rules |= {f"aten::{name}_backward": last_whole(n, "linear 0", "input_size") for name, n in kinds.items()}
-    return rules
-
-
-def _pools() -> dict[str, Callable[[Call], str]]:
-    rules: dict[str, Callable[[Call], str]] = {}
-    for n in (2, 3):
-        for name in (f"max_pool{n}d_with_indices", f"adaptive_max_pool{n}d"):
-            rules[f"aten::{name}"] = last_whole(n)
-        for name in (f"avg_pool{n}d", f"_adaptive_avg_pool{n}d", f"adaptive_avg_pool{n}d"):
-            rules[f"aten::{name}"] = last_whole(n, "linear 0")
-        for name in ("max_pool{}d_with_indices", "adaptive_max_pool{}d", "avg_pool{}d", "_adaptive_avg_pool{}d"):
-            rules[f"aten::{name.format(n)}_backward"] = last_whole(n, "linear 0")
-        rules[f"aten::max_unpool{n}d"] = last_whole(n)
-    rules["aten::avg_pool1d"] = rules["aten::adaptive_avg_pool1d"] = last_whole(1, "linear 0")
-    return rules
-
-
-_SAMPLED = {2: "y x", 3: "z y x"}
-
-register_table(
-    {
-        **_resampling(),
-        **_pools(),
-        **{f"aten::grid_sampler_{n}d": f"n c {'_ ' * n}, n {p} _ -> n c {p} ; linear 0" for n, p in _SAMPLED.items()},
-        **{
-            f"aten::grid_sampler_{n}d_backward": (
-                f"n c {p}, n c {'_ ' * n}, n {p} _ -> n c {'_ ' * n}, n {p} _ ; linear 0"
-            )
-            for n, p in _SAMPLED.items()
-        },
-        "aten::fractional_max_pool2d": "n c _ _, n c _ -> n c _ _, n c _ _",
-        "aten::fractional_max_pool3d": "n c _ _ _, n c _ -> n c _ _ _, n c _ _ _",
-        "aten::fractional_max_pool2d_backward": last_whole(2, "linear 0"),
-        "aten::fractional_max_pool3d_backward": last_whole(3, "linear 0"),
-        "aten::affine_grid_generator": lambda call: (
-            f"n _ _ -> n {'_ ' * (len(call.arg('size')) - 1)} ; linear 0"
-            f" ; size=(n {'_ ' * (len(call.arg('size')) - 1)})"
+define(("aten::avg_pool1d", "aten::adaptive_avg_pool1d"), spatial_rule(1, "linear 0"))
+for _n in (2, 3):
+    define(_names(_n, "max_pool#d_with_indices", "adaptive_max_pool#d", "max_unpool#d"), spatial_rule(_n))
+    define(_names(_n, "avg_pool#d", "_adaptive_avg_pool#d", "adaptive_avg_pool#d"), spatial_rule(_n, "linear 0"))
+    define(
+        _names(
+            _n,
+            "max_pool#d_with_indices_backward",
+            "adaptive_max_pool#d_backward",
+            "avg_pool#d_backward",
+            "_adaptive_avg_pool#d_backward",
+            "fractional_max_pool#d_backward",
         ),
-        "aten::im2col": im2col,
-        "aten::col2im": col2im,
-        "aten::pixel_shuffle": shuffled("upscale_factor", "(c [k])", "c"),
-        "aten::pixel_unshuffle": shuffled("downscale_factor", "c", "(c [k])"),
-        "aten::native_channel_shuffle": "n [c] x.. -> n [c] x.. ; linear 0 ; monotone 0",
-    }
-)
+        spatial_rule(_n, "linear 0"),
+    )
+    _spatial = " ".join("_" * _n)
+    define(_names(_n, "fractional_max_pool#d"), f"n c {_spatial}, n c _ -> n c {_spatial}, n c {_spatial}")
+
+
+# ---- resampling -----------------------------------------------------------------------------------------------------
+
+for _n, _kinds in (
+    (1, "upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d"),
+    (2, "upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d"),
+    (2, "_upsample_bilinear2d_aa _upsample_bicubic2d_aa"),
+    (3, "upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d"),
+):
+    for _kind in _kinds.split():
+        define(f"aten::{_kind}", spatial_rule(_n, "linear 0"))
+        define(f"aten::{_kind}_backward", spatial_rule(_n, "linear 0", "input_size"))
+
+# The output's positions, which a grid lists, may be sharded.
+for _n, _positions in ((2, "y x"), (3, "z y x")):
+    _image, _grid, _output = f"n c {' '.join('_' * _n)}", f"n {_positions} _", f"n c {_positions}"
+    define(f"aten::grid_sampler_{_n}d", f"{_image}, {_grid} -> {_output} ; linear 0")
+    define(f"aten::grid_sampler_{_n}d_backward", f"{_output}, {_image}, {_grid} -> {_image}, {_grid} ; linear 0")
+
+
+def _affine_grid(call: Call) -> str:
+    spatial = " ".join("_" * (len(call.arg("size")) - 1))
+    return f"n _ _ -> n {spatial} ; linear 0 ; size=(n {spatial})"
+
+
+define("aten::affine_grid_generator", _affine_grid)
+
+
+# ---- between images and columns, between channels -------------------------------------------------------------------
+
+
+def _windows_rule(inputs: str, outputs: str) -> Callable[[Call], str]:
+    """The rule of an op between an image and the columns of its windows, which have the channels outermost."""
+    return lambda call: f"{inputs} -> {outputs} ; linear 0 ; k={math.prod(call.arg('kernel_size'))}"
+
+
+define("aten::im2col", _windows_rule("b.. c _ _", "b.. (c [k]) _"))
+define("aten::col2im", _windows_rule("b.. (c [k]) _", "b.. c _ _"))
+define("aten::native_channel_shuffle", "n [c] x.. -> n [c] x.. ; linear 0 ; monotone 0")

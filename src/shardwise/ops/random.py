@@ -1,7 +1,7 @@
-"""Random ops on a rank's part. Each is a fill of PyTorch's (`uniform_`, `normal_`, ...) and what is done with it.
+"""Random ops. Each is one of PyTorch's fills (`uniform_`, `normal_`, ...) and what is computed from its numbers.
 
-The argument `generator` of a local call is a `Draw`: it gives this rank's part of the fill, the same whole tensor
-whatever the placements. Replicas agree, and nothing is communicated.
+The argument `generator` of a local call is a `Draw`: it returns this rank's shard of the fill. The global tensor does
+not depend on the placements, so replicas agree and nothing is communicated.
 """
 
 from __future__ import annotations
@@ -18,13 +18,19 @@ from ..random.box import box_of
 from ..random.triton_fill import dropout as fused_dropout
 from .call import Call
 from .kernel import LocalCall
-from .tables import DRAWS, INSTEAD, register
+from .registry import definitions_in
+
+define = definitions_in(__name__)
 
 Numbers = Callable[[LocalCall, Tensor | None], Tensor]
+"""From a local call, and the tensor to fill if the op writes one, to the numbers drawn."""
+
+
+# ---- fills ----------------------------------------------------------------------------------------------------------
 
 
 def _fill(name: str, *arguments: str) -> Numbers:
-    """The fill of this name with the call's arguments of these names, or numbers in their place."""
+    """The fill of this name, with the arguments of these names."""
 
     def numbers(call: LocalCall, out: Tensor | None) -> Tensor:
         given = tuple(call.arguments[argument] for argument in arguments)
@@ -38,11 +44,12 @@ def _numbers(call: LocalCall, name: str, arguments: tuple[Any, ...], **options: 
 
 
 def _standard(name: str, *arguments: float) -> Numbers:
+    """The fill of this name, with fixed arguments."""
     return lambda call, out: _numbers(call, name, arguments, out=out)
 
 
 def _normal(call: LocalCall, out: Tensor | None) -> Tensor:
-    """`normal_`, and `normal` with tensors, which scale and shift what is drawn."""
+    """`normal_`, and `normal` with tensors, which scale and shift the numbers drawn."""
     mean, std = call["mean"], call["std"]
     shift, scale = isinstance(mean, Tensor), isinstance(std, Tensor)
     drawn = _numbers(call, "normal_", (0.0 if shift or scale else mean, 1.0 if scale else std), out=out)
@@ -52,7 +59,7 @@ def _normal(call: LocalCall, out: Tensor | None) -> Tensor:
 
 
 def _bernoulli(call: LocalCall, out: Tensor | None) -> Tensor:
-    """`bernoulli` with a number, with a tensor, or with its own values as probabilities."""
+    """`bernoulli` with a number, with a tensor, or with the values of its operand as probabilities."""
     chance = call.arguments.get("p")
     chance = call["self"] if chance is None else chance
     if not isinstance(chance, Tensor):
@@ -62,13 +69,13 @@ def _bernoulli(call: LocalCall, out: Tensor | None) -> Tensor:
 
 
 def _random(call: LocalCall, out: Tensor | None) -> Tensor:
-    """`random_` and `randint_like`: whole numbers."""
+    """`random_` and `randint_like`: integers."""
     names = ("from", "low", "to", "high")
     return _numbers(call, "random_", tuple(call[name] for name in names if name in call.arguments), out=out)
 
 
 def _writing(numbers: Numbers) -> Callable[[LocalCall], Any]:
-    """The numbers, in the place that the op writes if it writes one."""
+    """The local code of an op: it draws into the tensor that the op writes, if there is one."""
 
     def run(call: LocalCall) -> Any:
         alias = call.func._schema.arguments[0].alias_info
@@ -85,32 +92,28 @@ def _rule(call: Call) -> str:
     return pointwise(len(call.tensors))
 
 
-_DRAWN: dict[str, Numbers] = {
+for _name, _numbers_of in {
     "uniform": _fill("uniform_", "from", "to"),
     "normal": _normal,
-    "normal_functional": _normal,
     "log_normal": _fill("log_normal_", "mean", "std"),
     "exponential": _fill("exponential_", "lambd"),
     "geometric": _fill("geometric_", "p"),
     "cauchy": _fill("cauchy_", "median", "sigma"),
     "bernoulli": _bernoulli,
     "random": _random,
-    "randint_like": _random,
-    "rand_like": _standard("uniform_", 0.0, 1.0),
-    "randn_like": _standard("normal_", 0.0, 1.0),
-}
-for _name, _of_call in _DRAWN.items():
-    for _suffix in ("", "_"):
-        if hasattr(torch.ops.aten, _name + _suffix):
-            register(f"aten::{_name}{_suffix}", _rule)
-            DRAWS[f"aten::{_name}{_suffix}"] = _writing(_of_call)
+}.items():
+    define((f"aten::{_name}", f"aten::{_name}_"), _rule, draw=_writing(_numbers_of))
+define("aten::normal_functional", _rule, draw=_writing(_normal))
+define("aten::randint_like", _rule, draw=_writing(_random))
+define("aten::rand_like", _rule, draw=_writing(_standard("uniform_", 0.0, 1.0)), reads_shape_only=True)
+define("aten::randn_like", _rule, draw=_writing(_standard("normal_", 0.0, 1.0)), reads_shape_only=True)
 
 
 # ---- dropout --------------------------------------------------------------------------------------------------------
 
 
 def dropout(call: LocalCall) -> tuple[Tensor, Tensor]:
-    """`native_dropout`, with the mask that `bernoulli_` draws: training sees the one or the other."""
+    """`native_dropout`, with the mask that `bernoulli_` draws: a training run may use either op."""
     tensor, chance = call["input"], call["p"]
     if call["train"] is False or chance == 0:
         return tensor.clone(), torch.ones_like(tensor, dtype=torch.bool)
@@ -124,21 +127,25 @@ def dropout(call: LocalCall) -> tuple[Tensor, Tensor]:
     return tensor * kept * scale, kept
 
 
-register("aten::native_dropout", "x.. -> x.., x..")
-DRAWS["aten::native_dropout"] = dropout
+define("aten::native_dropout", "x.. -> x.., x..", draw=dropout)
 
 
-# ---- by other ops ---------------------------------------------------------------------------------------------------
+# ---- decomposed -----------------------------------------------------------------------------------------------------
 
 
-def _by_others(call: Call) -> None:
+def _decomposed(call: Call) -> None:
+    """No call has a rule. Without this function a generated rule would be used."""
     return None
 
 
 def multinomial(
     weights: Tensor, num_samples: int, replacement: bool = False, *, generator: torch.Generator | None = None
 ) -> Any:
-    """Without replacement as plain torch: the largest of weights over exponential numbers. Else by the running sum."""
+    """Draw indices by their weights.
+
+    Without replacement, as in PyTorch: those with the largest quotients of weights and exponential numbers. With
+    replacement: those where uniform numbers fall in the running sum of the weights.
+    """
     if not replacement or num_samples == 1:
         race = weights / torch.empty_like(weights).exponential_(1.0, generator=generator)
         return race.argmax(-1, keepdim=True) if num_samples == 1 else race.topk(num_samples, -1).indices
@@ -157,7 +164,10 @@ def rrelu_with_noise(
     training: bool = False,
     generator: torch.Generator | None = None,
 ) -> Any:
-    """A slope drawn for each negative element. PyTorch draws for these alone, so that an exact draw needs the whole."""
+    """A leaky ReLU with a random slope for each negative element.
+
+    PyTorch draws for these elements only, so its numbers depend on all elements: an exact draw runs on gathered inputs.
+    """
     if not training:
         return torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
     if is_exact():
@@ -168,21 +178,17 @@ def rrelu_with_noise(
 
 
 def rrelu_with_noise_(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The same, in place."""
+    """`rrelu_with_noise` in place."""
     value = rrelu_with_noise(x, *args, **kwargs)
     return value if value is NotImplemented else x.copy_(value)
 
 
-_INSTEAD: dict[str, Callable[..., Any]] = {
-    "multinomial": multinomial,
-    "rrelu_with_noise": rrelu_with_noise,
-    "rrelu_with_noise_": rrelu_with_noise_,
-}
-for _name, _by in _INSTEAD.items():
-    register(f"aten::{_name}.default", _by_others)
-    INSTEAD[f"aten::{_name}.default"] = _by
+define("aten::multinomial", _decomposed, decomposition=multinomial)
+define("aten::rrelu_with_noise", _decomposed, decomposition=rrelu_with_noise)
+define("aten::rrelu_with_noise_", _decomposed, decomposition=rrelu_with_noise_)
 
-# Few, and not worth an algorithm of their own: all ranks draw the whole from generators in the same state.
-for _name in ("poisson", "_sample_dirichlet", "_standard_gamma"):
-    register(f"aten::{_name}", "[x..] -> _..")
-register("aten::binomial", "[x..], [y..] -> _..")
+
+# ---- on gathered inputs: rarely used, so all ranks draw the global tensor from generators in the same state ---------
+
+define(("aten::poisson", "aten::_sample_dirichlet", "aten::_standard_gamma"), "[x..] -> _..")
+define("aten::binomial", "[x..], [y..] -> _..")

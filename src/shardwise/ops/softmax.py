@@ -1,4 +1,4 @@
-"""Softmax and logsumexp along a cut dim: every rank's maximum and sum of exponentials, merged."""
+"""Softmax and logsumexp along a sharded dim: the maxima and the sums of exponentials of all ranks are merged."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ import torch
 from torch import Tensor
 
 from ..notation import dims_text, reduction
-from ..notation.build import normalized
+from ..notation.build import join, normalized
 from .call import Call
 from .kernel import Cut, Gather, Kernel, KernelRun, LocalCall, Reduce
 from .reduce import merged
 from .reduce_kernels import over, wide
-from .tables import KEEPS_SIZES, register
+from .registry import definitions_in
+
+define = definitions_in(__name__)
 
 
 def _finite(top: Tensor) -> Tensor:
-    """What to take off before an exponential: infinite maxima would give inf - inf."""
+    """The maximum to subtract before an exponential: an infinite one would give inf - inf."""
     return torch.where(top.isfinite(), top, 0.0)
 
 
 def exponents(x: Tensor, dims: Sequence[int]) -> KernelRun:
-    """The maximum over these dims, in all pieces, and the sum of exponentials above it; dims are kept."""
+    """The maximum over these dims on all ranks, and the sum of the exponentials of x minus it; dims are kept."""
     dims = list(dims)
     if all(x.shape[dim] for dim in dims):
         top = x.amax(dims, True)
@@ -34,14 +36,14 @@ def exponents(x: Tensor, dims: Sequence[int]) -> KernelRun:
     tops, totals = parts.unbind(1)
     top = tops.amax(0)
     scale = (_finite(tops) - _finite(top)).exp()
-    # A piece whose maximum is -inf contributes nothing; one with +inf or NaN makes the sum what it is there.
+    # A rank whose maximum is -inf adds nothing; one with +inf or NaN determines the sum.
     scale = torch.where(tops == -torch.inf, 0.0, scale)
     total = torch.where(tops == -torch.inf, 0.0, totals * scale).sum(0)
     return top, total
 
 
 def logsumexp(call: LocalCall, cut: Cut) -> KernelRun:
-    """The logarithm of the merged sum."""
+    """Compute the logarithm of the merged sum."""
     dims = over(call)
     x = call["self"].to(wide(call.dtypes[0]))
     top, total = yield from exponents(x, dims)
@@ -50,33 +52,33 @@ def logsumexp(call: LocalCall, cut: Cut) -> KernelRun:
     return result if call["keepdim"] else result.squeeze(dims)
 
 
-def _parts(call: LocalCall) -> KernelRun:
-    """This rank's logits less their maximum, and the sum of all exponentials: NaN where the maximum is not finite."""
+def _exponents_of(call: LocalCall) -> KernelRun:
+    """This rank's logits minus the maximum, the sum of exponentials (NaN for infinite maxima), and the maximum."""
     x = call["self"].to(wide(call.dtypes[0]))
     top, total = yield from exponents(x, [call.dims[0] or 0])
     return x - _finite(top), torch.where(top.isfinite(), total, torch.nan), top
 
 
 def softmax(call: LocalCall, cut: Cut) -> KernelRun:
-    """Exponentials by the sum of all pieces."""
-    above, total, _ = yield from _parts(call)
+    """Divide the exponentials by their sum over all ranks."""
+    above, total, _ = yield from _exponents_of(call)
     return (above.exp() / total).to(call.dtypes[0])
 
 
 def log_softmax(call: LocalCall, cut: Cut) -> KernelRun:
-    """The logarithm of `softmax`, without taking it."""
-    above, total, _ = yield from _parts(call)
+    """Subtract the logarithm of the sum of exponentials over all ranks."""
+    above, total, _ = yield from _exponents_of(call)
     return (above - total.log()).to(call.dtypes[0])
 
 
 def safe_softmax(call: LocalCall, cut: Cut) -> KernelRun:
-    """Rows that are all masked give zeros, not NaN."""
-    above, total, top = yield from _parts(call)
+    """Like `softmax`, but rows of nothing but -inf give zeros, not NaN."""
+    above, total, top = yield from _exponents_of(call)
     return torch.where(top == -torch.inf, 0.0, above.exp() / total).to(call.dtypes[0])
 
 
 def softmax_backward(call: LocalCall, cut: Cut) -> KernelRun:
-    """One sum for each row is exchanged."""
+    """Compute the gradient; one sum for each row is reduced."""
     gradient, output = call["grad_output"], call["output"]
     inner = gradient.to(wide(gradient.dtype)) * output
     total = yield Reduce(inner.sum(call.dims[0], True))
@@ -84,37 +86,44 @@ def softmax_backward(call: LocalCall, cut: Cut) -> KernelRun:
 
 
 def log_softmax_backward(call: LocalCall, cut: Cut) -> KernelRun:
-    """One sum for each row is exchanged."""
+    """Compute the gradient; one sum for each row is reduced."""
     gradient, output = call["grad_output"], call["output"]
     gradient = gradient.to(wide(gradient.dtype))
     total = yield Reduce(gradient.sum(call.dims[0], True))
     return (gradient - output.to(gradient.dtype).exp() * total).to(call.dtypes[0])
 
 
-def along_kernel(operands: int, *clauses: str) -> Callable[[Call], str]:
-    """The rule of ops that keep all dims and look along the dim argument's with a kernel."""
+def _softmax_rule(operands: int, *clauses: str) -> Callable[[Call], str]:
+    """The rule of an op whose operands and result have the same dims; `dim`, if there is one, has a kernel."""
 
     def rule(call: Call) -> str:
         ndim = call.ndim(0)
         dims = normalized(ndim, call.arg("dim"))
         text = dims_text("x", ndim, dict.fromkeys(dims, "k"))
-        return " ; ".join((f"{', '.join([text] * operands)} -> {text}", *clauses, *(["kernel k"] if dims else [])))
+        return join(f"{', '.join([text] * operands)} -> {text}", *clauses, "kernel k" if dims else "")
 
     return rule
 
 
 def _logsumexp_rule(call: Call) -> str:
-    if call.tensors[0].dtype.is_complex:  # they have no maximum
+    if call.tensors[0].dtype.is_complex:  # complex numbers have no maximum
         return reduction(call.ndim(0), call.arg("dim"), call.arg("keepdim"), reduce="none")
     return merged(call.ndim(0), call.arg("dim"), call.arg("keepdim"))
 
 
-# What is exchanged is small next to the outputs: a maximum and a sum for each row, a sum for each row.
-_FORWARD, _BACKWARD = 0.04, 0.04
-register("aten::logsumexp", _logsumexp_rule, {"k": Kernel(logsumexp, traffic=8.0, joint=True)})
-for _name, _run in (("_softmax", softmax), ("_log_softmax", log_softmax), ("_safe_softmax", safe_softmax)):
-    register(f"aten::{_name}", along_kernel(1), {"k": Kernel(_run, traffic=_FORWARD)})
-for _name, _run in (("_softmax_backward_data", softmax_backward), ("_log_softmax_backward_data", log_softmax_backward)):
-    register(f"aten::{_name}", along_kernel(2, "linear 0"), {"k": Kernel(_run, traffic=_BACKWARD)})
-KEEPS_SIZES |= {f"aten::{_name}" for _name in ("_softmax", "_log_softmax", "_softmax_backward_data")}
-KEEPS_SIZES.add("aten::_log_softmax_backward_data")
+# What is exchanged is small beside the outputs: a maximum and a sum for each row, a sum for each row.
+_TRAFFIC = 0.04
+define("aten::logsumexp", _logsumexp_rule, kernels={"k": Kernel(logsumexp, traffic=8.0, joint=True)})
+define("aten::_safe_softmax", _softmax_rule(1), kernels={"k": Kernel(safe_softmax, traffic=_TRAFFIC)})
+for _name, _operands, _clauses, _run in (
+    ("_softmax", 1, (), softmax),
+    ("_log_softmax", 1, (), log_softmax),
+    ("_softmax_backward_data", 2, ("linear 0",), softmax_backward),
+    ("_log_softmax_backward_data", 2, ("linear 0",), log_softmax_backward),
+):
+    define(
+        f"aten::{_name}",
+        _softmax_rule(_operands, *_clauses),
+        kernels={"k": Kernel(_run, traffic=_TRAFFIC)},
+        keeps_sizes=True,
+    )

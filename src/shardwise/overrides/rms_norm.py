@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._torch.above_autograd import call_original, override_above_autograd
 from .._torch.autograd import QuickFunction
-from ..ops.tables import IN_PYTHON
+from ..ops.norm import rms_norm_gradients, rms_norm_rstd
 from ..tensor.dtensor import DTensor
 from .call import call, is_ours, needs_grad
 
@@ -21,59 +21,6 @@ _rms_norm = torch.ops.aten.rms_norm.default
 _forward = torch.ops.aten._fused_rms_norm.default
 _backward = torch.ops.aten._fused_rms_norm_backward.default
 _DTYPES = (torch.float32, torch.float64)
-
-
-# ---- on local parts -------------------------------------------------------------------------------------------------
-
-
-def forward(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Any:
-    """The result, and the factor of each row."""
-    if input.device.type != "cpu":
-        return _forward(input, normalized_shape, weight, eps)
-    factor = _factor(input, normalized_shape, eps)
-    result = input * factor
-    return result if weight is None else result * weight, factor
-
-
-def backward(gradient: Tensor, *args: Any) -> Any:
-    """The gradients of input and weight."""
-    return _gradients(gradient, *args) if gradient.device.type == "cpu" else _backward(gradient, *args)
-
-
-def _gradients(
-    gradient: Tensor,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    factor: Tensor,
-    weight: Tensor | None,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    unit = input * factor
-    scaled = gradient if weight is None else gradient * weight
-    to_input = to_weight = None
-    if output_mask[0]:
-        along = (scaled * unit).mean(_last(normalized_shape), keepdim=True)
-        to_input = factor * (scaled - unit * along)
-    if output_mask[1]:
-        rows = list(range(input.dim() - len(normalized_shape)))
-        to_weight = (gradient * unit).sum(rows) if rows else gradient * unit
-    return to_input, to_weight
-
-
-def _factor(input: Tensor, normalized_shape: Sequence[int], eps: float | None) -> Tensor:
-    least = torch.finfo(input.dtype).eps if eps is None else eps
-    return input.square().mean(_last(normalized_shape), keepdim=True).add(least).rsqrt()
-
-
-def _last(normalized_shape: Sequence[int]) -> list[int]:
-    return list(range(-len(normalized_shape), 0))
-
-
-IN_PYTHON["aten::_fused_rms_norm.default"] = forward
-IN_PYTHON["aten::_fused_rms_norm_backward.default"] = backward
-
-
-# ---- the kernel -----------------------------------------------------------------------------------------------------
 
 
 class _RMSNorm(QuickFunction):
@@ -91,8 +38,8 @@ class _RMSNorm(QuickFunction):
         input, weight, factor = ctx.saved_tensors
         shape, mask = ctx.normalized_shape, list(ctx.needs_input_grad[:2])
         if torch.is_grad_enabled():  # for gradients of gradients, by ops that have derivatives
-            factor = _factor(input, shape, ctx.eps)
-            return *_gradients(gradient, input, shape, factor, weight, mask), None, None
+            factor = rms_norm_rstd(input, shape, ctx.eps)
+            return *rms_norm_gradients(gradient, input, shape, factor, weight, mask), None, None
         return *call(_backward, gradient, input, shape, factor, weight, mask), None, None
 
 
