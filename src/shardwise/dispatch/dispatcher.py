@@ -23,10 +23,10 @@ from ..comm.cost import on_change
 from ..comm.redistribute import plan as plan_between
 from ..comm.redistribute import redistribute_local
 from ..errors import CommunicationError, InputError, MeshError, MixedTensorError
-from ..ops.inverse import replacing
 from ..ops.registry import registry, resolve, rule_for
 from ..ops.resolve import ResolvedOp
 from ..ops.served import served_by
+from ..ops.views import write_through
 from ..overrides.composites import made_by_pytorch
 from ..sharding.mesh import MeshInfo
 from ..sharding.placement import Replicate
@@ -67,7 +67,7 @@ class Replay:
 
     def put(self, root: Tensor, value: Tensor) -> Any:
         """The root with this value in the place of the view; None where no op does that."""
-        put = replacing(self.func, self.args, self.kwargs, self.index)
+        put = write_through(self.func, self.args, self.kwargs, self.index)
         return None if put is None else put(root, value)
 
 

@@ -35,11 +35,6 @@ def col2im(call: Call) -> str:
     return f"b.. (c [k]) _ -> b.. c _ _ ; linear 0 ; k={math.prod(call.arg('kernel_size'))}"
 
 
-def shuffled(argument: str, into: str, out: str) -> Callable[[Call], str]:
-    """Pixels from and to channels."""
-    return lambda call: f"b.. {into} _ _ -> b.. {out} _ _ ; linear 0 ; monotone 0 ; k={call.arg(argument) ** 2}"
-
-
 def _resampling() -> dict[str, Callable[[Call], str]]:
     kinds = {
         **{f"upsample_nearest{n}d": n for n in (1, 2, 3)},
@@ -89,8 +84,6 @@ register_table(
         ),
         "aten::im2col": im2col,
         "aten::col2im": col2im,
-        "aten::pixel_shuffle": shuffled("upscale_factor", "(c [k])", "c"),
-        "aten::pixel_unshuffle": shuffled("downscale_factor", "c", "(c [k])"),
         "aten::native_channel_shuffle": "n [c] x.. -> n [c] x.. ; linear 0 ; monotone 0",
     }
 )

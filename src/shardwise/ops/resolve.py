@@ -19,7 +19,7 @@ import torch
 from .._torch.ops import OpOverload
 from ..notation import Rule, parse, without_operands
 from ..notation.patterns import RuleError
-from ..notation.schema import Operands, operands_of, tensor_arguments, variant_of
+from ..notation.schema import Operands, operands_of, overload_key, tensor_arguments, variant_of
 from .call import Call
 from .kernel import Kernel
 from .op import Op, Put
@@ -30,8 +30,10 @@ NEEDS_DATA = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent
 class ResolvedOp:
     """One overload: its schema, its op's record, and what was worked out for it once.
 
-    `operands` holds, for each input of the rule, the position of its argument in the schema, or None where a number
-    takes its place. `built_in` is what the overload resolves to without the user's rule; None if the user gave none.
+    `op` is the record with the rule, which may be that of the op whose variant this overload is. `own` is the record of
+    this overload, or of all overloads of its op. `operands` holds, for each input of the rule, the position of its
+    argument in the schema, or None where a number takes its place. `built_in` is what the overload resolves to without
+    the user's rule; None if the user gave none.
     """
 
     def __init__(
@@ -54,10 +56,11 @@ class ResolvedOp:
         self.defaults: dict[str, Any] = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
         self.needs_data = bool(NEEDS_DATA & set(func.tags))
         self.number_arguments = _number_arguments(func)
-        # What belongs to this overload alone, not to the variants of its op.
-        self.decomposition: Callable[..., Any] | None = own.decomposition if own is not None else None
-        self.python: Callable[..., Any] | None = own.python if own is not None else None
-        self.put: Put | None = own.put if own is not None else None
+        # Variants do not inherit these, nor does an `out=` overload from the record of all overloads.
+        itself = own if own is not None and (self.variant != "out" or own.name == overload_key(func)) else None
+        self.decomposition: Callable[..., Any] | None = itself.decomposition if itself is not None else None
+        self.python: Callable[..., Any] | None = itself.python if itself is not None else None
+        self.put: Put | None = itself.put if itself is not None else None
         # Worked out by dispatch when it is first needed.
         self.bindings: dict[Any, Callable[..., Any]] = {}
         self.result_forms: dict[Any, Any] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from .._torch.decompositions import is_composite
 from .._torch.ops import OpOverload
 from .registry import resolve
 
@@ -27,9 +28,5 @@ def served_by(func: OpOverload, planned: bool | None = None) -> str:
         return "rule"
     if planned and found.has_rule:
         return "generated" if found.op.origin == "generated" else "rule"
-    by_others = found.decomposition is not None or found.in_place_view is not None or _is_composite(func)
+    by_others = found.decomposition is not None or found.in_place_view is not None or is_composite(func)
     return "decomposition" if by_others else "whole"
-
-
-def _is_composite(func: OpOverload) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")

@@ -59,9 +59,7 @@ READS_SCALARS: Any = _Set(lambda key: {"reads_numbers": True})
 KEEPS_SIZES: Any = _Set(lambda key: {"keeps_sizes": True})
 COPES_WITH_EMPTY: Any = _Set(lambda key: {"takes_empty": True})
 UNREAD: Any = _Set(lambda key: {"reads_shape_only": True})
-READS_SCALARS.add("aten::constant_pad_nd")
-UNREAD.update({f"aten::{name}" for name in ("ones_like", "empty_like", "full_like", "rand_like", "randn_like")})
-UNREAD.update({f"aten::new_{name}" for name in ("zeros", "ones", "empty", "full")})
+UNREAD.update({f"aten::{name}" for name in ("rand_like", "randn_like")})
 
 
 def register(name, rule, kernels=None):
