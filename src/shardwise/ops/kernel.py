@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -156,6 +157,7 @@ class Kernel:
 def without_communication(local: Callable[[LocalCall, Cut], Any]) -> Callable[[LocalCall, Cut], KernelRun]:
     """A kernel made of a function that asks for nothing from other ranks."""
 
+    @functools.wraps(local)
     def run(call: LocalCall, cut: Cut) -> KernelRun:
         return local(call, cut)
         yield  # makes this a generator, as kernels are

@@ -26,7 +26,7 @@ from ..notation.rule import Rule, parse
 from ..notation.schema import Operands, family, match_operands, operands_of, overload_key, overloads, packet_name
 from .kernel import Kernel
 from .op import Facts, Op, Source
-from .resolve import ResolvedOp
+from .resolve import ResolvedOp, kernel_for
 
 OpName = OpOverload | OpOverloadPacket | str
 
@@ -67,15 +67,21 @@ class Registry:
         source = parse(rule) if isinstance(rule, str) else rule
         given = dict(kernels or {})
         if isinstance(source, Rule) and set(source.kernel) != set(given):
-            inherited = self._built_in.get(name)
-            if given or inherited is None or not set(source.kernel) <= set(inherited.kernels):
+            inherited = self._kernels_for(name, source)
+            if given or set(source.kernel) != set(inherited):
                 raise RuleError(
                     f"{name} has kernels for {sorted(given) or 'nothing'}, its rule is {source!s}",
                     "pass one for each factor that the kernel clause names",
                 )
-            given = {factor: inherited.kernels[factor] for factor in source.kernel}
+            given = inherited
         self._user[name] = Op(name, source, given, origin="user", file="a call of register")
         self._changed()
+
+    def _kernels_for(self, name: str, rule: Rule) -> dict[str, Kernel]:
+        """The built-in kernels of an op, or of the op that this overload belongs to, for the factors of a rule."""
+        op = self._built_in.get(name) or self._built_in.get(name.partition(".")[0])
+        kernels = {} if op is None else {factor: kernel_for(op, factor) for factor in rule.kernel}
+        return {factor: kernel for factor, kernel in kernels.items() if kernel is not None}
 
     def register_table(self, rules: Mapping[str, Source]) -> None:
         """Register a table of rules without kernels."""

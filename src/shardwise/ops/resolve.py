@@ -106,9 +106,8 @@ class ResolvedOp:
         return rule
 
     def kernel(self, name: str) -> Kernel:
-        """The kernel for this factor. That of `k` serves k0, k1, ... too, and their parts k0_0, k0_1, ..."""
-        kernels = self.op.kernels
-        found = kernels.get(name) or kernels.get(re.sub(r"\d+(_\d+)?$", "", name))
+        """The kernel for this factor; `RuleError` if there is none."""
+        found = kernel_for(self.op, name)
         if found is None:
             raise RuleError(
                 f"{self.key} has no kernel for the factor {name}", f"register it with kernels={{{name!r}: ...}}"
@@ -125,6 +124,11 @@ class ResolvedOp:
 
     def __repr__(self) -> str:
         return f"ResolvedOp({self.func}, {self.op!r})"
+
+
+def kernel_for(op: Op, factor: str) -> Kernel | None:
+    """The kernel of an op for this factor. That of `k` serves k0, k1, ... too, and their parts k0_0, k0_1, ..."""
+    return op.kernels.get(factor) or op.kernels.get(re.sub(r"\d+(_\d+)?$", "", factor))
 
 
 def _number_arguments(func: OpOverload) -> frozenset[int | str]:

@@ -136,7 +136,7 @@ def _check_function(sample: Sample, effort: Effort, seed: int, report: Report) -
     for key, plan in plans.items():
         rule = rule_for(key[0])
         if plan is None:
-            if served_by(key[0], planned=False) == "whole":
+            if served_by(key[0], planned=False) == "gathered":
                 report.whole.append(str(key[0]))
         elif rule is not None:
             report.rules.append(rule.key)
