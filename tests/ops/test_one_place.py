@@ -34,25 +34,42 @@ def keyed_by_op(annotation: ast.expr) -> bool:
     return False
 
 
-def tables(source: str) -> Iterator[tuple[int, str]]:
-    """The line and the text of every table of ops in a module."""
+def tables(source: str) -> Iterator[tuple[str, int]]:
+    """The name and the line of every table of ops in a module; the name is empty where it is assigned to none."""
+    names: dict[int, str] = {}
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            names |= {id(inner): ast.unparse(target) for inner in ast.walk(node)}
         annotation = getattr(node, "annotation", None) or getattr(node, "returns", None)
         found = isinstance(annotation, ast.expr) and keyed_by_op(annotation)
         found |= isinstance(node, ast.Dict) and any(map(is_op, node.keys))
         found |= isinstance(node, ast.Set) and any(map(is_op, node.elts))
         found |= isinstance(node, (ast.List, ast.Tuple)) and sum(map(is_op, node.elts)) >= 3
         if found:
-            yield node.lineno, ast.unparse(node).splitlines()[0][:100]
+            yield names.get(id(node), ""), node.lineno
+
+
+ELSEWHERE = {
+    "debug _TRIVIAL": "ops that compute nothing; to become a field of records",
+    "overrides REPLACED": "functions that PyTorch decomposes before dispatch, and what runs in their place",
+    "world _RESIZING": "the simulated world is below ops: what PyTorch's schemas leave out",
+    "world _UNDECLARED_WRITES": "the simulated world is below ops: what PyTorch's schemas leave out",
+}
+"""Tables that still stand in other rooms, and why. A new one is an error, and so is one listed here that is gone."""
 
 
 def test_no_other_room_has_a_table_of_ops() -> None:
     modules = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "ops"]
     assert len(modules) > 80
-    found = [
-        f"{path.relative_to(PACKAGE)}:{line}: {text}" for path in modules for line, text in tables(path.read_text())
-    ]
-    assert not found, "make these fields of records in ops/:\n" + "\n".join(sorted(found))
+    found: dict[str, str] = {}
+    for path in modules:
+        for name, line in tables(path.read_text()):
+            where = path.relative_to(PACKAGE)
+            found[f"{where.parts[0]} {name}"] = f"{where}:{line}: {name}"
+    new = [text for key, text in found.items() if key not in ELSEWHERE]
+    assert not new, "make these fields of records in ops/:\n" + "\n".join(sorted(new))
+    assert set(found) == set(ELSEWHERE), "delete from this list what is gone"
 
 
 @pytest.mark.parametrize(

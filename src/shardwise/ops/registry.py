@@ -236,5 +236,5 @@ def definitions_in(module: str) -> Define:
 
 def amend(name: str, **facts: Any) -> None:
     """Add to the record of an op."""
-    registry._built_in[name] = replace(registry._built_in.get(name, Op(name)), **facts)
+    registry._built_in[name] = replace(registry._built_in.get(name, Op(name, file="ops/tables.py")), **facts)
     registry._changed()
