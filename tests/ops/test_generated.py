@@ -113,7 +113,7 @@ def test_served_by() -> None:
         aten.alias_copy.default: "decomposition",
         aten.t_.default: "decomposition",
         aten.silu_backward.default: "rule",
-        aten.nonzero.default: "whole",
+        aten.nonzero.default: "gathered",
     }
     assert {op: served_by(op) for op in kinds} == kinds
     assert served_by(aten.equal.default, planned=False) == "decomposition"

@@ -33,3 +33,8 @@ def run_first(leaf: Any, handle: Any) -> None:
     hooks = leaf._post_accumulate_grad_hooks
     for key in [key for key in hooks if key != handle.id]:
         hooks[key] = hooks.pop(key)
+
+
+def in_backward() -> bool:
+    """Whether a node of autograd runs on this thread, so that a call comes from a backward formula."""
+    return torch._C._current_autograd_node() is not None

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .._torch.ops import OpOverload
-from ..ops.registry import resolve
+from ..ops.views import write_through
 from ..sharding.base import DTensorBase
 
 
@@ -32,7 +32,5 @@ class ViewCall:
 
     def put(self, root: Tensor, value: Tensor) -> Any:
         """The root with `value` in the place of the view; None where no op does that."""
-        op = resolve(self.func)
-        if op.put is None:
-            return None
-        return op.put({**op.arguments(self.args, self.kwargs), "index-th": self.index})(root, value)
+        write = write_through(self.func, self.args, self.kwargs, self.index)
+        return None if write is None else write(root, value)

@@ -1,49 +1,102 @@
-"""Copies, casts, aliases and new tensors like a given one: each rank does its part."""
+"""Copies, casts, aliases, new tensors like a given one, and tensors that change their shape in place."""
 
 from __future__ import annotations
 
-from .call import Call
-from .tables import register_table
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
-_ANY_PARTIAL = "linear 0 ; monotone 0"
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from .call import Call
+from .kernel import LocalCall
+from .op import Local
+from .registry import definitions_in
+
+define = definitions_in(__name__)
+
+# ---- copies and aliases -------------------------------------------------------------------------------------------
+
+SAME = "x.. -> x.. ; linear 0 ; monotone 0"
+
+
+def put_itself(given: dict[str, Any]) -> Callable[[Tensor, Tensor], Tensor]:
+    """A write to an alias is a write to all of the tensor."""
+    return lambda root, value: value
 
 
 def cast(call: Call) -> str:
-    """A cast between floating dtypes passes through a sum; rounding to integers does not."""
+    """Casts between floating dtypes pass sums; rounding to integers does not."""
     source, target = call.tensors[0].dtype, call.arg("dtype", None)
     exact = target is None or target == source
     floating = exact or (source.is_floating_point and target.is_floating_point)
     return f"x.. -> x.. {'; linear 0' if floating else ''} {'; monotone 0' if exact else ''}"
 
 
+define(("aten::detach", "aten::alias"), SAME, put=put_itself)
+define(("aten::clone", "aten::lift_fresh"), SAME)
+define("aten::_to_copy", cast)
+define("aten::copy", "b.., b?.. -> b.. ; linear 0+1")
+
+# ---- new tensors --------------------------------------------------------------------------------------------------
+
+
 def new(call: Call) -> str:
-    """A tensor of another shape is made whole on every rank, one of the same shape is cut as the given one."""
+    """A new tensor of the given one's shape is sharded like it; one of another shape is replicated."""
     size = tuple(call.arg("size"))
     if size == call.shape(0):
         return "x.. -> x.. ; size=(x..)"
     return f"x.. -> {' '.join('_' for _ in size)} ; unread"
 
 
-def overwrite(call: Call) -> str:
-    """`copy_`: the source, broadcast, takes the place of the target."""
-    return "b.., b?.. -> b.. ; linear 0+1"
+def new_empty_strided(call: LocalCall) -> Tensor:
+    """Local memory without gaps, with the dims in the order of the global strides."""
+    shape, stride = call.local_shape(), call["stride"]
+    order = sorted(range(len(shape)), key=lambda dim: -stride[dim])
+    made: Tensor = call["self"].new_empty([shape[dim] for dim in order], dtype=call.dtypes[0], device=call["device"])
+    return made.permute([order.index(dim) for dim in range(len(shape))])
 
 
-register_table(
-    {
-        "aten::detach": f"x.. -> x.. ; {_ANY_PARTIAL}",
-        "aten::alias": f"x.. -> x.. ; {_ANY_PARTIAL}",
-        "aten::clone": f"x.. -> x.. ; {_ANY_PARTIAL}",
-        "aten::lift_fresh": f"x.. -> x.. ; {_ANY_PARTIAL}",
-        "aten::_to_copy": cast,
-        "aten::copy": overwrite,
-        "aten::zeros_like": "x.. -> x.. ; linear 0",
-        "aten::ones_like": "x.. -> x..",
-        "aten::empty_like": "x.. -> x..",
-        "aten::full_like": "x.. -> x..",
-        "aten::new_zeros": new,
-        "aten::new_ones": new,
-        "aten::new_empty": new,
-        "aten::new_full": new,
-    }
-)
+define("aten::zeros_like", "x.. -> x.. ; linear 0")
+define(("aten::ones_like", "aten::empty_like", "aten::full_like"), "x.. -> x..", reads_shape_only=True)
+define(("aten::new_zeros", "aten::new_ones", "aten::new_empty", "aten::new_full"), new, reads_shape_only=True)
+define("aten::new_empty_strided", new, local=Local(new_empty_strided))
+
+# ---- shapes that change in place ------------------------------------------------------------------------------------
+#
+# The first elements stay, in row-major order. PyTorch leaves elements beyond them undefined; here they are zero.
+
+
+def resize(x: Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> Any:
+    """`resize_` of a contiguous tensor."""
+    if not x.is_contiguous() or memory_format not in (None, torch.contiguous_format, torch.preserve_format):
+        return NotImplemented
+    if tuple(size) != tuple(x.shape):
+        flat, count = x.reshape(-1), math.prod(size)
+        missing = count - flat.numel()
+        flat = torch.cat([flat, flat.new_zeros(missing)]) if missing > 0 else flat[:count]
+        x.data = flat.view(size)
+    return x
+
+
+def resize_as(x: Tensor, other: Tensor, *, memory_format: torch.memory_format | None = None) -> Any:
+    """`resize_as_`."""
+    return resize(x, other.shape, memory_format=memory_format)
+
+
+define("aten::resize_", decomposition=resize)
+define("aten::resize_as_", decomposition=resize_as)
+
+# ---- sparse tensors -------------------------------------------------------------------------------------------------
+
+
+def refuse_sparse(x: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    """Raise the error that says why there are no sparse distributed tensors."""
+    raise InputError("a distributed tensor is dense, and cannot become a sparse one", "use x.full_tensor().to_sparse()")
+
+
+for _layout in ("", "_csr", "_csc", "_bsr", "_bsc"):
+    define((f"aten::_to_sparse{_layout}", f"aten::_to_sparse{_layout}.out"), decomposition=refuse_sparse)
+define("aten::_to_sparse.sparse_dim_out", decomposition=refuse_sparse)

@@ -1,14 +1,15 @@
-"""Elementwise ops: any dim may be cut, operands that broadcast are replicated along it.
+"""Elementwise ops: any dim may be sharded, and operands that broadcast along a dim are replicated there.
 
-PyTorch tags them, so only those it forgot are listed. What is listed for the others is how Partial operands pass; by
-hand, since tests on data are fooled too often. A sum passes through what is linear; a maximum through what never
-decreases, for every value of its other arguments, and is nowhere undefined (so not through a logarithm).
+PyTorch tags these ops, so a record is needed only for those without the tag, and for those that pass Partial operands.
+How they pass is written by hand, since tests on data are fooled too often: a sum passes through an op that is linear; a
+maximum through one that never decreases, for every value of its other arguments, and is nowhere undefined (so not
+through a logarithm).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -17,101 +18,28 @@ from ..notation.build import pointwise, whole_dims
 from ..notation.schema import FOREACH, KINDS, operands_of, overload_key, overloads, packet_name
 from .call import Call
 from .op import Op
-from .registry import registry
-from .tables import register, register_table
+from .registry import definitions_in, registry
 
-# Of two operands or more, by the number of operands. A maximum passes through `maximum` in both operands together,
-# a minimum does not.
-_PASSING = {
-    2: {
-        "add": "linear 0+1 ; monotone 0",
-        "sub": "linear 0+1 ; monotone 0",
-        "rsub": "linear 0+1",
-        "mul": "linear 0 | 1",
-        "complex": "linear 0+1",
-        "maximum": "monotone 0 | 1 | 0+1 ; reduce max",
-        "minimum": "monotone 0 | 1 | 0+1 ; reduce min",
-        "fmax": "monotone 0 | 1 | 0+1 ; reduce max",
-        "fmin": "monotone 0 | 1 | 0+1 ; reduce min",
-        "clamp_min": "monotone 0 | 1 | 0+1 ; reduce max",
-        "clamp_max": "monotone 0 | 1 | 0+1 ; reduce min",
-    },
-    3: {
-        "where": "linear 1+2 ; monotone 1+2",
-        "masked_fill": "linear 0+2 ; monotone 0 | 0+2",
-        "lerp": "linear 0+1",
-        "addcmul": "linear 0+1 | 0+2",
-        "addcdiv": "linear 0+1",
-    },
-}
+define = definitions_in(__name__)
 
-# Of one operand.
-_LINEAR = "linear 0"
-_MONOTONE = "monotone 0"
-_SAME = "linear 0 ; monotone 0"
-_ONE = {
-    "neg": "linear 0 ; antitone 0",
-    **dict.fromkeys(("positive", "deg2rad", "rad2deg", "zero"), _SAME),
-    **dict.fromkeys(("conj_physical", "_conj", "_conj_physical", "_neg_view", "resolve_conj", "resolve_neg"), _LINEAR),
-    **dict.fromkeys(
-        ("relu", "relu6", "floor", "ceil", "trunc", "round", "exp", "exp2", "expm1", "sigmoid", "tanh", "erf", "atan"),
-        _MONOTONE,
-    ),
-    **dict.fromkeys(("sinh", "asinh", "sign", "hardtanh", "hardsigmoid"), _MONOTONE),
-}
-
-# Backward formulas: linear in the gradient, which comes first.
-_BACKWARD = [
-    "threshold",
-    "silu",
-    "gelu",
-    "sigmoid",
-    "tanh",
-    "elu",
-    "leaky_relu",
-    "hardtanh",
-    "logit",
-    "softplus",
-    "mish",
-    "hardswish",
-    "hardsigmoid",
-    "softshrink",
-    "hardshrink",
-    "native_dropout",
-]
-
-# Elementwise ops without the tag.
-_UNTAGGED = [
-    "hardswish",
-    "leaky_relu",
-    "floor_divide",
-    "copysign",
-    "fill",
-    "nan_to_num",
-    "polar",
-    "sgn",
-    "float_power",
-    "_prelu_kernel",
-    "_prelu_kernel_backward",
-    "log_sigmoid_forward",
-    "frexp",
-    "rrelu_with_noise_backward",
-]
+# ---- how Partial operands pass ------------------------------------------------------------------------------------
 
 
-def _passing(operands: int, clauses: str) -> Callable[[Call], str]:
+def passing(operands: int, clauses: str) -> Callable[[Call], str]:
+    """The rule of an elementwise op that passes Partial operands by these clauses, where their dtypes allow it."""
     members = sorted({int(digit) for digit in re.findall(r"\d", clauses)})
+    reductions = " ; ".join(clause for clause in clauses.split(" ; ") if clause.startswith("reduce"))
 
     def rule(call: Call) -> str:
         dtypes = {t.dtype for i in members if (t := call.tensors[i]) is not None and hasattr(t, "dtype")}
         passes = _exact(dtypes) and not ("antitone" in clauses and any(not d.is_signed for d in dtypes))
-        return pointwise(operands, clauses if passes else _reductions(clauses))
+        return pointwise(operands, clauses if passes else reductions)
 
     return rule
 
 
 def _exact(dtypes: set[torch.dtype]) -> bool:
-    """Whether what the operands are summed in is what the op computes in.
+    """Whether the op computes in the dtype in which its operands are summed.
 
     Bools have no sum, and integers may wrap around before they are cast to something wider.
     """
@@ -119,23 +47,25 @@ def _exact(dtypes: set[torch.dtype]) -> bool:
     return dtypes == wide or (len(dtypes) == 1 and torch.bool not in dtypes)
 
 
-def _reductions(clauses: str) -> str:
-    return " ; ".join(clause for clause in clauses.split(" ; ") if clause.startswith("reduce"))
+def _define(operands: int, clauses: str, names: Iterable[str]) -> None:
+    define([f"aten::{name}" for name in names], passing(operands, clauses))
 
 
-for _operands, _table in _PASSING.items():
-    for _name, _clauses in _table.items():
-        register(f"aten::{_name}", _passing(_operands, _clauses))
-for _name, _clauses in _ONE.items():
-    register(f"aten::{_name}", _passing(1, _clauses))
-
-
-def _of_gradient(call: Call) -> str:
-    return pointwise(len(call.tensors), "linear 0")
-
-
-for _name in _BACKWARD:
-    register(f"aten::{_name}_backward", _of_gradient)
+_define(1, "linear 0 ; antitone 0", ["neg"])
+_define(1, "linear 0 ; monotone 0", ["positive", "deg2rad", "rad2deg", "zero"])
+_define(1, "linear 0", ["conj_physical", "_conj_physical", "resolve_conj", "resolve_neg"])
+_define(1, "monotone 0", ["relu", "relu6", "floor", "ceil", "trunc", "round", "sign", "hardtanh", "hardsigmoid"])
+_define(1, "monotone 0", ["exp", "exp2", "expm1", "sigmoid", "tanh", "erf", "atan", "sinh", "asinh"])
+_define(2, "linear 0+1 ; monotone 0", ["add", "sub"])
+_define(2, "linear 0+1", ["rsub", "complex"])
+_define(2, "linear 0 | 1", ["mul"])
+# A maximum passes through `maximum` in both operands together, a minimum does not.
+_define(2, "monotone 0 | 1 | 0+1 ; reduce max", ["maximum", "fmax", "clamp_min"])
+_define(2, "monotone 0 | 1 | 0+1 ; reduce min", ["minimum", "fmin", "clamp_max"])
+_define(3, "linear 1+2 ; monotone 1+2", ["where"])
+_define(3, "linear 0+2 ; monotone 0 | 0+2", ["masked_fill"])
+_define(3, "linear 0+1", ["lerp", "addcdiv"])
+_define(3, "linear 0+1 | 0+2", ["addcmul"])
 
 
 def div(call: Call) -> str:
@@ -145,8 +75,29 @@ def div(call: Call) -> str:
 
 
 def clamp(call: Call) -> str:
-    """Numbers or tensors as bounds, either of which may be missing."""
+    """The bounds are numbers or tensors, and either may be missing."""
     return pointwise(3, "monotone 0")
+
+
+def of_gradient(call: Call) -> str:
+    """Backward formulas are linear in the gradient, their first operand."""
+    return pointwise(len(call.tensors), "linear 0")
+
+
+define("aten::div", div)
+define(("aten::clamp", "aten::clip"), clamp)
+define(
+    [
+        f"aten::{name}_backward"
+        for name in (
+            *("threshold", "silu", "gelu", "sigmoid", "tanh", "elu", "leaky_relu", "hardtanh", "logit", "softplus"),
+            *("mish", "hardswish", "hardsigmoid", "softshrink", "hardshrink", "native_dropout"),
+        )
+    ],
+    of_gradient,
+)
+
+# ---- ops that are elementwise in some of their dims -----------------------------------------------------------------
 
 
 def isin(call: Call) -> str:
@@ -163,7 +114,7 @@ def log_sigmoid_backward(call: Call) -> str:
 
 
 def glu(call: Call) -> str:
-    """The two halves of a dim belong together."""
+    """The dim that is halved must be replicated."""
     ndim, dim = call.ndim(0), call.arg("dim", -1)
     return f"{whole_dims('x', ndim, dim)} -> {_halved(ndim, dim)}"
 
@@ -176,6 +127,20 @@ def glu_backward(call: Call) -> str:
 
 def _halved(ndim: int, dim: int) -> str:
     return " ".join("_" if d == dim % ndim else f"x{d}" for d in range(ndim))
+
+
+define("aten::isin", isin)
+define("aten::log_sigmoid_backward", log_sigmoid_backward)
+define("aten::glu", glu)
+define("aten::glu_backward", glu_backward)
+
+# ---- all others, by PyTorch's tag -----------------------------------------------------------------------------------
+
+_UNTAGGED = (
+    *("hardswish", "leaky_relu", "floor_divide", "copysign", "fill", "nan_to_num", "polar", "sgn", "float_power"),
+    *("_prelu_kernel", "_prelu_kernel_backward", "log_sigmoid_forward", "frexp", "rrelu_with_noise_backward"),
+)
+"""Elementwise ops that PyTorch does not tag."""
 
 
 def _base_name(func: OpOverload) -> str:
@@ -193,6 +158,7 @@ def _is_pointwise(func: OpOverload) -> bool:
 
 
 def _by_tag(func: OpOverload) -> Op | None:
+    """The record of an elementwise op that passes no Partial operand."""
     count = len(operands_of(func))
     results = sum(str(result.type) in KINDS for result in func._schema.returns) or 1
     if not count or not _is_pointwise(func):
@@ -201,16 +167,4 @@ def _by_tag(func: OpOverload) -> Op | None:
     return Op(overload_key(func), rule, origin="elementwise", file="ops/elementwise.py")
 
 
-register_table(
-    {
-        "aten::div": div,
-        "aten::clamp": clamp,
-        "aten::clip": clamp,
-        "aten::isin": isin,
-        "aten::log_sigmoid_backward": log_sigmoid_backward,
-        "aten::glu": glu,
-        "aten::glu_backward": glu_backward,
-        "aten::equal": lambda call: "[x..], [y..] -> ",
-    }
-)
 registry.add_pattern(_by_tag)

@@ -1,4 +1,4 @@
-"""Where an extreme lies: argmax, max along a dim, and their likes."""
+"""The index of an extreme: argmax, argmin, and max and min along a dim."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor
 from .call import Call
 from .kernel import Cut, Gather, Kernel, KernelRun, LocalCall, Reduce
 from .reduce import merged
-from .tables import register
+from .registry import definitions_in
+
+define = definitions_in(__name__)
 
 _LOW_HALF = 0xFFFFFFFF
 _NAN = 0x7FFFFFFF
@@ -48,7 +50,7 @@ def unpack(packed: Tensor, dtype: torch.dtype, largest: bool) -> tuple[Tensor, T
 
 
 def _first_extreme(value: Tensor | None, index: Tensor | None, like: Tensor, cut: Cut, largest: bool) -> KernelRun:
-    """The extreme of what all pieces found (None: this one is empty), `like` a result, and its index."""
+    """The extreme of what all ranks found, with shape and dtype of `like`, and its index. None: this shard is empty."""
     dtype = like.dtype
     if _packs(dtype):
         least = torch.full(like.shape, _LEAST, dtype=torch.int64, device=like.device)
@@ -59,7 +61,7 @@ def _first_extreme(value: Tensor | None, index: Tensor | None, like: Tensor, cut
     bits = value.contiguous().view(torch.int64)
     parts = yield Gather(torch.stack([bits, index]))
     parts = parts[[start < stop for start, stop in cut.bounds]]
-    # Pieces of several cut dims are in no order: among equals the smallest index is the first.
+    # Pieces of several sharded dims are in no order: among equals the smallest index is the first.
     values, indices = parts[:, 0].contiguous().view(dtype), parts[:, 1]
     best = values.amax(0) if largest else values.amin(0)
     wins = (values == best) | values.isnan() if dtype.is_floating_point else values == best
@@ -70,7 +72,9 @@ def _local_extreme(x: Tensor, dim: int, largest: bool) -> Any:
     return x.max(dim) if largest else x.min(dim)
 
 
-def _along_dim(largest: bool, values: bool) -> Callable[[LocalCall, Cut], KernelRun]:
+def extreme(largest: bool, values: bool) -> dict[str, Kernel]:
+    """The kernel that finds the first maximum, or minimum: its index, and its value if wanted."""
+
     def run(call: LocalCall, cut: Cut) -> KernelRun:
         x, dim = call["self"], call.dims[0] or 0
         if call.arguments.get("dim") is None:
@@ -83,11 +87,11 @@ def _along_dim(largest: bool, values: bool) -> Callable[[LocalCall, Cut], Kernel
                 found = tuple(part.unsqueeze(dim) for part in found)
         return found if values else found[1]
 
-    return run
+    return {"k": Kernel(run, traffic=2.0, joint=True)}
 
 
 def _of_all(call: LocalCall, cut: Cut, largest: bool) -> KernelRun:
-    """The extreme over all dims and its index in the flattened whole."""
+    """The extreme over all dims and its index in the flattened global tensor."""
     x, layout = call["self"], call.given[0]
     shape = [1] * x.dim() if call["keepdim"] else []
     value = index = None
@@ -101,11 +105,12 @@ def _of_all(call: LocalCall, cut: Cut, largest: bool) -> KernelRun:
     return (yield from _first_extreme(value, index, x.new_empty(shape), cut, largest))
 
 
-def _rule(outputs: int) -> Callable[[Call], str]:
+def extreme_rule(outputs: int) -> Callable[[Call], str]:
+    """The rule of an op that finds an extreme over a dim, or over all."""
     return lambda call: merged(call.ndim(0), call.arg("dim"), call.arg("keepdim"), outputs)
 
 
-register("aten::argmax", _rule(1), {"k": Kernel(_along_dim(True, False), traffic=2.0, joint=True)})
-register("aten::argmin", _rule(1), {"k": Kernel(_along_dim(False, False), traffic=2.0, joint=True)})
-register("aten::max.dim", _rule(2), {"k": Kernel(_along_dim(True, True), traffic=2.0, joint=True)})
-register("aten::min.dim", _rule(2), {"k": Kernel(_along_dim(False, True), traffic=2.0, joint=True)})
+define("aten::argmax", extreme_rule(1), kernels=extreme(largest=True, values=False))
+define("aten::argmin", extreme_rule(1), kernels=extreme(largest=False, values=False))
+define("aten::max.dim", extreme_rule(2), kernels=extreme(largest=True, values=True))
+define("aten::min.dim", extreme_rule(2), kernels=extreme(largest=False, values=True))

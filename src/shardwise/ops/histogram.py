@@ -1,6 +1,7 @@
-"""Histograms: each rank counts what it holds, once all ranks agree on the edges of the bins.
+"""Histograms: each rank counts its own elements, between edges of bins that all ranks agree on.
 
-Edges that go by the data are found first, by its minimum and maximum; densities are made of the counts of all.
+Calls whose edges depend on data have no rule: they are decomposed into the minimum and maximum and a call with these
+edges. Densities are decomposed into counts and a division.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 
 from .call import Call
-from .tables import COPES_WITH_EMPTY, INSTEAD, READS_SCALARS, register_table
+from .registry import definitions_in
 
 aten = torch.ops.aten
+define = definitions_in(__name__)
 
 
 def histc(call: Call) -> str | None:
@@ -32,7 +34,7 @@ def histogram(call: Call) -> str | None:
 
 
 def of_points(call: Call) -> str | None:
-    """The same for points of several coordinates, the last dim."""
+    """Counts of points, whose coordinates are the last dim."""
     given = "bins" in call.arguments and not isinstance(call.arg("bins")[0], int)
     if call.arg("density") or (not given and call.arg("range", None) is None):
         return None
@@ -41,21 +43,23 @@ def of_points(call: Call) -> str | None:
     return f"x.. [d],{bins} x.. -> {'{_}' if edges else '_..'}{' ; reduce same' if edges else ''}"
 
 
-# ---- what is not yet so --------------------------------------------------------------------------------------------
+# ---- by other calls ------------------------------------------------------------------------------------------------
 
 
 def _bounds(values: Tensor) -> list[float]:
     return [values.min().item(), values.max().item()] if values.numel() else [0.0, 1.0]
 
 
-def _counted(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+def histc_of_data(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+    """Counts between the minimum and the maximum."""
     low, high = _bounds(x)
     if min != max or not math.isfinite(low) or not math.isfinite(high):
         return NotImplemented
     return aten.histc(x, bins, *((low - 1, high + 1) if low == high else (low, high)))
 
 
-def _in_bins(x: Tensor, bins: int = 100, **options: Any) -> Any:
+def histogram_by_count(x: Tensor, bins: int = 100, **options: Any) -> Any:
+    """Counts or densities in a number of bins, between the minimum and the maximum unless a range is given."""
     density = options.pop("density", False)
     if options.get("range") and not density:
         return NotImplemented
@@ -64,7 +68,8 @@ def _in_bins(x: Tensor, bins: int = 100, **options: Any) -> Any:
     return (_density(counts, [edges]) if density else counts), edges
 
 
-def _between(x: Tensor, bins: Tensor, **options: Any) -> Any:
+def histogram_by_edges(x: Tensor, bins: Tensor, **options: Any) -> Any:
+    """Densities between given edges."""
     if not options.get("density"):
         return NotImplemented
     counts, edges = aten.histogram.bins_tensor(x, bins, weight=options.get("weight"))
@@ -75,13 +80,15 @@ def _points_bounds(x: Tensor) -> list[float]:
     return [bound for column in x.flatten(0, -2).unbind(1) for bound in _bounds(column)]
 
 
-def _points_edges(x: Tensor, bins: Sequence[int], **options: Any) -> Any:
+def edges_of_points(x: Tensor, bins: Sequence[int], **options: Any) -> Any:
+    """Edges for points, between the minimum and the maximum of each coordinate."""
     if options.get("range") and not options.get("density"):
         return NotImplemented
     return aten._histogramdd_bin_edges(x, bins, range=options.get("range") or _points_bounds(x))
 
 
-def _points_in_bins(x: Tensor, bins: Sequence[int], **options: Any) -> Any:
+def points_by_count(x: Tensor, bins: Sequence[int], **options: Any) -> Any:
+    """Counts or densities of points in numbers of bins."""
     if options.get("range") and not options.get("density"):
         return NotImplemented
     bounds = options.get("range") or _points_bounds(x)
@@ -90,7 +97,8 @@ def _points_in_bins(x: Tensor, bins: Sequence[int], **options: Any) -> Any:
     return _density(counts, edges) if options.get("density") else counts
 
 
-def _points_between(x: Tensor, bins: Sequence[Tensor], **options: Any) -> Any:
+def points_by_edges(x: Tensor, bins: Sequence[Tensor], **options: Any) -> Any:
+    """Densities of points between given edges."""
     if not options.get("density"):
         return NotImplemented
     counts = aten._histogramdd_from_bin_tensors(x, bins, weight=options.get("weight"))
@@ -104,26 +112,10 @@ def _density(counts: Tensor, edges: Sequence[Tensor]) -> Tensor:
     return density
 
 
-register_table(
-    {
-        "aten::histc": histc,
-        "aten::histogram.bin_ct": histogram,
-        "aten::histogram.bins_tensor": histogram,
-        "aten::_histogramdd_bin_edges": of_points,
-        "aten::_histogramdd_from_bin_cts": of_points,
-        "aten::_histogramdd_from_bin_tensors": of_points,
-    }
-)
-INSTEAD.update(
-    {
-        "aten::histc.default": _counted,
-        "aten::histogram.bin_ct": _in_bins,
-        "aten::histogram.bins_tensor": _between,
-        "aten::_histogramdd_bin_edges.default": _points_edges,
-        "aten::_histogramdd_from_bin_cts.default": _points_in_bins,
-        "aten::_histogramdd_from_bin_tensors.default": _points_between,
-    }
-)
-READS_SCALARS.add("aten::histc")
-# What is the same on all ranks is so on one without data, too.
-COPES_WITH_EMPTY |= {"aten::histogram.bin_ct", "aten::histogram.bins_tensor", "aten::_histogramdd_bin_edges"}
+define("aten::histc", histc, decomposition=histc_of_data, reads_numbers=True)
+# Edges that are the same on all ranks are so on a rank without data, too: it calls the op as well.
+define("aten::histogram.bin_ct", histogram, decomposition=histogram_by_count, takes_empty=True)
+define("aten::histogram.bins_tensor", histogram, decomposition=histogram_by_edges, takes_empty=True)
+define("aten::_histogramdd_bin_edges", of_points, decomposition=edges_of_points, takes_empty=True)
+define("aten::_histogramdd_from_bin_cts", of_points, decomposition=points_by_count)
+define("aten::_histogramdd_from_bin_tensors", of_points, decomposition=points_by_edges)

@@ -1,17 +1,192 @@
-"""Indexing without a kernel: look-ups in whole tables, and ops whose results depend on data.
+"""Rows and elements looked up and written by index along a sharded dim, without communication.
 
-Ops that look along a dim by indices, which may be cut, are in `kernels.indexing`.
+A rank shifts the indices by the start of its shard. For a look-up it returns zeros for rows of other ranks, and the
+result is a sum over ranks. For a write, rows of other ranks go to one extra row, which is dropped again.
 """
 
 from __future__ import annotations
 
-from ..notation.build import dims_text
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..notation.build import dims_text, join
 from .call import Call
-from .tables import register_table
+from .kernel import Cut, Kernel, KernelRun, LocalCall, without_communication
+from .registry import definitions_in
+
+aten = torch.ops.aten
+define = definitions_in(__name__)
 
 
-def runs_whole(call: Call) -> None:
-    """The shape of the result depends on data."""
+def shifted(index: Tensor, cut: Cut, wraps: bool = False) -> tuple[Tensor, Tensor]:
+    """Indices into this rank's rows, and a mask of those in range. `wraps`: negative ones count from the end."""
+    if index.device.type == "cpu" and index.numel():
+        low, high = index.aminmax()
+        if low < (-cut.size if wraps else 0) or high >= cut.size:
+            wrong = low if low < 0 else high
+            raise IndexError(f"index {int(wrong)} is out of bounds for dimension with size {cut.size}")
+    if wraps:
+        index = torch.where(index < 0, index + cut.size, index)
+    index = index - cut.start
+    return index, (index >= 0) & (index < cut.held)
+
+
+def with_extra_row(tensor: Tensor, dim: int) -> Tensor:
+    """The tensor and one row more along a dim."""
+    shape = list(tensor.shape)
+    shape[dim] = 1
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+
+def kept(hit: Tensor, found: Tensor) -> Tensor:
+    """`found` where `hit`, zeros elsewhere. (A product with zero would turn infinity into NaN.)"""
+    return torch.where(hit, found, found.new_zeros(()))
+
+
+def functional(call: LocalCall) -> Callable[..., Any]:
+    """The functional op of an in-place or `out=` variant, as a function of changed arguments."""
+    packet = getattr(aten, call.func._schema.name.removeprefix("aten::").removesuffix("_"))
+    overload = call.func._overloadname.removesuffix("out").removesuffix("_") or "default"
+    op = getattr(packet, overload)
+
+    def run(**changed: Any) -> Any:
+        arguments = {**call.arguments, **changed}
+        given = op._schema.arguments
+        positional = [arguments[argument.name] for argument in given if not argument.kwarg_only]
+        return op(*positional, **{a.name: arguments[a.name] for a in given if a.kwarg_only})
+
+    return run
+
+
+def free(run: Callable[[LocalCall, Cut], KernelRun]) -> dict[str, Kernel]:
+    """A kernel of the factor v that communicates nothing."""
+    return {"v": Kernel(run, rounds=0, traffic=0.0)}
+
+
+# ---- an index for every element -------------------------------------------------------------------------------------
+
+
+def gather_rule(call: Call) -> str:
+    """An index for every element of the result; other dims are sharded together where their sizes agree."""
+    ndim = call.ndim(0)
+    if ndim == 0 or call.ndim(1) != ndim:  # an index without elements may have any rank
+        return "[x..], [i..] -> [i..] ; linear 0"
+    table, index = (dims_text("x", ndim, {call.arg("dim") % ndim: name}) for name in ("v", "i"))
+    return join(f"{table}, {index} -> {index}", "linear 0", "ragged", "kernel v")
+
+
+@without_communication
+def gather(call: LocalCall, cut: Cut) -> Tensor:
+    """Elements by their index along the sharded dim."""
+    tensor, (index, hit) = call["self"], shifted(call["index"], cut)
+    if not cut.held:
+        return tensor.new_zeros(index.shape)
+    return kept(hit, tensor.gather(call.sharded_dim, index.where(hit, 0)))
+
+
+def scatter_rule(call: Call) -> str:
+    """An index for every element of the source, or one value for all; where elements are added, it may be sharded."""
+    ndim, source = call.ndim(0), len(call.tensors) > 2
+    reduce = "sum" if "scatter_add" in call.op._schema.name else call.arg("reduce", None)
+    adds = source and reduce in ("sum", "add") and call.arg("include_self", True)
+    linear = "linear 0+2" if adds or (source and reduce is None) else ""
+    if ndim == 0 or call.ndim(1) != ndim:
+        return join(f"[x..], [i..]{', [s..]' if source else ''} -> [x..]", linear)
+    table, index = (dims_text("x", ndim, {call.arg("dim") % ndim: name}) for name in ("v", "i" if adds else "[i]"))
+    operands = f"{table}, {index}, {index}" if source else f"{table}, {index}"
+    return join(f"{operands} -> {table}", linear, "ragged", "kernel v")
+
+
+@without_communication
+def scatter(call: LocalCall, cut: Cut) -> Tensor:
+    """Elements to their index along the sharded dim, by any of the ways to combine them."""
+    dim, (index, hit) = call.sharded_dim, shifted(call["index"], cut)
+    wide = functional(call)(self=with_extra_row(call["self"], dim), index=index.where(hit, cut.held))
+    return wide.narrow(dim, 0, cut.held)
+
+
+def take_rule(call: Call) -> str:
+    """Indices into a flat tensor."""
+    if call.ndim(0) == 1:
+        return "v, i.. -> i.. ; linear 0 ; kernel v"
+    return "[x..], i.. -> i.. ; linear 0"
+
+
+@without_communication
+def take(call: LocalCall, cut: Cut) -> Tensor:
+    """Elements of a sharded vector."""
+    tensor, (index, hit) = call["self"], shifted(call["index"], cut, wraps=True)
+    if not cut.held:
+        return tensor.new_zeros(index.shape)
+    return kept(hit, tensor.take(index.where(hit, 0)))
+
+
+define("aten::gather", gather_rule, kernels=free(gather))
+define(
+    [f"aten::scatter.{how}" for how in ("src", "value", "reduce", "value_reduce")], scatter_rule, kernels=free(scatter)
+)
+define(("aten::scatter_add", "aten::scatter_reduce.two"), scatter_rule, kernels=free(scatter))
+define("aten::take", take_rule, kernels=free(take))
+define("aten::put", "[x..], [i..], [s..] -> [x..] ; linear 0+2")
+
+# ---- an index for every row -----------------------------------------------------------------------------------------
+
+
+def index_select_rule(call: Call) -> str:
+    """Rows of a dim; an index without dims gives a row that keeps its dim."""
+    ndim = call.ndim(0)
+    if ndim == 0:
+        return "[x..], [i..] -> [x..] ; linear 0"
+    dim = call.arg("dim") % ndim
+    table, result = (dims_text("x", ndim, {dim: name}) for name in ("v", "i" if call.ndim(1) else "1"))
+    return join(f"{table}, {'i' if call.ndim(1) else ''} -> {result}", "linear 0", "kernel v")
+
+
+@without_communication
+def index_select(call: LocalCall, cut: Cut) -> Tensor:
+    """Rows by their index along the sharded dim."""
+    dim, (index, hit) = call.sharded_dim, shifted(call["index"], cut)
+    if not cut.held:
+        return call["self"].new_zeros(call.local_shape())
+    trailing = [1] * (call["self"].dim() - dim - 1)
+    return kept(hit.reshape(-1, *trailing), call["self"].index_select(dim, index.where(hit, 0)))
+
+
+def row_writes(adds: bool, clauses: str) -> Callable[[Call], str]:
+    """The rule of an op that writes rows; where it adds, the rows written may be sharded."""
+
+    def rule(call: Call) -> str:
+        ndim = call.ndim(0)
+        source = len(call.tensors) > 2 and call.tensors[2] is not None
+        if ndim == 0 or call.ndim(1) == 0:
+            return join(f"[x..], [i..]{', [s..]' if source else ''} -> [x..]", clauses)
+        dim = call.arg("dim") % ndim
+        rows = "i" if adds and source and call.ndim(2) else "[i]"
+        table, written = (dims_text("x", ndim, {dim: name}) for name in ("v", rows))
+        operands = [table, rows] + ([written if call.ndim(2) else ""] if source else [])
+        return join(f"{', '.join(operands)} -> {table}", clauses, "kernel v")
+
+    return rule
+
+
+@without_communication
+def index_write(call: LocalCall, cut: Cut) -> Tensor:
+    """Rows to their index along the sharded dim: `index_add`, `index_copy`, `index_fill`, `index_reduce`."""
+    wraps = "index_fill" in call.func._schema.name
+    dim, (index, hit) = call.sharded_dim, shifted(call["index"], cut, wraps)
+    wide = functional(call)(self=with_extra_row(call["self"], dim), index=index.where(hit, cut.held))
+    return wide.narrow(dim, 0, cut.held)
+
+
+define("aten::index_select", index_select_rule, kernels=free(index_select))
+define("aten::index_add", row_writes(True, "linear 0+2"), kernels=free(index_write))
+define("aten::index_copy", row_writes(False, "linear 0+2"), kernels=free(index_write))
+define(("aten::index_fill", "aten::index_reduce"), row_writes(False, ""), kernels=free(index_write))
+
+# ---- indices that are searched for ----------------------------------------------------------------------------------
 
 
 def searchsorted(call: Call) -> str:
@@ -22,49 +197,6 @@ def searchsorted(call: Call) -> str:
     return "x.. [k], x.. v, x.. [k] -> x.. v"
 
 
-def _embedding_bag_backward(call: Call) -> str | None:
-    """A sparse gradient is made otherwise."""
-    return None if call.arg("sparse") else "[b] [d], [i..], [o], [t..], [s..], [m..], [w..] -> _ [d] ; linear 0"
-
-
-def _embedding_bag(call: Call) -> None:
-    """Run whole: what it keeps for the backward has other sizes on the CPU than its metadata say."""
-    return None
-
-
-def segments(call: Call) -> str:
-    """Runs of rows along an axis, each reduced by itself: dims before and after the axis are cut."""
-    data, ends = _segments(call, call.ndim(0))
-    return f"{data}, {ends}, _.., {ends} -> {data}"
-
-
-def segments_backward(call: Call) -> str:
-    """The gradient of these."""
-    data, ends = _segments(call, call.ndim(2))
-    return f"{data}, {data}, {data}, {ends}, {ends} -> {data} ; linear 0"
-
-
-def _segments(call: Call, ndim: int) -> tuple[str, str]:
-    axis = call.arg("axis") % ndim
-    before = " ".join(f"x{d}" for d in range(axis))
-    return dims_text("x", ndim, {axis: "_"}), f"{before} _".strip()
-
-
-register_table(
-    {
-        "aten::masked_select": runs_whole,
-        "aten::masked_scatter": "[x?..], [x?..], [s..] -> [x..] ; linear 0+2",
-        "aten::masked_scatter_backward": "[x..], [x?..] -> _.. ; linear 0",
-        "aten::put": "[x..], [i..], [s..] -> [x..] ; linear 0+2",
-        "aten::bucketize.Tensor": "x.., [k] -> x..",
-        "aten::bucketize.Scalar": "[k] -> ",
-        "aten::searchsorted.Tensor": searchsorted,
-        "aten::segment_reduce": segments,
-        "aten::_segment_reduce_backward": segments_backward,
-        "aten::_embedding_bag_per_sample_weights_backward": "_ d, _ d, _.., _.., _.. -> _.. ; linear 0 | 1",
-        "aten::_embedding_bag": _embedding_bag,
-        "aten::_embedding_bag_forward_only": _embedding_bag,
-        "aten::_embedding_bag_backward": _embedding_bag_backward,
-        "aten::_embedding_bag_dense_backward": "[b] [d], [i..], [o..], [s..], [m..], [w..] -> _ [d] ; linear 0",
-    }
-)
+define("aten::bucketize.Tensor", "x.., [k] -> x..")
+define("aten::bucketize.Scalar", "[k] -> ")
+define("aten::searchsorted.Tensor", searchsorted)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,11 @@ class LocalCall:
     def __getitem__(self, name: str) -> Any:
         """A local argument by its name in the schema."""
         return self.arguments[name]
+
+    @property
+    def sharded_dim(self) -> int:
+        """The dim that has the sharded factor, in the first operand that has it."""
+        return next(dim for dim in self.dims if dim is not None)
 
     def local_shape(self, result: int = 0) -> tuple[int, ...]:
         """The shape of this rank's part of a result."""
@@ -150,3 +156,14 @@ class Kernel:
     traffic: float = 1.0
     joint: bool = False
     anywhere: bool = False
+
+
+def without_communication(local: Callable[[LocalCall, Cut], Any]) -> Callable[[LocalCall, Cut], KernelRun]:
+    """A kernel made of a function that asks for nothing from other ranks."""
+
+    @functools.wraps(local)
+    def run(call: LocalCall, cut: Cut) -> KernelRun:
+        return local(call, cut)
+        yield  # makes this a generator, as kernels are
+
+    return run

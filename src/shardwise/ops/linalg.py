@@ -1,18 +1,25 @@
-"""Decompositions of matrices, and Fourier transforms: batches are cut, what is transformed is whole."""
+"""Decompositions of matrices, and Fourier transforms: batches may be sharded, transformed dims must be replicated."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..notation.build import normalized
 from .call import Call
-from .tables import register_table
+from .registry import definitions_in
+
+aten = torch.ops.aten
+define = definitions_in(__name__)
 
 
 def batched(rule: str) -> Callable[[Call], str]:
     """A rule of matrices m, vectors v and numbers 1 for each matrix of a batch, as in `m -> m, v`.
 
-    Operands whose batches differ are taken whole; an operand of one dim less than the first is a vector.
+    Operands whose batches differ must be replicated; an operand of one dim less than the first is a vector.
     """
     inputs, outputs = (side.split(", ") for side in rule.split(" -> "))
     dims = {"m": " _ _", "v": " _", "1": ""}
@@ -33,7 +40,7 @@ def batched(rule: str) -> Callable[[Call], str]:
 
 
 def columns(call: Call) -> str:
-    """Matrices that are applied to columns of others, or to rows: each on its own."""
+    """Matrices that are applied to each column, or each row, of others."""
     rows = not call.arg("left", True)
     applied = "b.. n _" if rows else "b.. _ n"
     batches = {t.shape[: len(t.shape) - rank] for t, rank in zip(call.tensors, (2, 1, 2), strict=True)}
@@ -41,13 +48,13 @@ def columns(call: Call) -> str:
 
 
 def lu_unpack(call: Call) -> str:
-    """Factors of matrices; those that are not asked for have no elements."""
+    """Factors of matrices; those that the call does not ask for have no elements."""
     data, pivots = ("b.. _ _" if call.arg(f"unpack_{what}") else "_" for what in ("data", "pivots"))
     return f"b.. _ _, b.. _ -> {pivots}, {data}, {data} ; reduce same"
 
 
 def transform(call: Call) -> str:
-    """A Fourier transform along some dims, which are linear."""
+    """A Fourier transform along some dims; it is linear."""
     ndim, dims = call.ndim(0), set(normalized(call.ndim(0), call.arg("dim")))
     text = " ".join("_" if d in dims else f"x{d}" for d in range(ndim))
     return f"{text} -> {text} ; linear 0"
@@ -61,46 +68,38 @@ def cross(call: Call) -> str:
     return f"{operand}, {operand} -> {result} ; linear 0 | 1"
 
 
-register_table(
-    {
-        **{
-            f"aten::{name}": batched(rule)
-            for name, rule in {
-                "cholesky": "m -> m",
-                "cholesky_inverse": "m -> m",
-                "cholesky_solve": "m, m -> m",
-                "_cholesky_solve_helper": "m, m -> m",
-                "geqrf": "m -> m, v",
-                "linalg_cholesky_ex": "m -> m, 1",
-                "linalg_eig": "m -> v, m",
-                "_linalg_eigvals": "m -> v",
-                "linalg_eigvals": "m -> v",
-                "_linalg_eigh": "m -> v, m",
-                "linalg_householder_product": "m, v -> m",
-                "linalg_inv_ex": "m -> m, 1",
-                "linalg_ldl_factor_ex": "m -> m, v, 1",
-                "linalg_lu": "m -> m, m, m",
-                "linalg_lu_factor_ex": "m -> m, v, 1",
-                "linalg_lu_solve": "m, v, m -> m",
-                "linalg_matrix_exp": "m -> m",
-                "linalg_qr": "m -> m, m",
-                "linalg_solve_triangular": "m, m -> m",
-                "triangular_solve": "m, m -> m, m",
-                "_linalg_det": "m -> 1, m, v",
-                "_linalg_slogdet": "m -> 1, 1, m, v",
-                "_linalg_solve_ex": "m, m -> x, m, v, 1",
-                "_linalg_svd": "m -> m, v, m",
-                "linalg_pinv.atol_rtol_tensor": "m, 1, 1 -> m",
-            }.items()
-        },
-        # What one matrix of the batch is refused for, all ranks must learn.
-        "aten::_linalg_check_errors": "[b..] -> ",
-        "aten::lu_unpack": lu_unpack,
-        "aten::linalg_ldl_solve": columns,
-        "aten::ormqr": columns,
-        "aten::_fft_r2c": transform,
-        "aten::_fft_c2r": transform,
-        "aten::_fft_c2c": transform,
-        "aten::linalg_cross": cross,
-    }
-)
+def least_squares(a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None) -> Any:
+    """The solution by singular values, where PyTorch's default pivots.
+
+    Its pivots start from memory that nobody has written, so the last bits of the solution differ from call to call, and
+    from rank to rank.
+    """
+    if a.device.type != "cpu" or driver not in (None, "gelsy"):
+        return NotImplemented
+    solution, residuals, rank, values = aten.linalg_lstsq(a, b, rcond, driver="gelsd")
+    return solution, residuals.new_empty(0), rank, values.new_empty(0)
+
+
+define(("aten::cholesky", "aten::cholesky_inverse", "aten::linalg_matrix_exp"), batched("m -> m"))
+define(("aten::cholesky_solve", "aten::_cholesky_solve_helper", "aten::linalg_solve_triangular"), batched("m, m -> m"))
+define("aten::geqrf", batched("m -> m, v"))
+define(("aten::linalg_cholesky_ex", "aten::linalg_inv_ex"), batched("m -> m, 1"))
+define(("aten::linalg_eig", "aten::_linalg_eigh"), batched("m -> v, m"))
+define(("aten::linalg_eigvals", "aten::_linalg_eigvals"), batched("m -> v"))
+define("aten::linalg_householder_product", batched("m, v -> m"))
+define(("aten::linalg_ldl_factor_ex", "aten::linalg_lu_factor_ex"), batched("m -> m, v, 1"))
+define("aten::linalg_lu", batched("m -> m, m, m"))
+define("aten::linalg_lu_solve", batched("m, v, m -> m"))
+define("aten::linalg_qr", batched("m -> m, m"))
+define("aten::triangular_solve", batched("m, m -> m, m"))
+define("aten::_linalg_det", batched("m -> 1, m, v"))
+define("aten::_linalg_slogdet", batched("m -> 1, 1, m, v"))
+define("aten::_linalg_solve_ex", batched("m, m -> x, m, v, 1"))
+define("aten::_linalg_svd", batched("m -> m, v, m"))
+define("aten::linalg_pinv.atol_rtol_tensor", batched("m, 1, 1 -> m"))
+define("aten::_linalg_check_errors", "[b..] -> ")  # an error in one matrix of the batch is raised on all ranks
+define("aten::lu_unpack", lu_unpack)
+define(("aten::linalg_ldl_solve", "aten::ormqr"), columns)
+define("aten::linalg_lstsq", decomposition=least_squares)
+define("aten::linalg_cross", cross)
+define(("aten::_fft_r2c", "aten::_fft_c2r", "aten::_fft_c2c"), transform)

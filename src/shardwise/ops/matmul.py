@@ -1,27 +1,25 @@
-"""Matrix products and their relatives."""
+"""Matrix products, `linear` and its gradients, and distances between rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+from torch import Tensor
+
+from .._torch.decompositions import pytorch_decomposition
+from .._torch.ops import OpOverload
 from .call import Call
-from .tables import register_table
+from .registry import definitions_in
 
+aten = torch.ops.aten
+define = definitions_in(__name__)
 
-def trilinear(call: Call) -> str:
-    """Three tensors, each with dims of size 1 put in, multiplied and summed over some dims."""
-    ndim = call.ndim(0) + len(call.arg("expand1"))
-    operands = []
-    for position in range(3):
-        missing = set(call.arg(f"expand{position + 1}"))
-        operands.append(" ".join(f"x{d}" for d in range(ndim) if d not in missing))
-    summed = set(call.arg("sumdim"))
-    result = " ".join(f"x{d}" for d in range(ndim) if d not in summed)
-    return f"{', '.join(operands)} -> {result} ; linear 0 | 1 | 2"
+# ---- products -------------------------------------------------------------------------------------------------------
 
 
 def added(first: str, product: str) -> Callable[[Call], str]:
-    """A product added to the first operand. That of integers is not summed over ranks.
+    """The rule of a product added to the first operand; for integers the summed factors must be replicated.
 
     Ranks without data would scale the first operand by fractions, which the op refuses for integers.
     """
@@ -38,27 +36,86 @@ def added(first: str, product: str) -> Callable[[Call], str]:
     return rule
 
 
-_DISTANCES = "b?.. p [m], b?.. r [m] -> b.. p r"
+def trilinear(call: Call) -> str:
+    """Three tensors, each expanded by new dims, multiplied and summed over some dims."""
+    ndim = call.ndim(0) + len(call.arg("expand1"))
+    operands = []
+    for position in range(3):
+        missing = set(call.arg(f"expand{position + 1}"))
+        operands.append(" ".join(f"x{d}" for d in range(ndim) if d not in missing))
+    summed = set(call.arg("sumdim"))
+    result = " ".join(f"x{d}" for d in range(ndim) if d not in summed)
+    return f"{', '.join(operands)} -> {result} ; linear 0 | 1 | 2"
 
-register_table(
-    {
-        "aten::mm": "m k, k n -> m n ; linear 0 | 1",
-        "aten::bmm": "b m k, b k n -> b m n ; linear 0 | 1",
-        "aten::mv": "m k, k -> m ; linear 0 | 1",
-        "aten::dot": "k, k -> ; linear 0 | 1",
-        "aten::vdot": "k, k -> ; linear 0 | 1",
-        "aten::addmm": added("m? n?", "m k, k n -> m n"),
-        "aten::addmv": added("m?", "m k, k -> m"),
-        "aten::addr": "m? n?, m, n -> m n ; linear 0+1 | 0+2",
-        "aten::addbmm": added("m? n?", "b m k, b k n -> m n"),
-        "aten::baddbmm": added("b? m? n?", "b m k, b k n -> b m n"),
-        "aten::linear": "x.. k, n k, n -> x.. n ; linear 0+2 | 1+2",
-        "aten::_int_mm": "m k, k n -> m n",
-        "aten::_trilinear": trilinear,
-        "aten::_cdist_forward": _DISTANCES,
-        "aten::_euclidean_dist": _DISTANCES,
-        "aten::_cdist_backward": "b.. p r, b.. p [m], b.. r [m], b.. p r -> b.. p [m] ; linear 0",
-        "aten::_pdist_forward": "[n] [m] -> _",
-        "aten::_pdist_backward": "_, [n] [m], _ -> [n] [m]",
-    }
-)
+
+define("aten::mm", "m k, k n -> m n ; linear 0 | 1")
+define("aten::bmm", "b m k, b k n -> b m n ; linear 0 | 1")
+define("aten::mv", "m k, k -> m ; linear 0 | 1")
+define(("aten::dot", "aten::vdot"), "k, k -> ; linear 0 | 1")
+define("aten::addmm", added("m? n?", "m k, k n -> m n"))
+define("aten::addmv", added("m?", "m k, k -> m"))
+define("aten::addr", "m? n?, m, n -> m n ; linear 0+1 | 0+2")
+define("aten::addbmm", added("m? n?", "b m k, b k n -> m n"))
+define("aten::baddbmm", added("b? m? n?", "b m k, b k n -> b m n"))
+define("aten::_int_mm", "m k, k n -> m n")
+define("aten::_trilinear", trilinear)
+
+# ---- linear ---------------------------------------------------------------------------------------------------------
+#
+# The local code multiplies matrices: PyTorch's own code for more dims asks for sizes, which differ between simulated
+# ranks. The gradients are ops of their own, so that each is one dispatch.
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` on local shards."""
+    if type(input) is Tensor:
+        return torch.nn.functional.linear(input, weight, bias)
+    rows, columns = _rows(input), weight.t()
+    product = rows.mm(columns) if bias is None else torch.addmm(bias, rows, columns)
+    return product.view(*input.shape[:-1], weight.shape[0])
+
+
+def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of the input, from that of the output."""
+    return _rows(gradient).mm(_conjugate(weight)).view(*gradient.shape[:-1], weight.shape[1])
+
+
+def weight_gradient(gradient: Tensor, input: Tensor) -> Tensor:
+    """The gradient of the weight: a sum over all dims before the features."""
+    return _rows(gradient).t().mm(_rows(_conjugate(input)))
+
+
+def _conjugate(tensor: Tensor) -> Tensor:
+    return tensor.conj_physical() if tensor.is_complex() else tensor
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)
+
+
+_library = torch.library.Library("shardwise", "FRAGMENT")
+
+
+def _new_op(signature: str, run: Callable[..., Tensor]) -> OpOverload:
+    name = signature.partition("(")[0]
+    _library.define(signature)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    op: OpOverload = getattr(torch.ops.shardwise, name).default
+    return op
+
+
+linear_input_gradient = _new_op("linear_input_gradient(Tensor gradient, Tensor weight) -> Tensor", input_gradient)
+linear_weight_gradient = _new_op("linear_weight_gradient(Tensor gradient, Tensor input) -> Tensor", weight_gradient)
+
+define("aten::linear", "x.. k, n k, n -> x.. n ; linear 0+2 | 1+2", python=linear)
+define("shardwise::linear_input_gradient", "x.. n, n k -> x.. k ; linear 0 | 1", python=input_gradient)
+define("shardwise::linear_weight_gradient", "x.. n, x.. k -> n k ; linear 0 | 1", python=weight_gradient)
+
+# ---- distances between rows -----------------------------------------------------------------------------------------
+
+_DISTANCES = "b?.. p [m], b?.. r [m] -> b.. p r"
+define("aten::_cdist_forward", _DISTANCES)
+define("aten::_euclidean_dist", _DISTANCES, decomposition=pytorch_decomposition(aten._euclidean_dist.default))
+define("aten::_cdist_backward", "b.. p r, b.. p [m], b.. r [m], b.. p r -> b.. p [m] ; linear 0")
+define("aten::_pdist_forward", "[n] [m] -> _")
+define("aten::_pdist_backward", "_, [n] [m], _ -> [n] [m]")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from ..notation import Rule
 from .call import Call
@@ -86,3 +86,19 @@ class Op:
     def __repr__(self) -> str:
         rule = "a function of the call" if callable(self.rule) and not isinstance(self.rule, Rule) else str(self.rule)
         return f"Op({self.name!r}, {rule!r})"
+
+
+class Facts(TypedDict, total=False):
+    """The fields of `Op` that a definition may give besides the op's name and rule."""
+
+    kernels: Mapping[str, Kernel]
+    local: Local
+    draw: Callable[[LocalCall], Any]
+    list_kernel: ListKernel
+    decomposition: Callable[..., Any]
+    python: Callable[..., Any]
+    put: Put
+    reads_numbers: bool
+    reads_shape_only: bool
+    keeps_sizes: bool
+    takes_empty: bool

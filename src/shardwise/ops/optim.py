@@ -1,14 +1,25 @@
-"""Optimizers: fused updates of parameters, and ops on lists that no op on one tensor stands for."""
+"""Optimizers: fused updates of parameters, and ops on lists of tensors that follow from no op on one tensor."""
 
 from __future__ import annotations
 
+import math
+
+import torch
+from torch import Tensor
+
 from ..notation.schema import tensor_arguments
 from .call import Call
-from .tables import register, register_table
+from .kernel import Cut, KernelRun, LocalCall, Reduce
+from .op import ListKernel
+from .registry import definitions_in
+
+define = definitions_in(__name__)
+
+# ---- fused updates --------------------------------------------------------------------------------------------------
 
 
 def fused(call: Call) -> str:
-    """One parameter's update: all its state is cut alike; counts of steps, scales and the like belong to no dim."""
+    """One parameter's update: its state is sharded like it; counts of steps, scales and the like have no factor."""
     inputs, outputs = [], []
     for argument, tensor in zip(tensor_arguments(call.op), call.tensors, strict=True):
         listed = argument.kind == "Tensor[]" and tensor is not None and argument.name != "state_steps"
@@ -18,19 +29,57 @@ def fused(call: Call) -> str:
     return f"{', '.join(inputs)} -> {', '.join(outputs)}"
 
 
-for name in ("adam", "adamw", "sgd", "adagrad"):
-    for overload in ("default", "tensor_lr"):
-        register(f"aten::_fused_{name}_.{overload}", fused)
+for _name in ("adam", "adamw", "sgd", "adagrad"):
+    define((f"aten::_fused_{_name}_.default", f"aten::_fused_{_name}_.tensor_lr"), fused)
 
-# With numbers for each element in one tensor.
-for name in ("addcmul", "addcdiv"):
-    passing = "linear 0+1 | 0+2" if name == "addcmul" else "linear 0+1"
-    for suffix in ("", "_"):
-        register(f"aten::_foreach_{name}{suffix}.Tensor", f"b?.., b?.., b?.., _ -> b.. ; {passing}")
+# ---- lists ----------------------------------------------------------------------------------------------------------
 
-register_table(
-    {
-        "aten::_foreach_max": "x.. -> ; monotone 0 ; reduce max",
-        "aten::_foreach_powsum": "x.. -> ",
-    }
+# One tensor holds a number for each element of the lists.
+for _name, _passing in (("addcmul", "linear 0+1 | 0+2"), ("addcdiv", "linear 0+1")):
+    define(
+        (f"aten::_foreach_{_name}.Tensor", f"aten::_foreach_{_name}_.Tensor"),
+        f"b?.., b?.., b?.., _ -> b.. ; {_passing}",
+    )
+define("aten::_foreach_max", "x.. -> ; monotone 0 ; reduce max")
+define("aten::_foreach_powsum", "x.. -> ")
+
+# ---- lists with one collective for all ------------------------------------------------------------------------------
+
+
+def norms(call: LocalCall, cut: Cut) -> KernelRun:
+    """Norms of tensors with any placements: those of the local shards, merged by one reduction for the list."""
+    order, tensors = float(call["ord"]), call["self"]
+    empty = 0.0 if order >= 0 else math.inf
+    dtype = call["dtype"]
+    parts = [
+        torch.linalg.vector_norm(t, order, dtype=dtype)
+        if t.numel()
+        else torch.full((), empty, dtype=dtype or t.dtype.to_real(), device=t.device)
+        for t in tensors
+    ]
+    # Powers of norms would overflow in the narrow dtypes.
+    stacked = torch.stack([part.double() for part in parts])
+    if math.isinf(order):
+        merged = yield Reduce(stacked, "max" if order > 0 else "min")
+    elif order == 0:
+        merged = yield Reduce(stacked, "sum")
+    else:
+        powers = yield Reduce(stacked.pow(order), "sum")
+        merged = powers.pow(1.0 / order)
+    return [value.to(part.dtype) for value, part in zip(merged.unbind(), parts, strict=True)]
+
+
+def unscale(call: LocalCall, cut: Cut) -> KernelRun:
+    """Divide gradients by the loss scale; if any rank finds one that is not finite, all ranks learn it."""
+    found: Tensor = call["found_inf"].clone()
+    call.run(found_inf=found)
+    overall = yield Reduce(found, "max")
+    return {"found_inf": overall}
+
+
+define("aten::_foreach_norm", "x.. -> ", list_kernel=ListKernel(norms))
+define(
+    "aten::_amp_foreach_non_finite_check_and_unscale_",
+    "x.., _.., _.. -> x..",
+    list_kernel=ListKernel(unscale, whole_mesh=True),
 )

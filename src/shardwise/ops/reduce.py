@@ -1,17 +1,25 @@
-"""Reductions: what a cut dim leaves on each rank is one operand of the same reduction.
+"""Reductions: on a sharded dim, each rank's result is one operand of the same reduction over ranks.
 
-Those that are not (variances, norms, arg-reductions) are completed by kernels, and so are their rules in `kernels`.
+Reductions for which this does not hold are completed by kernels: variances in `variance`, norms in `vector_norm`, the
+index of an extreme in `extremes`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..notation.build import dims_text, join, normalized, reduction, whole_dims
 from .call import Call
-from .tables import register_table
+from .kernel import LocalCall
+from .op import Local
+from .registry import definitions_in
+
+define = definitions_in(__name__)
 
 
 def reduced_dims(ndim: int, dims: int | Sequence[int] | None) -> list[int]:
@@ -20,7 +28,7 @@ def reduced_dims(ndim: int, dims: int | Sequence[int] | None) -> list[int]:
 
 
 def merged(ndim: int, dims: int | Sequence[int] | None, keepdim: bool = False, outputs: int = 1) -> str:
-    """The rule of a reduction that a kernel completes over the cut ones of these dims.
+    """The rule of a reduction that a kernel completes over those of these dims that are sharded.
 
     >>> merged(3, [0, 2])
     'k0 x1 k2 -> x1 ; reduce none ; kernel k0, k2'
@@ -32,17 +40,22 @@ def merged(ndim: int, dims: int | Sequence[int] | None, keepdim: bool = False, o
     return join(f"{operand} -> {', '.join([result] * outputs)}".strip(), "reduce none" if over else "", kernel)
 
 
-def along(ndim: int, dim: int, outputs: int, keepdim: bool | None = None) -> str:
-    """The rule of an op that needs one dim whole; `keepdim` is None where its results keep that dim as it is.
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which results of this dtype are added up."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
-    >>> along(2, 1, 2), along(2, -1, 1, False)
-    ('x0 [x1] -> x0 [x1], x0 [x1]', 'x0 [x1] -> x0')
-    """
-    operand = whole_dims("x", ndim, dim)
-    result = operand
-    if keepdim is not None:
-        result = dims_text("x", ndim, dict.fromkeys(normalized(ndim, dim), "1" if keepdim else ""))
-    return f"{operand} -> {', '.join([result] * outputs)}"
+
+def over(call: LocalCall, name: str = "dim") -> list[int]:
+    """The dims that a call reduces over."""
+    return reduced_dims(len(call.given[0].dims), call.arguments.get(name))
+
+
+def counts(call: LocalCall, dims: list[int], local: Tensor) -> tuple[int, int]:
+    """The number of elements that each result is made of: on this rank, and globally."""
+    return math.prod(local.shape[dim] for dim in dims), math.prod(call.given[0].shape[dim] for dim in dims)
+
+
+# ---- by an op that Partial knows ------------------------------------------------------------------------------------
 
 
 def reduce_by(op: str, linear: bool = True) -> Callable[[Call], str]:
@@ -69,58 +82,65 @@ def min_and_max(call: Call) -> str:
     return f"{operand}-> {result}, {result} ; reduce min, max"
 
 
-def along_dim(outputs: int) -> Callable[[Call], str]:
-    """The rule of ops that put a dim in another order."""
-    return lambda call: along(call.ndim(0), call.arg("dim"), outputs)
+define("aten::sum", reduce_by("sum"))
+define(("aten::nansum", "aten::count_nonzero"), reduce_by("sum", linear=False))
+define("aten::prod", reduce_by("product"))
+define(("aten::amax", "aten::max.default"), reduce_by("max"))
+define(("aten::amin", "aten::min.default"), reduce_by("min"))
+define("aten::max.other", "b?.., b?.. -> b.. ; monotone 0+1 ; reduce max")
+define("aten::min.other", "b?.., b?.. -> b.. ; monotone 0+1 ; reduce min")
+define("aten::any", truth("max"))
+define("aten::all", truth("min"))
+define("aten::aminmax", min_and_max)
+
+# ---- means ----------------------------------------------------------------------------------------------------------
 
 
-def over_whole_dims(call: Call) -> str:
-    """Reductions that Partial does not know: what they go over is whole, other dims are cut."""
+def mean(call: LocalCall) -> Any:
+    """The mean of the local shard, times the rank's share of the elements: the sum over ranks is the global mean."""
+    x, dims = call["self"], over(call)
+    here, everywhere = counts(call, dims, x)
+    if here == everywhere:
+        return call.run()
+    if here == 0:
+        return x.new_zeros(call.local_shape(), dtype=call.dtypes[0])
+    local = x.mean(dims, bool(call.arguments.get("keepdim")), dtype=wide(call.dtypes[0]))
+    return local.mul_(here / everywhere).to(call.dtypes[0])
+
+
+define("aten::mean", reduce_by("sum"), local=Local(mean, when="partial sum"))
+
+# ---- over replicated dims -------------------------------------------------------------------------------------------
+
+
+def over_replicated_dims(call: Call) -> str:
+    """Reductions that Partial does not know: dims that they reduce over must be replicated."""
     ndim, over = call.ndim(0), reduced_dims(call.ndim(0), call.arg("dim"))
     result = dims_text("x", ndim, dict.fromkeys(over, "1" if call.arg("keepdim") else ""))
     return f"{whole_dims('x', ndim, over)} -> {result}"
 
 
-def picked_from_dim(call: Call) -> str:
-    """Ops that look for one element of a whole dim: its value and its index."""
-    return along(call.ndim(0), call.arg("dim"), 2, call.arg("keepdim"))
+define("aten::hash_tensor", over_replicated_dims)
+define("aten::_local_scalar_dense", "[x..] -> ")
+
+# ---- one answer for all elements ------------------------------------------------------------------------------------
 
 
-_ONE_WHOLE = "[x..] -> "
+def equal(one: Tensor, other: Tensor) -> bool:
+    """Whether all elements are equal: ranks exchange one bit each, not the tensors."""
+    return one.shape == other.shape and bool((one == other).all().item())
 
-register_table(
-    {
-        "aten::sum": reduce_by("sum"),
-        "aten::mean": reduce_by("sum"),  # its local part divides by the whole count
-        "aten::nansum": reduce_by("sum", linear=False),
-        "aten::count_nonzero": reduce_by("sum", linear=False),
-        "aten::prod": reduce_by("product"),
-        "aten::amax": reduce_by("max"),
-        "aten::amin": reduce_by("min"),
-        "aten::max.default": reduce_by("max"),
-        "aten::min.default": reduce_by("min"),
-        "aten::max.other": "b?.., b?.. -> b.. ; monotone 0+1 ; reduce max",
-        "aten::min.other": "b?.., b?.. -> b.. ; monotone 0+1 ; reduce min",
-        "aten::any": truth("max"),
-        "aten::all": truth("min"),
-        "aten::aminmax": min_and_max,
-        "aten::hash_tensor": over_whole_dims,
-        "aten::sort": along_dim(2),
-        "aten::argsort": along_dim(1),
-        "aten::msort": "[k] x.. -> [k] x..",
-        "aten::kthvalue": picked_from_dim,
-        "aten::mode": picked_from_dim,
-        "aten::median.dim": picked_from_dim,
-        "aten::nanmedian.dim": picked_from_dim,
-        "aten::median.default": _ONE_WHOLE,
-        "aten::nanmedian.default": _ONE_WHOLE,
-        "aten::trace": "[a] [b] -> ; linear 0",
-        # Their results depend on data, so each rank looks at everything.
-        "aten::bincount": "[x..], [x..] -> _",
-        "aten::_unique": "[x..] -> _, _..",
-        "aten::_unique2": "[x..] -> _, _.., _..",
-        "aten::unique_dim": "[x..] -> _.., _, _",
-        "aten::unique_consecutive": "[x..] -> _.., _.., _",
-        "aten::_local_scalar_dense": _ONE_WHOLE,
-    }
-)
+
+def close(one: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    """Whether all elements are equal up to a tolerance."""
+    return bool(torch.isclose(one, other, rtol, atol, equal_nan).all().item())
+
+
+def same_shape(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same global shape."""
+    return one.shape == other.shape
+
+
+define("aten::equal", "[x..], [y..] -> ", decomposition=equal)
+define("aten::allclose", decomposition=close)
+define(("aten::is_same_size", "aten::_has_same_storage_numel"), decomposition=same_shape)

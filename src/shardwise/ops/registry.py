@@ -7,15 +7,15 @@ A family of ops defines its records when it is imported, each with everything th
 >>> define("aten::cumsum", rule_of_call, kernels={"k": Kernel(scan)})
 
 A user's rule (`register`) goes on top of the built-in record and does not replace it. `resolve` finds the record of an
-overload: its own, else its op's, else that of the op it is a variant of (in-place, `out=`, scalar, foreach).
+overload: its own, else its op's, else that of the op it is a variant of (in-place, `out=`, scalar, foreach). Records
+are never merged. Decomposition, Python code and view inverse come from the overload's own record, or from its op's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol, Unpack
 
 import torch
 
@@ -25,8 +25,8 @@ from ..notation.rule import Rule, parse
 from ..notation.schema import Operands, family, match_operands, operands_of, overload_key, overloads, packet_name
 from ..sharding.runtime import clear_all_caches
 from .kernel import Kernel
-from .op import Op, Source
-from .resolve import ResolvedOp
+from .op import Facts, Op, Source
+from .resolve import ResolvedOp, kernel_for
 
 OpName = OpOverload | OpOverloadPacket | str
 
@@ -34,11 +34,11 @@ OpName = OpOverload | OpOverloadPacket | str
 class Define(Protocol):
     """Defines ops that share a rule and all else: `define(names, rule, kernels=..., local=..., ...)`."""
 
-    def __call__(self, names: str | Iterable[str], rule: Source | None = None, **facts: Any) -> None: ...
+    def __call__(self, names: str | Iterable[str], rule: Source | None = None, **facts: Unpack[Facts]) -> None: ...
 
 
 class Registry:
-    """Records by the name of their op: those of one package, or of a table that stands behind them."""
+    """Records by the name of their op: those of this package, or those of a table that is asked after them."""
 
     def __init__(self) -> None:
         self._built_in: dict[str, Op] = {}
@@ -54,25 +54,34 @@ class Registry:
         """Add a built-in record. Rules are parsed when they are first used, so that importing takes no time."""
         before = self._built_in.get(op.name)
         if before is not None:
-            raise RuleError(f"{op.name} is defined in {before.file} and in {op.file}", "say all of it in one place")
+            raise RuleError(
+                f"{op.name} is defined in {before.file} and in {op.file}",
+                "define an op once",
+            )
         self._built_in[op.name] = op
         self._changed()
 
     def register(self, op: OpName, rule: Source, kernels: Mapping[str, Kernel] | None = None) -> None:
-        """Give an op the user's rule; text is parsed here, so that a wrong one is refused at once."""
+        """Give an op the user's rule; text is parsed here, so that an error in it is raised here."""
         name = name_of(op)
         source = parse(rule) if isinstance(rule, str) else rule
         given = dict(kernels or {})
         if isinstance(source, Rule) and set(source.kernel) != set(given):
-            inherited = self._built_in.get(name)
-            if given or inherited is None or not set(source.kernel) <= set(inherited.kernels):
+            inherited = self._kernels_for(name, source)
+            if given or set(source.kernel) != set(inherited):
                 raise RuleError(
                     f"{name} has kernels for {sorted(given) or 'nothing'}, its rule is {source!s}",
                     "pass one for each factor that the kernel clause names",
                 )
-            given = {factor: inherited.kernels[factor] for factor in source.kernel}
+            given = inherited
         self._user[name] = Op(name, source, given, origin="user", file="a call of register")
         self._changed()
+
+    def _kernels_for(self, name: str, rule: Rule) -> dict[str, Kernel]:
+        """The built-in kernels of an op, or of the op that this overload belongs to, for the factors of a rule."""
+        op = self._built_in.get(name) or self._built_in.get(name.partition(".")[0])
+        kernels = {} if op is None else {factor: kernel_for(op, factor) for factor in rule.kernel}
+        return {factor: kernel for factor, kernel in kernels.items() if kernel is not None}
 
     def register_table(self, rules: Mapping[str, Source]) -> None:
         """Register a table of rules without kernels."""
@@ -80,7 +89,7 @@ class Registry:
             self.register(op, rule)
 
     def add_pattern(self, find: Callable[[OpOverload], Op | None]) -> None:
-        """Ask this function for ops that have no record, after those added before it."""
+        """Ask this function for the record of ops that have none, after the functions added before it."""
         self._patterns.append(find)
         self._changed()
 
@@ -91,7 +100,7 @@ class Registry:
 
     @contextmanager
     def restored(self) -> Iterator[Registry]:
-        """Inside, records may be changed freely; they are as before afterwards. For tests and experiments."""
+        """Context in which records may be changed; on exit they are restored. For tests and experiments."""
         before = dict(self._built_in), dict(self._user)
         try:
             yield self
@@ -100,7 +109,7 @@ class Registry:
             self._changed()
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call this whenever a record is added: what was planned with the old ones is to be forgotten."""
+        """Call this whenever a record is added: plans made with the old records are no longer valid."""
         self._listeners.append(listener)
 
     def _changed(self) -> None:
@@ -118,46 +127,32 @@ class Registry:
     # ---- look-up ----------------------------------------------------------------------------------------------
 
     def resolve(self, func: OpOverload) -> ResolvedOp:
-        """The record of an overload; one without a rule where nothing is known about the op."""
+        """The record of an overload; a record without a rule if the op has none."""
         found = self._resolved.get(func)
         if found is None:
             found = self._resolved[func] = self._resolve(func)
         return found
 
     def rule_for(self, func: OpOverload) -> ResolvedOp | None:
-        """The record of an overload; None where it has no rule."""
+        """The record of an overload; None if it has no rule."""
         found = self.resolve(func)
         return found if found.has_rule else None
 
     def _resolve(self, func: OpOverload) -> ResolvedOp:
-        own = self._own(func)
-        built_in = next(self._candidates(func, self._built_in), None)
-        if built_in is not None:
-            found = ResolvedOp(func, *built_in, own)
-        else:
-            found = self._by_pattern(func, own) or self._from_behind(func, own) or ResolvedOp(func, own, None, own)
-        found.in_place_view = self._in_place_view(func)
+        own = self._built_in.get(overload_key(func)) or self._built_in.get(packet_name(func))
+        found: tuple[Op, Operands | None] | None = next(self._candidates(func, self._built_in), None)
+        if found is None and own is None:
+            own = next((op for find in self._patterns if (op := find(func)) is not None), None)
+            found = None if own is None or own.rule is None else (own, None)
+        if found is None and self._behind is not None and (generated := self._behind().rule_for(func)) is not None:
+            found = generated.op, generated.operands
+        if found is None:
+            # The record of the op may have a rule for other overloads.
+            found = own if own is not None and own.rule is None else Op(overload_key(func)), None
+        resolved = ResolvedOp(func, *found, own)
+        resolved.in_place_view = self._in_place_view(func)
         by_user = next(self._candidates(func, self._user), None)
-        return found if by_user is None else ResolvedOp(func, *by_user, own, built_in=found)
-
-    def _own(self, func: OpOverload) -> Op:
-        """What is said of this overload itself, or of all of its op: not of an op it is a variant of."""
-        found = [self._built_in.get(overload_key(func)), self._built_in.get(packet_name(func))]
-        found += [find(func) for find in self._patterns]
-        records = [op for op in found if op is not None]
-
-        def first(fact: str) -> Any:
-            return next((getattr(op, fact) for op in records if getattr(op, fact) is not None), None)
-
-        name = records[0].name if records else overload_key(func)
-        return Op(name, decomposition=first("decomposition"), python=first("python"), put=first("put"))
-
-    def _by_pattern(self, func: OpOverload, own: Op) -> ResolvedOp | None:
-        for find in self._patterns:
-            op = find(func)
-            if op is not None and op.rule is not None:
-                return ResolvedOp(func, op, None, own)
-        return None
+        return resolved if by_user is None else ResolvedOp(func, *by_user, own, built_in=resolved)
 
     def _in_place_view(self, func: OpOverload) -> OpOverload | None:
         """For an op that turns a tensor into a view of itself, such as `t_`, the one that makes the view."""
@@ -169,10 +164,6 @@ class Registry:
             if same and self.resolve(view).put is not None:
                 return view
         return None
-
-    def _from_behind(self, func: OpOverload, own: Op) -> ResolvedOp | None:
-        found = None if self._behind is None else self._behind().rule_for(func)
-        return None if found is None else ResolvedOp(func, found.op, found.operands, own)
 
     def _candidates(self, func: OpOverload, table: Mapping[str, Op]) -> Iterator[tuple[Op, Operands]]:
         """The records with a rule that may serve an overload, nearest first, with the positions of their operands."""
@@ -234,17 +225,8 @@ def definitions_in(module: str) -> Define:
     """`define` for a module, which the records name as their place of definition."""
     file = "/".join(module.split(".")[1:]) + ".py"
 
-    def define(names: str | Iterable[str], rule: Source | None = None, **facts: Any) -> None:
+    def define(names: str | Iterable[str], rule: Source | None = None, **facts: Unpack[Facts]) -> None:
         for name in (names,) if isinstance(names, str) else names:
             registry.define(Op(name, rule, file=file, **facts))
 
     return define
-
-
-# ---- temporary: the old way to define ------------------------------------------------------------------------------
-
-
-def amend(name: str, **facts: Any) -> None:
-    """Add to the record of an op."""
-    registry._built_in[name] = replace(registry._built_in.get(name, Op(name)), **facts)
-    registry._changed()

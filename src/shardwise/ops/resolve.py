@@ -19,7 +19,7 @@ import torch
 from .._torch.ops import OpOverload
 from ..notation import Rule, parse, without_operands
 from ..notation.patterns import RuleError
-from ..notation.schema import Operands, operands_of, tensor_arguments, variant_of
+from ..notation.schema import Operands, operands_of, overload_key, tensor_arguments, variant_of
 from ..sharding.cache import ENTRY_BYTES, Cache
 from .call import Call
 from .kernel import Kernel
@@ -31,8 +31,10 @@ NEEDS_DATA = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent
 class ResolvedOp:
     """One overload: its schema, its op's record, and what was worked out for it once.
 
-    `operands` holds, for each input of the rule, the position of its argument in the schema, or None where a number
-    takes its place. `built_in` is what the overload resolves to without the user's rule; None if the user gave none.
+    `op` is the record with the rule, which may be that of the op whose variant this overload is. `own` is the record of
+    this overload, or of all overloads of its op. `operands` holds, for each input of the rule, the position of its
+    argument in the schema, or None where a number takes its place. `built_in` is what the overload resolves to without
+    the user's rule; None if the user gave none.
     """
 
     def __init__(
@@ -55,10 +57,11 @@ class ResolvedOp:
         self.defaults: dict[str, Any] = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
         self.needs_data = bool(NEEDS_DATA & set(func.tags))
         self.number_arguments = _number_arguments(func)
-        # What belongs to this overload alone, not to the variants of its op.
-        self.decomposition: Callable[..., Any] | None = own.decomposition if own is not None else None
-        self.python: Callable[..., Any] | None = own.python if own is not None else None
-        self.put: Put | None = own.put if own is not None else None
+        # Variants do not inherit these, nor does an `out=` overload from the record of all overloads.
+        itself = own if own is not None and (self.variant != "out" or own.name == overload_key(func)) else None
+        self.decomposition: Callable[..., Any] | None = itself.decomposition if itself is not None else None
+        self.python: Callable[..., Any] | None = itself.python if itself is not None else None
+        self.put: Put | None = itself.put if itself is not None else None
         # Worked out by dispatch when it is first needed.
         self.bindings: Cache[Any, Callable[..., Any]] = Cache(1 << 16, _entry_bytes)
         self.result_forms: Cache[Any, Any] = Cache(1 << 16, _entry_bytes)
@@ -104,9 +107,8 @@ class ResolvedOp:
         return rule
 
     def kernel(self, name: str) -> Kernel:
-        """The kernel for this factor. That of `k` serves k0, k1, ... too, and their parts k0_0, k0_1, ..."""
-        kernels = self.op.kernels
-        found = kernels.get(name) or kernels.get(re.sub(r"\d+(_\d+)?$", "", name))
+        """The kernel for this factor; `RuleError` if there is none."""
+        found = kernel_for(self.op, name)
         if found is None:
             raise RuleError(
                 f"{self.key} has no kernel for the factor {name}", f"register it with kernels={{{name!r}: ...}}"
@@ -127,6 +129,11 @@ class ResolvedOp:
 
 def _entry_bytes(key: Any, value: Any) -> int:
     return ENTRY_BYTES
+
+
+def kernel_for(op: Op, factor: str) -> Kernel | None:
+    """The kernel of an op for this factor. That of `k` serves k0, k1, ... too, and their parts k0_0, k0_1, ..."""
+    return op.kernels.get(factor) or op.kernels.get(re.sub(r"\d+(_\d+)?$", "", factor))
 
 
 def _number_arguments(func: OpOverload) -> frozenset[int | str]:

@@ -1,4 +1,4 @@
-"""Along a cut dim: running sums and extremes, and the k largest."""
+"""Running sums and extremes along a sharded dim, and reductions of segments."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from ..notation import dims_text, whole_dims
 from ..notation.build import normalized
 from .call import Call
 from .kernel import Cut, Gather, Kernel, KernelRun, LocalCall
-from .tables import register
+from .registry import definitions_in
+
+define = definitions_in(__name__)
 
 Combine = Callable[[Tensor, Tensor], Tensor]
 
 
-def _slab(call: LocalCall, size: int) -> list[int]:
-    """The shape of so many rows along the cut dim."""
+def slab(call: LocalCall, size: int) -> list[int]:
+    """The shape of so many rows along the sharded dim."""
     x, dim = call["self"], call.dims[0]
     return [size if d == dim else n for d, n in enumerate(x.shape)]
 
 
 def _last(call: LocalCall, scanned: Tensor, cut: Cut, start: Any) -> Tensor:
-    """The last row of a scan: what the following pieces need of it; `start` where this piece is empty."""
+    """The last row of a scan, which the following shards need; `start` where this shard is empty."""
     if cut.held:
         return scanned.narrow(call.dims[0] or 0, cut.held - 1, 1)
-    return scanned.new_full(_slab(call, 1), start)
+    return scanned.new_full(slab(call, 1), start)
 
 
 def gather_both(one: Tensor, other: Tensor) -> KernelRun:
-    """Two tensors of every piece, in one collective: as bytes, since their dtypes may differ."""
+    """Two tensors of every rank in one collective, as bytes since their dtypes may differ."""
     raw = [tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, other)]
     parts = yield Gather(torch.cat(raw))
     split = parts.split([part.numel() for part in raw], 1)
@@ -41,12 +43,12 @@ def gather_both(one: Tensor, other: Tensor) -> KernelRun:
 
 def _seen_as(raw: Tensor, like: Tensor) -> Tensor:
     shape = (raw.shape[0], *like.shape)
-    # PyTorch sees no other dtype in nothing.
+    # PyTorch cannot view an empty tensor as another dtype.
     return raw.contiguous().view(like.dtype).view(shape) if raw.numel() else like.new_empty(shape)
 
 
 def cumulate(start: float, combine: Combine) -> Callable[[LocalCall, Cut], KernelRun]:
-    """A scan of each piece, combined with what all pieces before it come to."""
+    """A scan of each shard, combined with the total of all shards before it."""
 
     def run(call: LocalCall, cut: Cut) -> KernelRun:
         scanned = call.run()
@@ -62,13 +64,13 @@ def cumulate(start: float, combine: Combine) -> Callable[[LocalCall, Cut], Kerne
 
 
 def _takes_over(new: Tensor, old: Tensor, largest: bool) -> Tensor:
-    """Whether a later value is the running extreme: of equal ones the last is, and a NaN stays until the next NaN."""
+    """Whether a later value is the running extreme: of equal ones the last, and a NaN until the next NaN."""
     better = new >= old if largest else new <= old
     return better | (new != new) if new.dtype.is_floating_point else better
 
 
 def cumulate_extreme(largest: bool) -> Callable[[LocalCall, Cut], KernelRun]:
-    """Running extremes and their places."""
+    """Running extremes and their indices."""
 
     def merge(before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         wins = _takes_over(after[0], before[0], largest)
@@ -91,25 +93,9 @@ def cumulate_extreme(largest: bool) -> Callable[[LocalCall, Cut], KernelRun]:
     return run
 
 
-def topk(call: LocalCall, cut: Cut) -> KernelRun:
-    """The k best of each piece's k best."""
-    x, dim, k, largest = call["self"], call.dims[0] or 0, call["k"], call["largest"]
-    held = [min(k, stop - start) for start, stop in cut.bounds]
-    most = max(held)
-    values, places = x.topk(min(k, cut.held), dim, largest)
-    room = _slab(call, most - values.shape[dim])
-    places = places + cut.start
-    padded = [torch.cat([found, found.new_zeros(room)], dim) for found in (values, places)]
-    every_value, every_place = yield from gather_both(*padded)
+def scan_rule(outputs: int, *clauses: str) -> Callable[[Call], str]:
+    """The rule of a scan along a dim, which has a kernel."""
 
-    def joined(pieces: Tensor) -> Tensor:
-        return torch.cat([piece.narrow(dim, 0, n) for piece, n in zip(pieces, held, strict=True)], dim)
-
-    best, which = joined(every_value).topk(k, dim, largest, call["sorted"])
-    return best, joined(every_place).gather(dim, which)
-
-
-def _scanned(outputs: int, *clauses: str) -> Callable[[Call], str]:
     def rule(call: Call) -> str:
         ndim = call.ndim(0)
         dims = normalized(ndim, call.arg("dim"))
@@ -119,25 +105,45 @@ def _scanned(outputs: int, *clauses: str) -> Callable[[Call], str]:
     return rule
 
 
-def _topk_rule(call: Call) -> str:
-    ndim = call.ndim(0)
-    dims = normalized(ndim, call.arg("dim"))
-    operand, result = (dims_text("x", ndim, dict.fromkeys(dims, mark)) for mark in ("k", "_"))
-    return f"{operand} -> {result}, {result}" + (" ; reduce none ; kernel k" if dims else "")
-
-
-def _exponents_rule(call: Call) -> str:
+def logcumsumexp_rule(call: Call) -> str:
+    """A scan; of complex numbers along a replicated dim only."""
     if call.tensors[0].dtype.is_complex:  # which of the many logarithms comes out depends on all numbers before
         dims = whole_dims("x", call.ndim(0), call.arg("dim"))
         return f"{dims} -> {dims}"
-    return _scanned(1)(call)
+    return scan_rule(1)(call)
 
 
-# What is exchanged is one row of each piece.
-_ROWS = 0.02
-register("aten::cumsum", _scanned(1, "linear 0"), {"k": Kernel(cumulate(0, torch.add), traffic=_ROWS)})
-register("aten::cumprod", _scanned(1), {"k": Kernel(cumulate(1, torch.mul), traffic=_ROWS)})
-register("aten::logcumsumexp", _exponents_rule, {"k": Kernel(cumulate(-math.inf, torch.logaddexp), traffic=_ROWS)})
-register("aten::cummax", _scanned(2), {"k": Kernel(cumulate_extreme(True), traffic=_ROWS)})
-register("aten::cummin", _scanned(2), {"k": Kernel(cumulate_extreme(False), traffic=_ROWS)})
-register("aten::topk", _topk_rule, {"k": Kernel(topk, traffic=4.0)})
+_ROWS = 0.02  # one row of each shard is exchanged
+define("aten::cumsum", scan_rule(1, "linear 0"), kernels={"k": Kernel(cumulate(0, torch.add), traffic=_ROWS)})
+define("aten::cumprod", scan_rule(1), kernels={"k": Kernel(cumulate(1, torch.mul), traffic=_ROWS)})
+define(
+    "aten::logcumsumexp",
+    logcumsumexp_rule,
+    kernels={"k": Kernel(cumulate(-math.inf, torch.logaddexp), traffic=_ROWS)},
+)
+define("aten::cummax", scan_rule(2), kernels={"k": Kernel(cumulate_extreme(True), traffic=_ROWS)})
+define("aten::cummin", scan_rule(2), kernels={"k": Kernel(cumulate_extreme(False), traffic=_ROWS)})
+
+# ---- segments -------------------------------------------------------------------------------------------------------
+
+
+def segments(call: Call) -> str:
+    """Runs of rows along an axis, each reduced by itself: the axis must be replicated."""
+    data, ends = _segments(call, call.ndim(0))
+    return f"{data}, {ends}, _.., {ends} -> {data}"
+
+
+def segments_backward(call: Call) -> str:
+    """The gradient of `segment_reduce`."""
+    data, ends = _segments(call, call.ndim(2))
+    return f"{data}, {data}, {data}, {ends}, {ends} -> {data} ; linear 0"
+
+
+def _segments(call: Call, ndim: int) -> tuple[str, str]:
+    axis = call.arg("axis") % ndim
+    before = " ".join(f"x{d}" for d in range(axis))
+    return dims_text("x", ndim, {axis: "_"}), f"{before} _".strip()
+
+
+define("aten::segment_reduce", segments)
+define("aten::_segment_reduce_backward", segments_backward)

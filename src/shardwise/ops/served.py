@@ -1,35 +1,35 @@
 """How an op is served: by a rule, by a generated one, by other ops, or on gathered inputs.
 
 >>> served_by(torch.ops.aten.mm.default), served_by(torch.ops.aten.nonzero.default)
-('rule', 'whole')
+('rule', 'gathered')
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
+from .._torch.decompositions import is_composite
 from .._torch.ops import OpOverload
 from .registry import resolve
 
-KINDS = ("rule", "generated", "decomposition", "whole")
+Kind = Literal["rule", "generated", "decomposition", "gathered"]
+KINDS: tuple[Kind, ...] = ("rule", "generated", "decomposition", "gathered")
 
 
-def served_by(func: OpOverload, planned: bool | None = None) -> str:
-    """`rule`, `generated`, `decomposition` or `whole`: how calls of an op are served.
+def served_by(func: OpOverload, planned: bool | None = None) -> Kind:
+    """How calls of an op are served: `rule`, `generated`, `decomposition` or `gathered`.
 
-    Rules may refuse calls that they do not fit. `planned` says of one call whether its rule took it; without it the
-    answer is for calls that the rule takes.
+    Rules may refuse calls. `planned` says of one call whether its rule took it; without it the answer is for calls that
+    the rule takes.
     """
     found = resolve(func)
     if planned is None:
         planned = found.in_place_view is None
-    if func is torch.ops.aten._local_scalar_dense.default:  # of a single number there is nothing to gather
+    if func is torch.ops.aten._local_scalar_dense.default:  # a single number needs no gathering
         return "rule"
     if planned and found.has_rule:
         return "generated" if found.op.origin == "generated" else "rule"
-    by_others = found.decomposition is not None or found.in_place_view is not None or _is_composite(func)
-    return "decomposition" if by_others else "whole"
-
-
-def _is_composite(func: OpOverload) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    by_others = found.decomposition is not None or found.in_place_view is not None or is_composite(func)
+    return "decomposition" if by_others else "gathered"

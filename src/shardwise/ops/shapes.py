@@ -1,66 +1,143 @@
-"""Ops that move elements to other places, without a kernel: joins along a new dim, repeats, mirrored pads, triangles.
-
-What works along a cut dim (slices, joins, rolls, pads) is in `kernels.shapes`.
-"""
+"""Ops that move elements to other places: rolls, flips, pads, triangles, shuffles; and ranges of numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
+from torch import Tensor
+
+from .._torch.decompositions import pytorch_decomposition
 from ..notation.build import dims_text, join
+from ..sharding.layout import Run
 from .call import Call
-from .tables import register_table
+from .kernel import Cut, Fetch, Kernel, KernelRun, LocalCall
+from .op import Local
+from .registry import definitions_in
 from .views import MOVES
 
-
-def stack(call: Call) -> str:
-    """A list joined along a new dim: each rank joins its parts."""
-    ndim = len(call.tensors[0][0].shape)
-    names = [f"x{dim}" for dim in range(ndim)]
-    at = call.arg("dim") % (ndim + 1)
-    return join(f"{{{' '.join(names)}}} -> {' '.join((*names[:at], '_', *names[at:]))}", MOVES)
+aten = torch.ops.aten
+define = definitions_in(__name__)
 
 
-def repeat(call: Call) -> str:
-    """Copies of a dim, one after the other: a cut of the dim becomes an interleaved one of the result."""
-    repeats, ndim = list(call.arg("repeats")), call.ndim(0)
-    new = len(repeats) - ndim
-    result = ["_"] * new
-    sizes = []
-    for dim, times in enumerate(repeats[new:]):
-        result.append(f"x{dim}" if times == 1 else f"([r{dim}] x{dim})" if times else "_")
-        sizes += [f"r{dim}={times}"] if times > 1 else []
-    operand = dims_text("x", ndim, {dim: "_" for dim, times in enumerate(repeats[new:]) if times == 0})
-    return join(f"{operand} -> {' '.join(result)}", MOVES, *sizes)
+def _list(value: int | Sequence[int]) -> list[int]:
+    return [value] if isinstance(value, int) else list(value)
 
 
-def whole_pair(call: Call) -> str:
-    """`rot90`: the two dims that turn are whole."""
+# ---- rolls, flips, turns --------------------------------------------------------------------------------------------
+
+
+def along_dims(call: Call) -> str:
+    """An op along several dims, any one of which may be sharded with the kernel."""
+    ndim = call.ndim(0)
+    dims = sorted({dim % ndim for dim in _list(call.arg("dims"))}) if ndim else []
+    if not dims and call.op._schema.name.startswith("aten::roll"):
+        # Without dims the tensor is rolled as if it were flat.
+        text = dims_text("x", ndim, dict.fromkeys(range(ndim), "_"))
+        return join(f"{text} -> {text}", MOVES)
+    text = dims_text("x", ndim, {dim: f"k{dim}" for dim in dims})
+    kernels = ", ".join(f"k{dim}" for dim in dims)
+    return join(f"{text} -> {text}", MOVES, f"kernel {kernels}" if dims else "")
+
+
+def roll(call: LocalCall, cut: Cut) -> KernelRun:
+    """A rank's shard of the rolled dim is one run of rows, or two where it goes over the end."""
+    dim, ndim = call.sharded_dim, call["self"].dim()
+    pairs = [(by, axis % ndim) for by, axis in zip(_list(call["shifts"]), _list(call["dims"]), strict=True)]
+    by = sum(shift for shift, axis in pairs if axis == dim)
+    local = call["self"]
+    others = [(shift, axis) for shift, axis in pairs if axis != dim]
+    if others and local.numel():
+        local = local.roll(*map(list, zip(*others, strict=True)))
+    wanted = []
+    for start, stop in cut.bounds:
+        first = (start - by) % max(1, cut.size)
+        last = first + stop - start
+        wanted.append([(first, min(last, cut.size)), (0, last - cut.size)])
+    return (yield Fetch(local, dim, cut.bounds, wanted))
+
+
+def flip(call: LocalCall, cut: Cut) -> KernelRun:
+    """The rows from the other end."""
+    dim = call.sharded_dim
+    wanted = [(cut.size - stop, cut.size - start) for start, stop in cut.bounds]
+    rows = yield Fetch(call["self"], dim, cut.bounds, wanted)
+    return rows.flip(call["dims"])
+
+
+def rot90(call: Call) -> str:
+    """The two dims that turn must be replicated."""
     ndim, pair = call.ndim(0), [dim % call.ndim(0) for dim in call.arg("dims")]
     text = dims_text("x", ndim, dict.fromkeys(pair, "_"))
     return join(f"{text} -> {text}", MOVES)
 
 
-def diag_embed(call: Call) -> str:
-    """The last dim becomes the diagonal of two new ones, all of them whole."""
-    ndim = call.ndim(0)
-    pair = sorted(dim % (ndim + 1) for dim in (call.arg("dim1"), call.arg("dim2")))
-    names = [f"x{dim}" for dim in range(ndim - 1)]
-    result = list(names)
-    for dim in pair:
-        result.insert(dim, "_")
-    return join(f"{' '.join(names)} _ -> {' '.join(result)}", MOVES)
+define("aten::roll", along_dims, kernels={"k": Kernel(roll)})
+define("aten::flip", along_dims, kernels={"k": Kernel(flip)})
+define("aten::rot90", rot90)
+
+# ---- pads -----------------------------------------------------------------------------------------------------------
 
 
-def last_whole(dims: int, backward: bool = False) -> str:
-    """The last dims are whole, those before are a batch; the backward has the input as a second operand."""
-    windows = " ".join("_" * dims)
-    operands = f"b.. {windows}, b.. {windows}" if backward else f"b.. {windows}"
-    return f"{operands} -> b.. {windows} ; linear 0"
+def pad_rule(call: Call) -> str:
+    """Dims that are padded have a kernel. Padding by zeros is linear."""
+    ndim, pads = call.ndim(0), list(call.arg("pad"))
+    padded = [ndim - 1 - i // 2 for i in range(0, len(pads), 2) if pads[i] or pads[i + 1]]
+    text = dims_text("x", ndim, {dim: f"k{dim}" for dim in padded})
+    kernels = ", ".join(f"k{dim}" for dim in sorted(padded))
+    linear = "linear 0" if call.arg("value", 0) == 0 else ""
+    return join(f"{text} -> {text}", linear, f"kernel {kernels}" if padded else "")
+
+
+def pad(call: LocalCall, cut: Cut) -> KernelRun:
+    """A rank's shard of the padded dim: rows of the tensor, and padding where it reaches over the ends."""
+    dim, pads = call.sharded_dim, list(call["pad"])
+    at = 2 * (call["self"].dim() - 1 - dim)
+    target = cut.of(call.shapes[0][dim])
+    shifted = [(start - pads[at], stop - pads[at]) for start, stop in target.bounds]
+    wanted = [_clipped(run, cut.size) for run in shifted]
+    rows = yield Fetch(call["self"], dim, cut.bounds, wanted)
+    (low, high), (first, last) = shifted[cut.piece], wanted[cut.piece]
+    pads[at : at + 2] = (first - low, high - last) if last > first else (high - low, 0)
+    return aten.constant_pad_nd.default(rows, pads, call["value"])
+
+
+def _clipped(run: Run, size: int) -> Run:
+    low, high = (min(max(edge, 0), size) for edge in run)
+    return (low, high) if high > low else (0, 0)
+
+
+define("aten::constant_pad_nd", pad_rule, kernels={"k": Kernel(pad)}, reads_numbers=True)
+for _n in (1, 2, 3):
+    _dims = " ".join("_" * _n)
+    _pads = [f"aten::{kind}_pad{_n}d" for kind in ("reflection", "replication")]
+    define(_pads, f"b.. {_dims} -> b.. {_dims} ; linear 0")
+    define([f"{name}_backward" for name in _pads], f"b.. {_dims}, b.. {_dims} -> b.. {_dims} ; linear 0")
+
+# ---- triangles ------------------------------------------------------------------------------------------------------
+
+
+def triangle(call: LocalCall) -> Tensor:
+    """A triangle of this rank's block, whose diagonal is where global rows and columns meet."""
+    tensor: Tensor = call["self"]
+    rows, columns = call.layouts[0].runs(call.at)[-2:]
+    if len(rows) == len(columns) == 1:
+        return call.run(diagonal=call["diagonal"] + rows[0][0] - columns[0][0])
+    i, j = (torch.tensor([n for run in runs for n in range(*run)], dtype=torch.long) for runs in (rows, columns))
+    distance = (j - i[:, None] - call["diagonal"]).to(tensor.device)
+    kept = distance <= 0 if call.func._schema.name.startswith("aten::tril") else distance >= 0
+    if call.func._schema.name.endswith("_"):
+        return tensor.masked_fill_(~kept, 0)
+    return tensor.masked_fill(~kept, 0)
+
+
+define(("aten::tril", "aten::triu"), "x.. -> x.. ; linear 0", local=Local(triangle))
+
+# ---- shuffles -------------------------------------------------------------------------------------------------------
 
 
 def shuffled(text: str, argument: str) -> Callable[[Call], str]:
-    """A pixel shuffle: `r` and `s` are its factor."""
+    """The rule of a pixel shuffle: the factors `r` and `s` have the size of this argument."""
 
     def rule(call: Call) -> str:
         factor = call.arg(argument)
@@ -69,68 +146,12 @@ def shuffled(text: str, argument: str) -> Callable[[Call], str]:
     return rule
 
 
-def backward_sizes(call: Call) -> str:
-    """`diagonal_backward`: zeros around the last dim, which becomes two whole ones."""
-    sizes = tuple(call.arg("input_sizes"))
-    ndim = len(sizes)
-    pair = [call.arg("dim1") % ndim, call.arg("dim2") % ndim]
-    operand, result = (dims_text("x", ndim, dict.fromkeys(pair, text)) for text in ("", "_"))
-    return join(f"{operand} _ -> {result}", "linear 0", f"input_sizes=({result})")
+define("aten::pixel_shuffle", shuffled("b.. (c [r] [s]) h w -> b.. c (h [r]) (w [s])", "upscale_factor"))
+define("aten::pixel_unshuffle", shuffled("b.. c (h [r]) (w [s]) -> b.. (c [r] [s]) h w", "downscale_factor"))
+define("aten::channel_shuffle", decomposition=pytorch_decomposition(aten.channel_shuffle.default))
 
+# ---- ranges whose bounds are tensors of one number ------------------------------------------------------------------
 
-def diagonal_scatter(call: Call) -> str:
-    """A diagonal of two whole dims is replaced."""
-    ndim = call.ndim(0)
-    pair = [call.arg("dim1") % ndim, call.arg("dim2") % ndim]
-    result, source = (dims_text("x", ndim, dict.fromkeys(pair, text)) for text in ("_", ""))
-    return join(f"{result}, {source} _ -> {result}", "linear 0+1")
-
-
-def unfold_backward(call: Call) -> str:
-    """The windows of a dim are added up; the dim is whole."""
-    sizes = tuple(call.arg("input_sizes"))
-    if not sizes:
-        return "_.. -> ; linear 0"
-    text = dims_text("x", len(sizes), {call.arg("dim") % len(sizes): "_"})
-    return join(f"{text} _ -> {text}", "linear 0", f"input_sizes=({text})")
-
-
-def new_strided(call: Call) -> str:
-    """A new tensor of the same shape is cut as the given one, another is made whole."""
-    size = tuple(call.arg("size"))
-    if size == call.shape(0):
-        return "x.. -> x.. ; size=(x..)"
-    return f"x.. -> {' '.join('_' for _ in size)} ; unread"
-
-
-register_table(
-    {
-        "aten::stack": stack,
-        "aten::repeat": repeat,
-        "aten::rot90": whole_pair,
-        "aten::tril": "x.. -> x.. ; linear 0",
-        "aten::triu": "x.. -> x.. ; linear 0",
-        "aten::diag_embed": diag_embed,
-        "aten::trace": "_ _ -> ; linear 0",
-        "aten::pixel_shuffle": shuffled("b.. (c [r] [s]) h w -> b.. c (h [r]) (w [s])", "upscale_factor"),
-        "aten::pixel_unshuffle": shuffled("b.. c (h [r]) (w [s]) -> b.. (c [r] [s]) h w", "downscale_factor"),
-        "aten::diagonal_backward": backward_sizes,
-        "aten::diagonal_scatter": diagonal_scatter,
-        "aten::unfold_backward": unfold_backward,
-        "aten::new_empty_strided": new_strided,
-        # Bounds in tensors of one number.
-        **{f"aten::{kind}space.Tensor_Tensor": ", -> _" for kind in ("lin", "log")},
-        **{
-            f"aten::{kind}space.{which}": "-> _"
-            for kind in ("lin", "log")
-            for which in ("Tensor_Scalar", "Scalar_Tensor")
-        },
-        "aten::as_strided_scatter": "[x..], [y..] -> [x..] ; linear 0+1",
-        **{f"aten::{kind}_pad{n}d": last_whole(n) for kind in ("reflection", "replication") for n in (1, 2, 3)},
-        **{
-            f"aten::{kind}_pad{n}d_backward": last_whole(n, backward=True)
-            for kind in ("reflection", "replication")
-            for n in (1, 2, 3)
-        },
-    }
-)
+for _kind in ("lin", "log"):
+    define(f"aten::{_kind}space.Tensor_Tensor", ", -> _")
+    define([f"aten::{_kind}space.{which}" for which in ("Tensor_Scalar", "Scalar_Tensor")], "-> _")

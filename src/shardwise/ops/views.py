@@ -1,39 +1,141 @@
-"""Views: the same elements under other dims. Slices and joins along a cut dim are in `kernels.shapes`.
+"""Views: the same elements under other dims. Slices are in `slices`, diagonals and windows in `strided`.
 
-All of them hand Partial operands on: they only move elements.
+A view only moves elements, so Partial operands pass. Besides its rule, a view op has `put`: how a write to the view
+reaches the tensor that it views.
+
+>>> write = write_through(torch.ops.aten.slice.Tensor, (x, 0, 2, 4), {}, None)
+>>> write(x, new_rows)          # x with its rows 2 and 3 replaced
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from .._torch.ops import OpOverload
 from ..notation.build import dims_text, join, normalized, view_rule
+from ..notation.schema import overload_key, packet_name, variant_of
 from .call import Call
-from .op import Source
-from .tables import register_table
+from .kernel import LocalCall
+from .op import Local, Op
+from .registry import definitions_in, registry, resolve
+
+aten = torch.ops.aten
+define = definitions_in(__name__)
 
 MOVES = "linear 0 ; monotone 0"
 
+Write = Callable[[Tensor, Tensor], Any]
+"""From a tensor and the new value of a view of it to the new value of the tensor."""
+
+
+def write_through(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], index: int | None) -> Write | None:
+    """How a write to the view `func(*args, **kwargs)`, or to its index-th result, reaches the tensor it views.
+
+    None for view ops whose record has no `put`.
+    """
+    op = resolve(func)
+    return None if op.put is None else op.put({**op.arguments(args, kwargs), RESULT: index})
+
+
+RESULT = "index of the result"
+"""The key under which `put` finds which of several results is written; None for an op with one result."""
+
+
+def to_local_shape(call: LocalCall) -> Tensor:
+    """The view with the local shape of the result: a rank may hold one row of a dim that has more."""
+    tensor: Tensor = call["self"]
+    return tensor.view(call.local_shape())
+
+
+# ---- copies of views ------------------------------------------------------------------------------------------------
+
+
+def copy_of(view: Callable[..., Any]) -> Callable[..., Any]:
+    """The decomposition of the `_copy` op of a view op: the view, and copies of its results."""
+
+    def copied(*args: Any, **kwargs: Any) -> Any:
+        result = view(*args, **kwargs)
+        return result.clone() if isinstance(result, Tensor) else [each.clone() for each in result]
+
+    return copied
+
+
+def _copied_view(func: OpOverload) -> Op | None:
+    """The record of `_copy` ops without a rule: the view, copied."""
+    name = packet_name(func)
+    if not name.endswith("_copy") or variant_of(func) != "functional":
+        return None
+    packet = getattr(aten, name.removeprefix("aten::").removesuffix("_copy"), None)
+    view = getattr(packet, func._overloadname, None)
+    if view is None or [a.name for a in view._schema.arguments] != [a.name for a in func._schema.arguments]:
+        return None
+    return Op(overload_key(func), decomposition=copy_of(view), file="ops/views.py")
+
+
+registry.add_pattern(_copied_view)
+
+# ---- reshapes -------------------------------------------------------------------------------------------------------
+
 
 def infer_size(shape: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, ...]:
-    """A size argument with its -1 worked out."""
+    """A size argument with its -1 replaced by the size that fits."""
     known = math.prod(n for n in size if n != -1)
     return tuple((math.prod(shape) // known if known else 0) if n == -1 else n for n in size)
 
 
 def view(call: Call) -> str:
-    """A reshape: factors where the running products of both shapes agree."""
+    """A reshape has a factor where the running products of both shapes agree."""
     shape = call.shape(0)
     return join(view_rule(shape, infer_size(shape, tuple(call.arg("size")))), MOVES)
 
 
 def view_dtype(call: Call) -> str:
-    """The same bytes as another dtype: of another size, the last dim is whole. Sums of bytes mean nothing."""
+    """The same bytes as another dtype: if its size differs, the last dim must be replicated. No Partial passes."""
     ndim = call.ndim(0)
     if ndim == 0 or call.tensors[0].dtype.itemsize == call.arg("dtype").itemsize:
         return "x.. -> x.."
     text = dims_text("x", ndim, {ndim - 1: "_"})
     return f"{text} -> {text}"
+
+
+def squeeze(call: Call) -> str:
+    """Those of the given dims that have size 1 globally are dropped; a shard may have size 1 in others, which stay."""
+    shape = call.shape(0)
+    asked = normalized(len(shape), call.arg("dim", None))
+    gone = [dim for dim in asked if shape[dim] == 1]
+    operand, result = (dims_text("x", len(shape), dict.fromkeys(gone, text)) for text in ("1", ""))
+    return join(f"{operand} -> {result}", MOVES)
+
+
+def unsqueeze(call: Call) -> str:
+    """A new dim of size 1."""
+    ndim = call.ndim(0)
+    names = [f"x{dim}" for dim in range(ndim)]
+    at = call.arg("dim") % (ndim + 1)
+    return join(f"{' '.join(names)} -> {' '.join((*names[:at], '1', *names[at:]))}", MOVES)
+
+
+def put_reshaped(given: dict[str, Any]) -> Write:
+    """The value in the shape of the viewed tensor."""
+    return lambda root, value: aten.view.default(value, list(root.shape)) if value.numel() else root
+
+
+define("aten::view", view, put=put_reshaped)
+define("aten::view_copy", view, decomposition=copy_of(aten.view))
+define("aten::view.dtype", view_dtype)
+define("aten::view_copy.dtype", view_dtype, decomposition=copy_of(aten.view.dtype))
+define("aten::_unsafe_view", view)
+define("aten::_reshape_alias", view, local=Local(to_local_shape))
+define("aten::squeeze", squeeze, local=Local(to_local_shape), put=put_reshaped)
+define("aten::unsqueeze", unsqueeze, put=put_reshaped)
+define("aten::unsqueeze_copy", unsqueeze, decomposition=copy_of(aten.unsqueeze))
+
+# ---- dims in another order ------------------------------------------------------------------------------------------
 
 
 def permuted(ndim: int, order: list[int]) -> str:
@@ -57,8 +159,35 @@ def transpose(call: Call) -> str:
     return permuted(ndim, order)
 
 
+def put_permuted(given: dict[str, Any]) -> Write:
+    """The value with its dims in the order of the viewed tensor."""
+    dims = given["dims"]
+    order = [dim % len(dims) for dim in dims]
+    return lambda root, value: aten.permute.default(value, [order.index(dim) for dim in range(len(order))])
+
+
+def put_transposed(given: dict[str, Any]) -> Write:
+    """The value, transposed back."""
+    return lambda root, value: aten.transpose.int(value, given["dim0"], given["dim1"])
+
+
+def put_t(given: dict[str, Any]) -> Write:
+    """The value, transposed back."""
+    return lambda root, value: aten.t.default(value)
+
+
+define("aten::permute", permute, put=put_permuted)
+define("aten::permute_copy", permute, decomposition=copy_of(aten.permute))
+define("aten::transpose.int", transpose, put=put_transposed)
+define("aten::transpose_copy.int", transpose, decomposition=copy_of(aten.transpose.int))
+define("aten::t", transpose, put=put_t)
+define("aten::t_copy", transpose, decomposition=copy_of(aten.t))
+
+# ---- expanded dims --------------------------------------------------------------------------------------------------
+
+
 def expand(call: Call) -> str:
-    """A dim that is expanded may be cut as well: each rank expands to its own part."""
+    """An expanded dim may be sharded as well: each rank expands to its local size."""
     shape, size = call.shape(0), tuple(call.arg("size"))
     new = len(size) - len(shape)
     operand, result = [], []
@@ -74,79 +203,30 @@ def expand(call: Call) -> str:
     return join(f"{' '.join(operand)} -> {' '.join(result)}", MOVES, f"size=({' '.join(result)})")
 
 
-def squeeze(call: Call) -> str:
-    """The dims of size 1 that are asked for go; on a rank others may have that size, too, and stay."""
-    shape = call.shape(0)
-    asked = normalized(len(shape), call.arg("dim", None))
-    gone = [dim for dim in asked if shape[dim] == 1]
-    operand, result = (dims_text("x", len(shape), dict.fromkeys(gone, text)) for text in ("1", ""))
-    return join(f"{operand} -> {result}", MOVES)
+define("aten::expand", expand)
+define("aten::expand_copy", expand, decomposition=copy_of(aten.expand))
+
+# ---- complex numbers ------------------------------------------------------------------------------------------------
+#
+# PyTorch keeps a conjugate or a negative as a bit on the tensor. The wrapper of a distributed tensor has no such bit,
+# and communication would move the memory without it, so local shards are computed at once.
 
 
-def unsqueeze(call: Call) -> str:
-    """A new dim of size 1."""
-    ndim = call.ndim(0)
-    names = [f"x{dim}" for dim in range(ndim)]
-    at = call.arg("dim") % (ndim + 1)
-    return join(f"{' '.join(names)} -> {' '.join((*names[:at], '1', *names[at:]))}", MOVES)
+def conjugate(call: LocalCall) -> Tensor:
+    """The conjugate, in memory of its own."""
+    tensor: Tensor = call["self"]
+    return tensor.conj_physical()
 
 
-def diagonal(call: Call) -> str:
-    """Two dims, whole, become one at the end."""
-    ndim = call.ndim(0)
-    pair = [call.arg("dim1") % ndim, call.arg("dim2") % ndim]
-    operand, result = (dims_text("x", ndim, dict.fromkeys(pair, text)) for text in ("_", ""))
-    return join(f"{operand} -> {result} _", MOVES)
+def negative(call: LocalCall) -> Tensor:
+    """The negative, in memory of its own."""
+    tensor: Tensor = call["self"]
+    return tensor.neg()
 
 
-def unfold(call: Call) -> str:
-    """Windows along a dim, which is whole: a new dim at the end holds them."""
-    ndim = call.ndim(0)
-    text = dims_text("x", ndim, {call.arg("dimension") % ndim: "_"} if ndim else {})
-    return join(f"{text} -> {text if ndim else ''} _", MOVES)
-
-
-def as_strided(call: Call) -> str:
-    """Any view of memory needs the whole, unless it is the tensor itself."""
-    meta, size, stride = call.tensors[0], tuple(call.arg("size")), tuple(call.arg("stride"))
-    if size == tuple(meta.shape) and stride == tuple(meta.stride) and not call.arg("storage_offset"):
-        return f"x.. -> x.. ; {MOVES} ; size=(x..)"
-    return join(f"[x..] -> {' '.join('_' for _ in size)}", MOVES)
-
-
-_COPIED = (
-    "view",
-    "permute",
-    "transpose.int",
-    "t",
-    "expand",
-    "unsqueeze",
-    "view_as_real",
-    "view_as_complex",
-    "diagonal",
-)
-
-_VIEWS: dict[str, Source] = {
-    "aten::view": view,
-    "aten::view.dtype": view_dtype,
-    "aten::_unsafe_view": view,
-    "aten::_reshape_alias": view,
-    "aten::permute": permute,
-    "aten::transpose.int": transpose,
-    "aten::t": transpose,
-    "aten::expand": expand,
-    "aten::squeeze": squeeze,
-    "aten::unsqueeze": unsqueeze,
-    "aten::view_as_real": "x.. -> x.. _ ; linear 0",
-    "aten::view_as_complex": "x.. _ -> x.. ; linear 0",
-    "aten::_conj": "x.. -> x.. ; linear 0",
-    "aten::_neg_view": "x.. -> x.. ; linear 0",
-    "aten::diagonal": diagonal,
-    "aten::unfold": unfold,
-    "aten::as_strided": as_strided,
-}
-
-register_table(_VIEWS)
-register_table(
-    {f"aten::{op.replace('.', '_copy.') if '.' in op else op + '_copy'}": _VIEWS[f"aten::{op}"] for op in _COPIED}
-)
+define("aten::view_as_real", "x.. -> x.. _ ; linear 0")
+define("aten::view_as_real_copy", "x.. -> x.. _ ; linear 0", decomposition=copy_of(aten.view_as_real))
+define("aten::view_as_complex", "x.. _ -> x.. ; linear 0")
+define("aten::view_as_complex_copy", "x.. _ -> x.. ; linear 0", decomposition=copy_of(aten.view_as_complex))
+define("aten::_conj", "x.. -> x.. ; linear 0", local=Local(conjugate, copies=True))
+define("aten::_neg_view", "x.. -> x.. ; linear 0", local=Local(negative, copies=True))

@@ -6,7 +6,6 @@ tensor each of them is a dispatch; here there is one forward, and one for each g
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,74 +14,12 @@ from torch import Tensor
 from .._torch.above_autograd import call_original, override_above_autograd
 from .._torch.autograd import QuickFunction
 from .._torch.ops import OpOverload
+from ..ops.matmul import linear_input_gradient, linear_weight_gradient
 from ..ops.registry import resolve
-from ..ops.tables import IN_PYTHON, register
 from ..tensor.dtensor import DTensor
 from .call import call, is_ours, needs_grad
 
 _linear = torch.ops.aten.linear.default
-
-
-# ---- on local parts -------------------------------------------------------------------------------------------------
-#
-# As products of matrices: PyTorch's own way for more dims asks for sizes that differ from rank to rank when simulated.
-
-
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear."""
-    if type(input) is Tensor:
-        return torch._C._nn.linear(input, weight, bias)
-    rows, columns = _rows(input), weight.t()
-    product = rows.mm(columns) if bias is None else torch.addmm(bias, rows, columns)
-    return product.view(*input.shape[:-1], weight.shape[0])
-
-
-def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of the input, from that of the output."""
-    return _rows(gradient).mm(_conjugate(weight)).view(*gradient.shape[:-1], weight.shape[1])
-
-
-def weight_gradient(gradient: Tensor, input: Tensor) -> Tensor:
-    """The gradient of the weight: a sum over all that comes before the features."""
-    return _rows(gradient).t().mm(_rows(_conjugate(input)))
-
-
-def _conjugate(tensor: Tensor) -> Tensor:
-    return tensor.conj_physical() if tensor.is_complex() else tensor
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)
-
-
-# ---- the gradients, as ops of their own -----------------------------------------------------------------------------
-
-_library = torch.library.Library("shardwise", "DEF")
-
-
-def _define(signature: str, run: Callable[..., Tensor], rule: str) -> OpOverload:
-    name = signature.partition("(")[0]
-    _library.define(signature)
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    register(f"shardwise::{name}", rule)
-    op: OpOverload = getattr(torch.ops.shardwise, name).default
-    IN_PYTHON[f"shardwise::{name}.default"] = run
-    return op
-
-
-_input_gradient = _define(
-    "linear_input_gradient(Tensor gradient, Tensor weight) -> Tensor",
-    input_gradient,
-    "x.. n, n k -> x.. k ; linear 0 | 1",
-)
-_weight_gradient = _define(
-    "linear_weight_gradient(Tensor gradient, Tensor input) -> Tensor",
-    weight_gradient,
-    "x.. n, x.. k -> n k ; linear 0 | 1",
-)
-
-
-IN_PYTHON["aten::linear.default"] = linear
 
 
 class _Linear(QuickFunction):
@@ -97,8 +34,8 @@ class _Linear(QuickFunction):
         wanted = ctx.needs_input_grad
         run = _differentiable if torch.is_grad_enabled() else call
         return (
-            run(_input_gradient, gradient, weight) if wanted[0] else None,
-            run(_weight_gradient, gradient, input) if wanted[1] else None,
+            run(linear_input_gradient, gradient, weight) if wanted[0] else None,
+            run(linear_weight_gradient, gradient, input) if wanted[1] else None,
             _bias_gradient(gradient) if wanted[2] else None,
         )
 

@@ -52,7 +52,7 @@ def has_no_rule(func: OpOverload) -> bool:
         return False
     if func.namespace != "aten":
         return False
-    return served_by(func) in ("generated", "whole") and torch.Tag.nondeterministic_seeded not in func.tags
+    return served_by(func) in ("generated", "gathered") and torch.Tag.nondeterministic_seeded not in func.tags
 
 
 def all_samples(name: str) -> list[Sample]:

@@ -134,7 +134,7 @@ def _check_function(sample: Sample, effort: Effort, seed: int, report: Report) -
     for op, plan, _ in plans:
         if plan is not None:
             report.rules.append(op.key)
-        elif served_by(op.func, planned=False) == "whole":
+        elif served_by(op.func, planned=False) == "gathered":
             report.whole.append(str(op.func))
     report.rules, report.whole = sorted(set(report.rules)), sorted(set(report.whole))
 

@@ -58,7 +58,7 @@ class Outcome:
     seconds: float = 0.0
     failures: list[str] = field(default_factory=list)
     served: dict[str, str] = field(default_factory=dict)
-    """For each op that was called how it is served: `rule`, `generated`, `decomposition` or `whole`."""
+    """For each op that was called how it is served: `rule`, `generated`, `decomposition` or `gathered`."""
     rule: str = ""
     """The rule of the op of the same name for one sample; or the ops that the function is made of."""
     local: list[str] = field(default_factory=list)

@@ -28,7 +28,7 @@ gloo processes, with two or more of the placements. There a hang is an error.
 """
 
 _LEGEND = """
-- *served*: by a `rule`; by a rule of the `generated` table; by `decomposition` into ops that have rules; or `whole`,
+- *served*: by a `rule`; by a rule of the `generated` table; by `decomposition` into ops that have rules; or `gathered`,
   on gathered inputs. Of the ops that a function and its gradient call, the one that is served worst counts.
 - *rule*: that of the op of the same name, for one sample; for a function that is made of other ops, those ops.
 - *without communication*: placements of the tensors of one sample on a line of ranks that need none, forward, beside
@@ -56,7 +56,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     lines = [f"{count:5} {what}" for what, count in counts([outcome.status for outcome in outcomes]).items()]
     lines += [f"served by: {', '.join(f'{kind} {kinds[kind]}' for kind in KINDS)}"]
     if placed:
-        lines += [f"rather than whole: {100 * (1 - kinds['whole'] / len(placed)):.1f} %"]
+        lines += [f"not on gathered inputs: {100 * (1 - kinds['gathered'] / len(placed)):.1f} %"]
     lines += [f"{len(outcomes)} entries, {sum(outcome.cases for outcome in outcomes)} cases"]
     return "\n".join(lines)
 

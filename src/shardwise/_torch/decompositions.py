@@ -1,0 +1,29 @@
+"""PyTorch's own decompositions of ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .ops import OpOverload
+
+
+def pytorch_decomposition(func: OpOverload) -> Callable[..., Any]:
+    """The function that PyTorch's table of decompositions (`torch._decomp`) holds for an op.
+
+    The table takes a quarter of a second to import, so that happens when the function is first called.
+    """
+
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        from torch._decomp import decomposition_table
+
+        return decomposition_table[func](*args, **kwargs)
+
+    return decomposed
+
+
+def is_composite(func: OpOverload) -> bool:
+    """Whether PyTorch implements an op by other ops alone (a CompositeImplicitAutograd kernel)."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")

@@ -1,0 +1,126 @@
+"""Indexing by tensors for some dims (`x[i, :, j]`) and by masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch.decompositions import pytorch_decomposition
+from ..notation.build import dims_text, join
+from .call import Call
+from .indexing import free, kept, shifted, with_extra_row
+from .kernel import Cut, LocalCall, without_communication
+from .registry import definitions_in
+
+aten = torch.ops.aten
+define = definitions_in(__name__)
+_MASKS = (torch.bool, torch.uint8)
+
+
+class Indexed:
+    """Which dims of a tensor are indexed, and where the dims of the indices are in the result."""
+
+    def __init__(self, indices: list[Any], ndim: int) -> None:
+        self.dims = [dim for dim, index in enumerate(indices) if index is not None]
+        self.rank = max((len(index.shape) for index in indices if index is not None), default=0)
+        adjacent = self.dims == list(range(self.dims[0], self.dims[-1] + 1)) if self.dims else True
+        self.at = self.dims[0] if self.dims and adjacent else 0
+        self.others = [dim for dim in range(ndim) if dim not in self.dims]
+
+    def covered_by(self, values: tuple[int, ...], indices: list[Any]) -> bool:
+        """Whether values have the dims of the indices: those that lack one are added for every index along it."""
+        shape = tuple(torch.broadcast_shapes(*(tuple(index.shape) for index in indices if index is not None)))
+        end = len(values) - (len(self.others) - self.at)
+        return end >= len(shape) and values[end - len(shape) : end] == shape
+
+    def result(self, index: str, mark: str = "") -> str:
+        """The dims of the result, or of values that broadcast to it."""
+        names = [f"x{dim}{mark}" for dim in self.others]
+        return " ".join((*names[: self.at], index, *names[self.at :]))
+
+
+# ---- look-ups -------------------------------------------------------------------------------------------------------
+
+
+def index_rule(call: Call) -> str | None:
+    """Elements by index tensors that broadcast together. How many a mask selects depends on data."""
+    indices = list(call.tensors[1])
+    if any(index is not None and index.dtype in _MASKS for index in indices):
+        return None
+    where = Indexed(indices, call.ndim(0))
+    table = dims_text("x", call.ndim(0), {dim: f"v{dim}" for dim in where.dims})
+    kernels = ", ".join(f"v{dim}" for dim in where.dims)
+    return join(f"{table}, {{i?..}} -> {where.result('i..')}", "linear 0", f"kernel {kernels}" if kernels else "")
+
+
+@without_communication
+def index(call: LocalCall, cut: Cut) -> Tensor:
+    """Elements of a tensor, one of whose indexed dims is sharded."""
+    dim, indices = call.sharded_dim, list(call["indices"])
+    where = Indexed(indices, call["self"].dim())
+    indices[dim], hit = shifted(indices[dim], cut, wraps=True)
+    if not cut.held:
+        return call["self"].new_zeros(call.local_shape())
+    indices[dim] = indices[dim].where(hit, 0)
+    found = aten.index.Tensor(call["self"], indices)
+    trailing = found.dim() - where.at - where.rank
+    return kept(hit.reshape(*hit.shape, *[1] * trailing), found)
+
+
+define(("aten::index.Tensor", "aten::_unsafe_index.Tensor"), index_rule, kernels=free(index))
+define("aten::_unsafe_masked_index", decomposition=pytorch_decomposition(aten._unsafe_masked_index.default))
+
+# ---- writes ---------------------------------------------------------------------------------------------------------
+
+
+def index_put_rule(call: Call) -> str | None:
+    """Elements written by index tensors; where they are added up, the indices may be sharded."""
+    indices, ndim = list(call.tensors[1]), call.ndim(0)
+    if any(index is not None and index.dtype in _MASKS for index in indices):
+        return _masked(call, indices)
+    where = Indexed(indices, ndim)
+    rows = "i?.." if call.arg("accumulate") and where.covered_by(call.shape(2), indices) else "[i?..]"
+    values = where.result(rows, "?")
+    table = dims_text("x", ndim, {dim: f"v{dim}" for dim in where.dims})
+    kernels = ", ".join(f"v{dim}" for dim in where.dims)
+    clause = f"kernel {kernels}" if kernels else ""
+    return join(f"{table}, {{{rows}}}, {values} -> {table}", "linear 0+2", clause)
+
+
+def _masked(call: Call, indices: list[Any]) -> str | None:
+    """One value for all that a mask selects: each rank fills its shard."""
+    if len(indices) != 1 or any(size != 1 for size in call.shape(2)):
+        return None
+    return "m.. x.., {m..}, _.. -> m.. x.. ; linear 0+2"
+
+
+@without_communication
+def index_put(call: LocalCall, cut: Cut) -> Tensor:
+    """Elements written to a tensor, one of whose indexed dims is sharded."""
+    dim, indices = call.sharded_dim, list(call["indices"])
+    indices[dim], hit = shifted(indices[dim], cut, wraps=True)
+    indices[dim] = indices[dim].where(hit, cut.held)
+    wide = aten.index_put.default(with_extra_row(call["self"], dim), indices, call["values"], call["accumulate"])
+    return wide.narrow(dim, 0, cut.held)
+
+
+define(
+    ("aten::index_put", "aten::_unsafe_index_put", "aten::_index_put_impl_"), index_put_rule, kernels=free(index_put)
+)
+define(
+    "aten::_unsafe_masked_index_put_accumulate",
+    decomposition=pytorch_decomposition(aten._unsafe_masked_index_put_accumulate.default),
+)
+
+# ---- masks ----------------------------------------------------------------------------------------------------------
+
+
+def on_gathered_inputs(call: Call) -> None:
+    """The shape of the result depends on data."""
+
+
+define("aten::masked_select", on_gathered_inputs)
+define("aten::masked_scatter", "[x?..], [x?..], [s..] -> [x..] ; linear 0+2")
+define("aten::masked_scatter_backward", "[x..], [x?..] -> _.. ; linear 0")

@@ -1,0 +1,105 @@
+"""Embeddings: rows of a table that may be sharded over its rows, bags of such rows, and their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch.autograd import in_backward
+from ..errors import InputError
+from .call import Call
+from .indexing import free, kept, shifted
+from .kernel import Cut, LocalCall, without_communication
+from .registry import definitions_in
+
+aten = torch.ops.aten
+define = definitions_in(__name__)
+
+# ---- one row for each index -----------------------------------------------------------------------------------------
+
+
+@without_communication
+def embedding(call: LocalCall, cut: Cut) -> Tensor:
+    """Rows of a table that is sharded over its rows."""
+    weight, (index, hit) = call["weight"], shifted(call["indices"], cut)
+    if not cut.held:
+        return weight.new_zeros(call.local_shape())
+    return kept(hit.unsqueeze(-1), torch.embedding(weight, index.where(hit, 0)))
+
+
+def embedding_backward_rule(call: Call) -> str:
+    """A sum over the looked-up rows, unless it is scaled by how often each of them occurs."""
+    rows = "[i..]" if call.arg("scale_grad_by_freq") else "i.."
+    return f"{rows} d, {rows} -> v d ; linear 0 ; num_weights=(v) ; kernel v"
+
+
+@without_communication
+def embedding_backward(call: LocalCall, cut: Cut) -> Tensor:
+    """Gradients of rows that this rank holds are added there, all others to an extra row, marked as padding."""
+    index, hit = shifted(call["indices"], cut)
+    if call["padding_idx"] >= 0:
+        hit = hit & (call["indices"] != call["padding_idx"])
+    grad, rows = call["grad_output"], cut.held
+    index = index.where(hit, rows)
+    wide = aten.embedding_dense_backward.default(grad, index, rows + 1, rows, call["scale_grad_by_freq"])
+    return wide[:rows]
+
+
+def limit_rows(table: Tensor, rows: Tensor, max_norm: float, norm_type: float) -> Tensor:
+    """Scale the rows of a table that are looked up down to a norm, in place."""
+    length = aten.linalg_vector_norm(table, norm_type, [1], True)
+    used = torch.zeros_like(length).index_fill(0, rows.flatten(), 1.0) > 0
+    scale = torch.where(used & (length > max_norm), max_norm / (length + 1e-7), 1.0)
+    return table.mul_(scale)
+
+
+define("aten::embedding", "v d, i.. -> i.. d ; linear 0 ; kernel v", kernels=free(embedding))
+define("aten::embedding_dense_backward", embedding_backward_rule, kernels=free(embedding_backward))
+define("aten::embedding_renorm_", decomposition=limit_rows)
+
+# ---- bags of rows ---------------------------------------------------------------------------------------------------
+
+
+def bag(call: Call) -> None:
+    """Runs on gathered inputs: on the CPU, tensors saved for the backward have other sizes than the metadata say."""
+
+
+def bag_backward(call: Call) -> str | None:
+    """A sparse gradient has no rule: see `dense_bag_gradient`."""
+    return None if call.arg("sparse") else "[b] [d], [i..], [o], [t..], [s..], [m..], [w..] -> _ [d] ; linear 0"
+
+
+_BAG_BACKWARD = aten._embedding_bag_backward.default
+_SPARSE = [argument.name for argument in _BAG_BACKWARD._schema.arguments].index("sparse")
+
+
+def dense_bag_gradient(*args: Any, **kwargs: Any) -> Any:
+    """The gradient of a bag of embeddings, dense although `sparse=True` was asked for (see `dense`)."""
+    if not args[_SPARSE]:
+        return NotImplemented
+    return _BAG_BACKWARD(*args[:_SPARSE], False, *args[_SPARSE + 1 :], **kwargs)
+
+
+define(("aten::_embedding_bag", "aten::_embedding_bag_forward_only"), bag)
+define("aten::_embedding_bag_backward", bag_backward, decomposition=dense_bag_gradient)
+define("aten::_embedding_bag_dense_backward", "[b] [d], [i..], [o..], [s..], [m..], [w..] -> _ [d] ; linear 0")
+define("aten::_embedding_bag_per_sample_weights_backward", "_ d, _ d, _.., _.., _.. -> _.. ; linear 0 | 1")
+
+# ---- sparse gradients -----------------------------------------------------------------------------------------------
+
+
+def dense(sparse_dim: int, dense_dim: int, size: list[int], indices: Tensor, values: Tensor, **_options: Any) -> Tensor:
+    """A dense gradient in place of a sparse one: the sum of the values at each index.
+
+    A leaf's gradient has the leaf's placements, and a sparse tensor has no dims that could be sharded.
+    """
+    if not in_backward():
+        raise InputError(
+            "a sparse tensor of distributed indices and values", "keep it dense: use index_put or index_add"
+        )
+    return values.new_zeros(size).index_put(tuple(indices.unbind(0)), values, accumulate=True)
+
+
+define("aten::_sparse_coo_tensor_with_dims_and_tensors", decomposition=dense)

@@ -1,0 +1,108 @@
+"""Ops by their names, and by the Python functions that call them.
+
+>>> find_op("mm"), find_op(torch.Tensor.add_), find_op("aten::sum.dim_IntList")
+(<OpOverload(op='aten.mm', overload='default')>, <OpOverload(op='aten.add_', overload='Tensor')>, ...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch import pytree
+from .._torch.modes import TorchDispatchMode
+from .._torch.ops import OpOverload, OpOverloadPacket
+from ..notation.patterns import RuleError
+from ..notation.schema import operands_of, overload_key, overloads, variant_of
+from .registry import resolve
+
+AnyOp = OpOverload | OpOverloadPacket | str | Callable[..., Any]
+
+
+def find_op(op: AnyOp) -> OpOverload:
+    """The overload that this names; of several, the first that has tensors and is no `out=` variant."""
+    if isinstance(op, OpOverload):
+        return op
+    name, overload = _names(op)
+    found = list(overloads(name))
+    if overload:
+        found = [func for func in found if func._overloadname == overload]
+    if not found:
+        raise RuleError(f"no op is called {op!r}", "pass a name such as aten::add, an overload, or a function of torch")
+    return min(found, key=lambda func: (not operands_of(func), variant_of(func) == "out", _by_dim_names(func)))
+
+
+def _by_dim_names(func: OpOverload) -> bool:
+    return "name" in func._overloadname.lower()
+
+
+def _names(op: AnyOp) -> tuple[str, str]:
+    """The name of an op with its namespace, and the name of its overload, which may be empty."""
+    if isinstance(op, OpOverloadPacket):
+        return op._qualified_op_name, ""
+    text = op if isinstance(op, str) else getattr(op, "__name__", str(op))
+    space, colons, rest = text.removeprefix("torch.ops.").partition("::")
+    if colons:
+        name, _, overload = rest.partition(".")
+        return f"{space}::{name}", overload
+    first, _, rest = space.partition(".")
+    if any(overloads(f"aten::{first}")):
+        return f"aten::{first}", rest
+    name, _, overload = rest.partition(".")
+    return f"{first}::{name}" if name else f"aten::{first}", overload
+
+
+class _Recorder(TorchDispatchMode):
+    """Records the ops that a function calls, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[OpOverload, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def called_with(
+    op: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[OpOverload, tuple[Any, ...], dict[str, Any]]]:
+    """The ops on tensors that a call comes to, each once, with their arguments: one, or those of a composite function.
+
+    The call is made on tensors without data. A function that dispatch is given as one op though PyTorch decomposes it,
+    such as `linear`, is known by the Python code in its record.
+    """
+    func = find_op(op) if _is_known(op) else None
+    if func is not None and resolve(func).python is not None:
+        return [(func, args, kwargs)]
+    given, named = pytree.tree_map_only(Tensor, _on_meta, (args, kwargs))
+    with _Recorder() as recorder, torch.no_grad():
+        try:
+            _callable(op)(*given, **named)
+        except NotImplementedError:  # of an op whose result depends on data
+            if not recorder.calls:
+                raise
+    once = {overload_key(each[0]): each for each in reversed(recorder.calls) if operands_of(each[0])}
+    return list(once.values())[::-1]
+
+
+def _is_known(op: AnyOp) -> bool:
+    return isinstance(op, OpOverload) or any(overloads(_names(op)[0]))
+
+
+def _callable(op: AnyOp) -> Callable[..., Any]:
+    if not isinstance(op, str):
+        return op
+    name, overload = _names(op)
+    if overload:
+        return find_op(op)
+    space, _, name = name.partition("::")
+    packet: Callable[..., Any] = getattr(getattr(torch.ops, space), name)
+    return packet
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

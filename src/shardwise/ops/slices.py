@@ -1,0 +1,244 @@
+"""Slices, single rows and splits along a sharded dim: only the rows that a rank lacks move.
+
+The result is sharded evenly again, as `torch.chunk` divides its size; `Fetch` brings each rank its rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..notation.build import dims_text, join
+from ..sharding.layout import Run
+from .call import Call
+from .kernel import Cut, Fetch, Kernel, KernelRun, LocalCall, without_communication
+from .registry import definitions_in
+from .views import MOVES, RESULT, Write, copy_of
+
+aten = torch.ops.aten
+define = definitions_in(__name__)
+
+
+def starts_of(sizes: list[int]) -> list[int]:
+    """Where each of several consecutive ranges of these sizes starts."""
+    return list(itertools.accumulate(sizes, initial=0))[:-1]
+
+
+# ---- slices ---------------------------------------------------------------------------------------------------------
+
+
+class Slice:
+    """The rows start, start + step, ... of a dim, and which of them lie in a range of it."""
+
+    def __init__(self, call: LocalCall | Call, size: int) -> None:
+        arguments = call.arguments
+        bounds = slice(arguments.get("start"), arguments.get("end"), arguments.get("step", 1))
+        self.start, stop, self.step = bounds.indices(size)
+        self.rows = len(range(self.start, stop, self.step))
+        self.is_all = self.rows == size
+
+    def within(self, held: Run) -> Run:
+        """The rows of the slice, counted from its first, whose sources are in this range."""
+        first, last = (-((self.start - edge) // self.step) for edge in held)
+        first = min(max(first, 0), self.rows)
+        return first, min(max(last, first), self.rows)
+
+    def of(self, tensor: Tensor, dim: int, held: Run) -> Tensor:
+        """The rows of the slice in a tensor that holds this range: a view."""
+        first, last = self.within(held)
+        begin = self.start + first * self.step - held[0]
+        end = begin + (last - first - 1) * self.step + 1 if last > first else begin
+        index = [slice(None)] * dim + [slice(begin, end, self.step)]
+        return tensor[tuple(index)]
+
+
+def slice_rule(call: Call) -> str:
+    """A slice of all rows is local; any other has a kernel along its dim."""
+    ndim, dim = call.ndim(0), call.arg("dim") % call.ndim(0)
+    if Slice(call, call.shape(0)[dim]).is_all:
+        return f"x.. -> x.. ; {MOVES}"
+    text = dims_text("x", ndim, {dim: "k"})
+    return join(f"{text} -> {text}", MOVES, "kernel k")
+
+
+def slice_rows(call: LocalCall, cut: Cut) -> KernelRun:
+    """Each rank slices its shard, then the slice is balanced."""
+    dim, rows = call.sharded_dim, Slice(call, cut.size)
+    local = rows.of(call["self"], dim, cut.bounds[cut.piece])
+    held = [rows.within(bounds) for bounds in cut.bounds]
+    return (yield Fetch(local, dim, held, cut.of(rows.rows).bounds))
+
+
+def put_slice(given: dict[str, Any]) -> Write:
+    """The rows of the slice, replaced by the value."""
+    dim, start, end, step = (given[name] for name in ("dim", "start", "end", "step"))
+    return lambda root, value: aten.slice_scatter.default(root, value, dim, start, end, step)
+
+
+def slice_backward_rule(call: Call) -> str:
+    """The kernel reads the global size of the sliced dim, so that entry of `input_sizes` is not localised."""
+    ndim = call.ndim(0)
+    dim = call.arg("dim") % ndim
+    text, sizes = (dims_text("x", ndim, {dim: name}) for name in ("k", "_"))
+    return join(f"{text} -> {text}", "linear 0", f"input_sizes=({sizes})", "kernel k")
+
+
+def slice_backward(call: LocalCall, cut: Cut) -> KernelRun:
+    """The rows of the gradient go to where they were taken from."""
+    dim = call.sharded_dim
+    size = call.shapes[0][dim]
+    rows, target = Slice(call, size), cut.of(size)
+    wanted = [rows.within(bounds) for bounds in target.bounds]
+    local = yield Fetch(call["grad_output"], dim, cut.bounds, wanted)
+    result = local.new_zeros(call.local_shape())
+    rows.of(result, dim, target.bounds[target.piece]).copy_(local)
+    return result
+
+
+def slice_scatter_rule(call: Call) -> str:
+    """Both tensors are sharded along the dim, each by its own size."""
+    ndim, dim = call.ndim(0), call.arg("dim") % call.ndim(0)
+    text = dims_text("x", ndim, {dim: "k"})
+    return join(f"{text}, {text} -> {text}", "linear 0+1", "kernel k")
+
+
+def slice_scatter(call: LocalCall, cut: Cut) -> KernelRun:
+    """A slice is replaced by the rows of another tensor."""
+    dim, rows = call.sharded_dim, Slice(call, cut.size)
+    wanted = [rows.within(bounds) for bounds in cut.bounds]
+    local = yield Fetch(call["src"], dim, cut.of(rows.rows).bounds, wanted)
+    result = call["self"].clone()
+    rows.of(result, dim, cut.bounds[cut.piece]).copy_(local)
+    return result
+
+
+define("aten::slice", slice_rule, kernels={"k": Kernel(slice_rows)}, put=put_slice)
+define("aten::slice_copy", slice_rule, kernels={"k": Kernel(slice_rows)}, decomposition=copy_of(aten.slice.Tensor))
+define("aten::slice_backward", slice_backward_rule, kernels={"k": Kernel(slice_backward)})
+define("aten::slice_scatter", slice_scatter_rule, kernels={"k": Kernel(slice_scatter)})
+
+# ---- one row --------------------------------------------------------------------------------------------------------
+
+
+def row_rule(result: str) -> Callable[[Call], str]:
+    """The rule of an op on one row of a dim: the word `rest` in the result is replaced by the dims without it."""
+
+    def rule(call: Call) -> str:
+        ndim = call.ndim(0)
+        dim = call.arg("dim") % ndim
+        operand, rest = (dims_text("x", ndim, {dim: name}) for name in ("k", ""))
+        return join(f"{operand} -> {result.replace('rest', rest)}", MOVES, "kernel k")
+
+    return rule
+
+
+def _row(tensor: Tensor, dim: int, index: int, cut: Cut) -> Tensor:
+    """The row of this global index on the rank that holds it; zeros on the others."""
+    if cut.start <= index < cut.stop:
+        return tensor.select(dim, index - cut.start).clone(memory_format=torch.contiguous_format)
+    shape = list(tensor.shape)
+    del shape[dim]
+    return tensor.new_zeros(shape)
+
+
+@without_communication
+def select(call: LocalCall, cut: Cut) -> Tensor:
+    """The row, as a sum over ranks."""
+    return _row(call["self"], call.sharded_dim, call["index"] % cut.size, cut)
+
+
+@without_communication
+def unbind(call: LocalCall, cut: Cut) -> list[Tensor]:
+    """Every row, each as a sum over ranks."""
+    return [_row(call["self"], call.sharded_dim, index, cut) for index in range(cut.size)]
+
+
+def put_row(given: dict[str, Any]) -> Write:
+    """The row, replaced by the value."""
+    index = given["index"] if given[RESULT] is None else given[RESULT]
+    return lambda root, value: aten.select_scatter.default(root, value, given["dim"], index)
+
+
+def select_backward_rule(call: Call) -> str:
+    """The gradient of a row, in zeros."""
+    sizes = tuple(call.arg("input_sizes"))
+    dim = call.arg("dim") % len(sizes)
+    operand, result = (dims_text("x", len(sizes), {dim: name}) for name in ("", "k"))
+    return join(f"{operand} -> {result}", "linear 0", f"input_sizes=({result})", "kernel k")
+
+
+@without_communication
+def select_backward(call: LocalCall, cut: Cut) -> Tensor:
+    """The rank that holds the row takes the gradient."""
+    result: Tensor = call["grad_output"].new_zeros(call.local_shape())
+    index = call["index"] % cut.size
+    if cut.start <= index < cut.stop:
+        result.select(call.out_dims[0] or 0, index - cut.start).copy_(call["grad_output"])
+    return result
+
+
+def select_scatter_rule(call: Call) -> str:
+    """A row is replaced."""
+    ndim = call.ndim(0)
+    dim = call.arg("dim") % ndim
+    operand, source = (dims_text("x", ndim, {dim: name}) for name in ("k", ""))
+    return join(f"{operand}, {source} -> {operand}", "linear 0+1", "kernel k")
+
+
+@without_communication
+def select_scatter(call: LocalCall, cut: Cut) -> Tensor:
+    """The rank that holds the row replaces it."""
+    result: Tensor = call["self"].clone()
+    index = call["index"] % cut.size
+    if cut.start <= index < cut.stop:
+        result.select(call.sharded_dim, index - cut.start).copy_(call["src"])
+    return result
+
+
+_select = {"k": Kernel(select, 0, 0.0)}
+define("aten::select.int", row_rule("rest"), kernels=_select, put=put_row)
+define("aten::select_copy.int", row_rule("rest"), kernels=_select, decomposition=copy_of(aten.select.int))
+define("aten::unbind.int", row_rule("{rest}"), kernels={"k": Kernel(unbind, 0, 0.0)}, put=put_row)
+define("aten::select_backward", select_backward_rule, kernels={"k": Kernel(select_backward, 0, 0.0)})
+define("aten::select_scatter", select_scatter_rule, kernels={"k": Kernel(select_scatter, 0, 0.0)})
+
+# ---- splits ---------------------------------------------------------------------------------------------------------
+
+
+def split_rule(call: Call) -> str:
+    """Ranges of a dim, each sharded by its own size."""
+    text = dims_text("x", call.ndim(0), {call.arg("dim") % call.ndim(0): "k"})
+    return join(f"{text} -> {{{text}}}", MOVES, "kernel k")
+
+
+def split(call: LocalCall, cut: Cut) -> KernelRun:
+    """Every result is balanced; the rows of all of them travel together."""
+    dim = call.sharded_dim
+    sizes = [shape[dim] for shape in call.shapes]
+    starts = starts_of(sizes)
+    wanted = [
+        [(start + low, start + high) for start, (low, high) in zip(starts, bounds, strict=True)]
+        for bounds in zip(*(cut.of(size).bounds for size in sizes), strict=True)
+    ]
+    rows = yield Fetch(call["self"], dim, cut.bounds, wanted)
+    parts = rows.split([stop - start for start, stop in wanted[cut.piece]], dim)
+    return [part.clone(memory_format=torch.contiguous_format) for part in parts]
+
+
+def put_split(given: dict[str, Any]) -> Write:
+    """One range of the dim, replaced by the value."""
+    index, dim = given[RESULT], given["dim"]
+    if "split_sizes" in given:
+        starts = list(itertools.accumulate(given["split_sizes"], initial=0))
+        start, end = starts[index], starts[index + 1]
+    else:
+        start, end = index * given["split_size"], (index + 1) * given["split_size"]
+    return lambda root, value: aten.slice_scatter.default(root, value, dim, start, end)
+
+
+define(("aten::split.Tensor", "aten::split_with_sizes"), split_rule, kernels={"k": Kernel(split)}, put=put_split)
+define(("aten::unsafe_split.Tensor", "aten::unsafe_split_with_sizes"), split_rule, kernels={"k": Kernel(split)})

@@ -1,0 +1,120 @@
+"""Diagonals, windows and other views by strides, and their gradients: the dims that they mix must be replicated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..notation.build import dims_text, join
+from .call import Call
+from .kernel import LocalCall
+from .op import Local
+from .registry import definitions_in
+from .views import MOVES, Write, copy_of
+
+aten = torch.ops.aten
+define = definitions_in(__name__)
+
+# ---- diagonals ------------------------------------------------------------------------------------------------------
+
+
+def _pair(call: Call, ndim: int) -> list[int]:
+    return [call.arg("dim1") % ndim, call.arg("dim2") % ndim]
+
+
+def diagonal(call: Call) -> str:
+    """Two dims become one at the end."""
+    ndim = call.ndim(0)
+    operand, result = (dims_text("x", ndim, dict.fromkeys(_pair(call, ndim), text)) for text in ("_", ""))
+    return join(f"{operand} -> {result} _", MOVES)
+
+
+def diagonal_backward(call: Call) -> str:
+    """The last dim becomes two, with zeros around the diagonal."""
+    ndim = len(tuple(call.arg("input_sizes")))
+    operand, result = (dims_text("x", ndim, dict.fromkeys(_pair(call, ndim), text)) for text in ("", "_"))
+    return join(f"{operand} _ -> {result}", "linear 0", f"input_sizes=({result})")
+
+
+def diagonal_scatter(call: Call) -> str:
+    """A diagonal of two dims is replaced."""
+    ndim = call.ndim(0)
+    result, source = (dims_text("x", ndim, dict.fromkeys(_pair(call, ndim), text)) for text in ("_", ""))
+    return join(f"{result}, {source} _ -> {result}", "linear 0+1")
+
+
+def diag_embed(call: Call) -> str:
+    """The last dim becomes the diagonal of two new ones."""
+    ndim = call.ndim(0)
+    names = [f"x{dim}" for dim in range(ndim - 1)]
+    result = list(names)
+    for dim in sorted(_pair(call, ndim + 1)):
+        result.insert(dim, "_")
+    return join(f"{' '.join(names)} _ -> {' '.join(result)}", MOVES)
+
+
+def put_diagonal(given: dict[str, Any]) -> Write:
+    """The diagonal, replaced by the value."""
+    where = [given[name] for name in ("offset", "dim1", "dim2")]
+    return lambda root, value: aten.diagonal_scatter.default(root, value, *where)
+
+
+define("aten::diagonal", diagonal, put=put_diagonal)
+define("aten::diagonal_copy", diagonal, decomposition=copy_of(aten.diagonal))
+define("aten::diagonal_backward", diagonal_backward)
+define("aten::diagonal_scatter", diagonal_scatter)
+define("aten::diag_embed", diag_embed)
+define("aten::trace", "_ _ -> ; linear 0")
+
+# ---- windows --------------------------------------------------------------------------------------------------------
+
+
+def unfold(call: Call) -> str:
+    """Windows along a dim; a new dim at the end holds their elements."""
+    ndim = call.ndim(0)
+    text = dims_text("x", ndim, {call.arg("dimension") % ndim: "_"} if ndim else {})
+    return join(f"{text} -> {text if ndim else ''} _", MOVES)
+
+
+def unfold_backward(call: Call) -> str:
+    """The windows of a dim are added up."""
+    sizes = tuple(call.arg("input_sizes"))
+    if not sizes:
+        return "_.. -> ; linear 0"
+    text = dims_text("x", len(sizes), {call.arg("dim") % len(sizes): "_"})
+    return join(f"{text} _ -> {text}", "linear 0", f"input_sizes=({text})")
+
+
+define("aten::unfold", unfold)
+define("aten::unfold_backward", unfold_backward)
+
+# ---- any strides ----------------------------------------------------------------------------------------------------
+
+
+def as_strided(call: Call) -> str:
+    """Only the view that is the tensor itself may be sharded."""
+    meta, size, stride = call.tensors[0], tuple(call.arg("size")), tuple(call.arg("stride"))
+    if size == tuple(meta.shape) and stride == tuple(meta.stride) and not call.arg("storage_offset"):
+        return f"x.. -> x.. ; {MOVES} ; size=(x..)"
+    return join(f"[x..] -> {' '.join('_' for _ in size)}", MOVES)
+
+
+def local_as_strided(call: LocalCall) -> Tensor:
+    """A sharded tensor is viewed unchanged; local memory of a replicated one has the global strides."""
+    tensor: Tensor = call["self"]
+    if any(factor.axes for dim in call.given[0].dims for factor in dim):
+        return tensor.view(tensor.shape)
+    offset = tensor.storage_offset() + (call["storage_offset"] or 0)
+    return tensor.as_strided(call["size"], call["stride"], offset)
+
+
+def put_strided(given: dict[str, Any]) -> Write:
+    """The memory that the view covers, replaced by the value."""
+    where = [given[name] for name in ("size", "stride", "storage_offset")]
+    return lambda root, value: aten.as_strided_scatter.default(root, value, *where)
+
+
+define("aten::as_strided", as_strided, local=Local(local_as_strided), put=put_strided)
+define("aten::as_strided_scatter", "[x..], [y..] -> [x..] ; linear 0+1")

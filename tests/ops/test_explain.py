@@ -1,0 +1,152 @@
+"""What is known about an op, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import empty
+
+from shardwise.extend import register_sharding
+from shardwise.ops.registry import registry
+from shardwise.rules import Explanation, RuleError, explain
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    with registry.restored():
+        yield
+
+
+MM = """\
+aten::mm.default, defined in ops/matmul.py
+    mm(Tensor self, Tensor mat2) -> Tensor
+served by   its rule
+rule        m k, k n -> m n ; linear 0 | 1
+factors     m   pass-through
+            k   reduced: where it is sharded, the result becomes Partial(sum)
+            n   pass-through
+Partial     sum, avg   pass through self, or mat2
+            max, min   are reduced first
+runs        on local shards: the op itself
+variants    """
+
+
+@pytest.mark.parametrize(
+    "op",
+    ["mm", "aten::mm", "aten.mm", "aten.mm.default", "torch.ops.aten.mm", aten.mm, aten.mm.default, torch.mm],
+    ids=lambda op: f"{type(op).__name__} {op if isinstance(op, str) else ''}",
+)
+def test_an_op_in_any_form(op: Any) -> None:
+    text = explain(op)
+    assert isinstance(text, Explanation)
+    assert repr(text) == str(text)
+    assert text.startswith(MM)
+    assert "aten::mm.out" in text.rpartition("variants")[2]
+
+
+CASES: list[tuple[Any, tuple[Any, ...], list[str]]] = [
+    (
+        torch.sum,
+        (),
+        ["depends on the call: reduce_by (ops/reduce.py): The rule of", "pass example arguments"],
+    ),
+    (
+        torch.sum,
+        (empty(4, 6), 1),
+        ["aten::sum.dim_IntList", "this call   x0 x1 -> x0 ; linear 0", "x1  reduced: where it is sharded, the result"],
+    ),
+    (
+        "aten::mean",
+        (empty(4, 6),),
+        [
+            "on local shards of calls that leave a partial sum: mean (ops/reduce.py)",
+            "on all other local shards: the op",
+        ],
+    ),
+    (F.linear, (), ["linear 0+2 | 1+2", "pass through input and bias, or weight and bias", "linear (ops/matmul.py)"]),
+    (F.linear, (empty(2, 3), empty(4, 3)), ["aten::linear.default", "n   pass-through"]),
+    (
+        torch.Tensor.add_,
+        (empty(3), empty(3)),
+        ["aten::add_.Tensor", "its rule for aten::add", "sum, avg   pass through self and other", "_foreach_add_.List"],
+    ),
+    (
+        aten.embedding,
+        (),
+        [
+            "v   handled by a kernel; where it is sharded, the result becomes Partial(sum)",
+            "kernels     v   no communication: embedding (ops/embedding.py): Rows of a table",
+        ],
+    ),
+    (
+        torch.argmax,
+        (empty(3, 4), 1),
+        ["k1  handled by a kernel\n", "k   1 collective; several such dims may be sharded at once: extreme"],
+    ),
+    (aten.maximum.default, (empty(3), empty(3)), ["max        passes through self, or self and other, or other"]),
+    (torch.neg, (empty(3),), ["max, min   pass through self and change places"]),
+    (torch.nonzero, (empty(3),), ["running on gathered inputs: it has no rule", "the result depends on data"]),
+    (torch.matmul, (), ["decomposition into other ops by PyTorch; pass example arguments"]),
+    (torch.matmul, (empty(2, 3, 4), empty(4, 5)), ["aten::view.default", "aten::mm.default", "aten::_unsafe_view"]),
+    (torch.histc, (), ["otherwise   decomposed by histc_of_data (ops/histogram.py)", "reads values of numbers"]),
+    (aten.t_.default, (), ["the tensor becomes the result of aten::t.default"]),
+    ("view", (), ["writes      to the view reach the viewed tensor by put_reshaped (ops/views.py)"]),
+    ("_foreach_norm", (), ["on lists of local shards: norms (ops/optim.py)"]),
+    (torch.sin, (), ["which follows from PyTorch's tag for elementwise ops", "b?.. -> b.."]),
+    (torch.sort, (empty(3, 4), 1), ["x1  must be replicated"]),
+    (
+        torch.histogramdd,
+        (empty(3, 2), [4, 4]),
+        ["this call   has no rule: it is decomposed, or runs on"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("op", "args", "texts"), CASES, ids=[f"{i}" for i in range(len(CASES))])
+def test_what_is_said(op: Any, args: tuple[Any, ...], texts: list[str]) -> None:
+    said = explain(op, *args)
+    for text in texts:
+        assert text in said
+
+
+def test_a_rule_of_the_generated_table() -> None:
+    from shardwise.ops import generated
+
+    names = [name for name in generated.table() if name not in registry and name.startswith("aten::")]
+    said = explain(names[0])
+    assert "served by   a generated rule" in said
+    assert "defined in ops/generated.txt" in said
+    assert f"the first of these lines that fits the call: {names[0]}" in said
+
+
+def test_a_rule_of_the_user() -> None:
+    register_sharding(aten.mm.default, "m k, k n -> m n")
+    said = explain("mm")
+    assert "aten::mm.default, defined in a call of register" in said
+    assert "served by   the user's rule for aten::mm.default" in said
+    assert "built in    the rule m k, k n -> m n ; linear 0 | 1 is replaced" in said
+    register_sharding(aten.mean.dim, "x0 x1 -> x0 ; linear 0")
+    assert "the rule by reduce_by (ops/reduce.py) is the same" in explain(torch.mean, empty(3, 4), 1)
+
+
+def test_an_op_of_the_user() -> None:
+    library = torch.library.Library("shardwise_explained", "DEF")
+    library.define("scale_rows(Tensor x, Tensor s) -> Tensor")
+    assert "served by   running on gathered inputs" in explain("shardwise_explained::scale_rows")
+    register_sharding(torch.ops.shardwise_explained.scale_rows.default, "m n, m -> m n ; linear 0 | 1")
+    said = explain("shardwise_explained.scale_rows")
+    assert "rule        m n, m -> m n ; linear 0 | 1" in said
+    assert "sum, avg   pass through x, or s" in said
+
+
+def test_what_is_no_op() -> None:
+    with pytest.raises(RuleError, match="no op is called 'nonsense': pass a name such as aten::add"):
+        explain("nonsense")
+    with pytest.raises(RuleError, match=r"no op is called 'aten::mm\.nonsense'"):
+        explain("aten::mm.nonsense")
