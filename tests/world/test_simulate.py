@@ -140,7 +140,7 @@ def test_start_and_stop() -> None:
     with pytest.raises(WorldError, match="twice"):
         world.start()
     inner = simulate(2).start()
-    with pytest.raises(WorldError, match="opposite order"):
+    with pytest.raises(WorldError, match="the one started last first"):
         world.stop()
     inner.stop()
     world.stop()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._torch import pytree
 from ..world import RankTensor
-from ..world.mapping import same
+from ..world.agreement import same
 
 
 def with_numbers(

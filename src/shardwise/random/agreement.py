@@ -18,7 +18,7 @@ from ..comm.groups import adopt
 from ..comm.moves import all_gather, wait
 from ..errors import WorldError
 from ..sharding.mesh import MeshInfo
-from ..world.mapping import generator_for
+from ..world.generators import generator_for
 
 _checked: WeakKeyDictionary[MeshInfo, set[str]] = WeakKeyDictionary()
 

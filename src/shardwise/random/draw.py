@@ -19,7 +19,7 @@ from ..errors import InputError
 from ..sharding.layout import Coordinate, Factor, Layout
 from ..sharding.mesh import MeshInfo
 from ..sharding.spec import TensorMeta
-from ..world.mapping import generator_for
+from ..world.generators import generator_for
 from .agreement import check_first_use
 from .bits import Key, mixed
 from .box import box_of

@@ -1,0 +1,28 @@
+"""Wrapper subclasses: tensors without memory that run every op through their class's `__torch_dispatch__`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["make_wrapper", "no_torch_function", "set_metadata"]
+
+make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+"""`make_wrapper(cls, shape, stride, storage_offset, ..., dtype=, device=)`: a tensor of class `cls` without memory.
+
+Sizes and strides may be symbolic. PyTorch sets no attribute of it and does not call `cls.__new__`.
+"""
+
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""As the `__torch_function__` of a class: functions run as on plain tensors, and the results keep their own classes."""
+
+
+def set_metadata(target: Tensor, source: Tensor) -> None:
+    """Give a wrapper the sizes, strides, dtype and device of another one of its class.
+
+    Relies on the setter of `Tensor.data`, which swaps the tensor's implementation and leaves the Python object alone.
+    """
+    torch.Tensor.data.__set__(target, source)  # type: ignore[attr-defined]
