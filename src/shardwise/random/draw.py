@@ -54,7 +54,7 @@ def is_exact() -> bool:
 
 
 class Draw:
-    """The numbers of one call, for a tensor of this global shape, stride and dtype. First use advances the generator."""
+    """The numbers of one call, for a tensor of this global shape, stride and dtype. Using it advances the generator."""
 
     __slots__ = ("_device", "_generator", "_global", "_key", "_meta", "_replicated")
 
