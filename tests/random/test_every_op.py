@@ -1,4 +1,4 @@
-"""Every random op, on every mesh and placement: the same global tensor bit by bit, and the same state of the generator after."""
+"""Every random op, on every mesh and placement: the same global tensor, bit by bit, and the same generator state."""
 
 from __future__ import annotations
 
