@@ -42,6 +42,10 @@ def test_destroying_the_default_group_leaves_saved_groups_alone(group) -> None:
     saved = SavedProcessGroups()
     start_fake_group(4)
     dist.destroy_process_group()
+    with pytest.raises((RuntimeError, LookupError, ValueError)):
+        distributed_c10d._resolve_process_group(group.group_name)
+    saved.register_names()
+    assert distributed_c10d._resolve_process_group(group.group_name) is group
     saved.restore()
     reduced = functional.wait_tensor(functional.all_reduce(torch.ones(2), "sum", group.group_name))
     assert reduced.tolist() == [1, 1]

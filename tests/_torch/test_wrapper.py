@@ -2,7 +2,13 @@
 
 import torch
 
-from shardwise._torch.wrapper import make_wrapper, no_torch_function, set_metadata
+from shardwise._torch.wrapper import (
+    make_wrapper,
+    no_torch_dispatch,
+    no_torch_function,
+    outside_inference_mode,
+    set_metadata,
+)
 
 
 class Wrapper(torch.Tensor):
@@ -39,3 +45,19 @@ def test_set_metadata_keeps_the_object() -> None:
     x.mark = "kept"
     set_metadata(x, make_wrapper(Wrapper, (4,), (1,), dtype=torch.float64))
     assert (tuple(x.shape), x.dtype, x.mark) == ((4,), torch.float64, "kept")
+
+
+def test_classes_without_a_dispatch_of_their_own() -> None:
+    class Plain(torch.Tensor):
+        pass
+
+    assert Plain.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ is no_torch_dispatch
+    assert Wrapper.__torch_dispatch__ is not no_torch_dispatch
+
+
+def test_outside_inference_mode() -> None:
+    with torch.inference_mode():
+        with outside_inference_mode():
+            counted = torch.ones(2)
+        assert not counted.is_inference()
+        assert torch.ones(2).is_inference()

@@ -64,16 +64,18 @@ class SavedProcessGroups:
         world.default_pg = self._default
         world.group_count = self._count
         _c10d._default_pg_init_method = self._init_method
+        self.register_names()
+
+    def register_names(self) -> None:
+        """Register the names of the saved groups in C++ again, where `destroy_process_group()` unregistered them.
+
+        It unregisters all names there are, not only those of the groups that it destroys.
+        """
         for group, name in self._tables["pg_names"].items():
-            _register(name, group)
-
-
-def _register(name: str, group: dist.ProcessGroup) -> None:
-    """Register the name of a group in C++, unless it is. `destroy_process_group()` unregisters all names there."""
-    try:
-        _c10d._resolve_process_group(name)
-    except (RuntimeError, LookupError, ValueError):
-        _c10d._register_process_group(name, group)
+            try:
+                _c10d._resolve_process_group(name)
+            except (RuntimeError, LookupError, ValueError):
+                _c10d._register_process_group(name, group)
 
 
 def start_fake_group(size: int) -> dist.ProcessGroup:

@@ -8,16 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["make_wrapper", "no_torch_function", "set_metadata"]
+__all__ = ["make_wrapper", "no_torch_dispatch", "no_torch_function", "outside_inference_mode", "set_metadata"]
 
 make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
-"""`make_wrapper(cls, shape, stride, storage_offset, ..., dtype=, device=)`: a tensor of class `cls` without memory.
+"""`make_wrapper(cls, shape, stride, offset, memory_format, dtype, layout, device)`: a `cls` tensor without memory.
 
 Sizes and strides may be symbolic. PyTorch sets no attribute of it and does not call `cls.__new__`.
 """
 
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """As the `__torch_function__` of a class: functions run as on plain tensors, and the results keep their own classes."""
+
+no_torch_dispatch: Any = torch._C._disabled_torch_dispatch_impl
+"""The `__torch_dispatch__` of classes that do not define one."""
+
+
+def outside_inference_mode() -> torch._C._InferenceMode:
+    """Return a context in which new tensors have version counters, although inference mode is on around it."""
+    return torch._C._InferenceMode(False)
 
 
 def set_metadata(target: Tensor, source: Tensor) -> None:

@@ -17,7 +17,7 @@ from ..comm.groups import adopt
 from ..comm.moves import all_gather, wait
 from ..errors import WorldError
 from ..sharding.mesh import MeshInfo
-from ..sharding.runtime import WorldState, runtime_of_world
+from ..sharding.runtime import WorldState
 from ..world.generators import generator_for
 
 _CHECKED: WorldState[dict[MeshInfo, set[str]]] = WorldState(dict)
@@ -44,24 +44,20 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
     """
     mesh_info = adopt(device_mesh)
     _default_generator(mesh_info).manual_seed(seed)
-    _checked().pop(mesh_info, None)
+    _CHECKED.of(mesh_info.runtime).pop(mesh_info, None)
 
 
 def check_first_use(mesh_info: MeshInfo, generator: torch.Generator) -> None:
     """Compare the state of a generator on all ranks of the mesh, unless one of its kind was compared before."""
     if mesh_info.simulated or not _Check.enabled:
         return
-    kinds = _checked().setdefault(mesh_info, set())
+    kinds = _CHECKED.of(mesh_info.runtime).setdefault(mesh_info, set())
     kind = "the generator that was passed"
     if _is_default(generator):
         kind = f"the default {generator.device.type} generator"
     if kind not in kinds:
         kinds.add(kind)
         _compare(mesh_info, generator, kind)
-
-
-def _checked() -> dict[MeshInfo, set[str]]:
-    return _CHECKED.of(runtime_of_world())
 
 
 def _compare(mesh_info: MeshInfo, generator: torch.Generator, kind: str) -> None:
@@ -78,7 +74,7 @@ def _compare(mesh_info: MeshInfo, generator: torch.Generator, kind: str) -> None
         return
     ranks = mesh_info.mesh.mesh.flatten().tolist()
     others = [str(rank) for rank, state in zip(ranks, found, strict=True) if state != majority]
-    _checked().pop(mesh_info, None)
+    _CHECKED.of(mesh_info.runtime).pop(mesh_info, None)
     raise WorldError(
         f"{kind} is in another state on rank(s) {', '.join(others)} than on the other ranks of {mesh_info!r}",
         "seed all ranks alike with torch.manual_seed(seed) or shardwise.random.manual_seed(seed, mesh), and draw for "

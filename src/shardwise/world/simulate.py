@@ -50,6 +50,11 @@ class SimulatedWorld(World, ContextDecorator):
             group = start_fake_group(self.size)
             self.groups = {}
             register_group(group.group_name, [range(self.size)])
+            for world in active:
+                # A new runtime drops those of worlds whose group is unknown by name. The outer worlds have not ended,
+                # even if the program has destroyed all process groups that it could see.
+                if isinstance(world, SimulatedWorld) and world._outer is not None:
+                    world._outer.register_names()
             runtime_of_world()
         except BaseException:
             self._leave()
