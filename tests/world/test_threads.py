@@ -13,7 +13,7 @@ from shardwise import Replicate, Shard, distribute_tensor, init_device_mesh
 from shardwise.random import is_exact
 from shardwise.world import RankTensor, map_ranks, simulate
 
-THREADS, ROUNDS = 8, 40
+THREADS, ROUNDS = 8, 20
 
 
 @pytest.fixture(autouse=True)
@@ -92,18 +92,20 @@ def test_random_ops_draw_the_same_numbers_on_all_ranks() -> None:
 
 
 def test_ops_on_distributed_tensors() -> None:
-    with simulate(4):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        x, w = torch.arange(48.0).view(8, 6), torch.arange(24.0).view(6, 4)
+    """In new worlds, so that threads meet where meshes are adopted, specs interned and calls planned."""
+    for rows in range(8, 20):
+        x, w = torch.arange(6.0 * rows).view(rows, 6), torch.arange(24.0).view(6, 4)
         want = (x @ w).relu().sum(0)
+        with simulate(4):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
-        def work(index: int) -> None:
-            for step in range(ROUNDS // 4):
-                rows = distribute_tensor(x, mesh, [Shard(0), Replicate()] if step % 2 else [Shard(1), Shard(0)])
-                columns = distribute_tensor(w, mesh, [Replicate(), Shard(index % 2)])
-                assert torch.equal((rows @ columns).relu().sum(0).full_tensor(), want)
+            def work(index: int, mesh=mesh, x=x, w=w, want=want) -> None:
+                for step in range(4):
+                    left = distribute_tensor(x, mesh, [Shard(0), Replicate()] if step % 2 else [Shard(1), Shard(0)])
+                    right = distribute_tensor(w, mesh, [Replicate(), Shard(index % 2)])
+                    assert torch.equal((left @ right).relu().sum(0).full_tensor(), want)
 
-        in_threads(work)
+            in_threads(work)
 
 
 def test_random_numbers_of_distributed_tensors_are_drawn_once_for_all_ranks() -> None:
@@ -112,7 +114,7 @@ def test_random_numbers_of_distributed_tensors_are_drawn_once_for_all_ranks() ->
         x = distribute_tensor(torch.zeros(64), mesh, [Replicate()])
 
         def work(index: int) -> None:
-            for _ in range(ROUNDS // 4):
+            for _ in range(ROUNDS // 2):
                 local = torch.rand_like(x).to_local()
                 assert isinstance(local, RankTensor)
                 assert all(torch.equal(shard, local.shards[0]) for shard in local.shards)
