@@ -1,4 +1,4 @@
-"""Random numbers on a GPU: the bits of the CPU, in one pass, without asking the device. Skipped without a GPU."""
+"""Random numbers on a GPU: the bits of the CPU, in one pass, without waiting for the device. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shardwise.random import triton_fill
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-SHAPE = (600, 202)  # above the size that is drawn whole
-CUTS = {
+SHAPE = (600, 202)  # above the size up to which PyTorch draws the global tensor
+PLACEMENTS = {
     "replicated": [Replicate(), Replicate()],
     "rows": [Shard(0), Shard(0)],
     "rows and columns": [Shard(0), Shard(1)],
@@ -34,20 +34,20 @@ FILLS = {
 }
 
 
-def drawn(fill, device, cut, dtype=torch.float32, shape=SHAPE) -> torch.Tensor:
-    """The whole tensor that a mesh of this device draws from one generator of the CPU."""
+def drawn(fill, device, placements, dtype=torch.float32, shape=SHAPE) -> torch.Tensor:
+    """The global tensor that a mesh of this device draws from one generator of the CPU."""
     with shardwise.simulate(4):
         mesh = init_device_mesh(device, (2, 2))
-        made = shardwise.zeros(*shape, device_mesh=mesh, placements=cut, dtype=dtype)
+        made = shardwise.zeros(*shape, device_mesh=mesh, placements=placements, dtype=dtype)
         value = fill(made, torch.Generator().manual_seed(7)).full_tensor()
     return shardwise.world.common(value).cpu()
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("sharding", PLACEMENTS)
 @pytest.mark.parametrize("name", FILLS)
-def test_the_bits_of_the_cpu(name, cut) -> None:
+def test_the_bits_of_the_cpu(name, sharding) -> None:
     expected = drawn(FILLS[name], "cpu", [Replicate(), Replicate()])
-    assert torch.equal(drawn(FILLS[name], "cuda", CUTS[cut]), expected)
+    assert torch.equal(drawn(FILLS[name], "cuda", PLACEMENTS[sharding]), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8])
@@ -57,7 +57,7 @@ def test_dtypes(name, dtype) -> None:
         pytest.skip("no fractions among integers")
     if dtype == torch.uint8 and name == "integers":
         pytest.skip("out of its range")
-    expected, found = (drawn(FILLS[name], device, CUTS["rows and columns"], dtype) for device in ("cpu", "cuda"))
+    expected, found = (drawn(FILLS[name], device, PLACEMENTS["rows and columns"], dtype) for device in ("cpu", "cuda"))
     if dtype == torch.float64 and name == "normal":
         torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
     else:
@@ -66,9 +66,9 @@ def test_dtypes(name, dtype) -> None:
 
 @pytest.mark.parametrize("name", FILLS)
 def test_with_and_without_triton(name, monkeypatch) -> None:
-    with_it = drawn(FILLS[name], "cuda", CUTS["rows and columns"])
+    with_it = drawn(FILLS[name], "cuda", PLACEMENTS["rows and columns"])
     monkeypatch.setattr(triton_fill, "kernels", None)
-    assert torch.equal(drawn(FILLS[name], "cuda", CUTS["rows and columns"]), with_it)
+    assert torch.equal(drawn(FILLS[name], "cuda", PLACEMENTS["rows and columns"]), with_it)
 
 
 def test_triton_is_there() -> None:
@@ -78,11 +78,13 @@ def test_triton_is_there() -> None:
 @pytest.mark.parametrize("shape", [SHAPE, (8, 5)])
 def test_the_stream_is_the_gpus_generator(shape) -> None:
     found = []
-    for cut in CUTS.values():
+    for placements in PLACEMENTS.values():
         with shardwise.simulate(4):
             mesh = init_device_mesh("cuda", (2, 2))
             torch.cuda.manual_seed(3)
-            x = shardwise.randn(*shape, device_mesh=mesh, placements=cut if shape == SHAPE else [Shard(0), Shard(1)])
+            x = shardwise.randn(
+                *shape, device_mesh=mesh, placements=placements if shape == SHAPE else [Shard(0), Shard(1)]
+            )
             state = torch.cuda.get_rng_state()
             y = torch.rand_like(x).full_tensor()
             torch.cuda.set_rng_state(state)
@@ -95,7 +97,7 @@ def test_the_stream_is_the_gpus_generator(shape) -> None:
     assert not torch.equal(found[0][0], found[0][1])
 
 
-def test_nothing_is_asked_of_the_device() -> None:
+def test_drawing_does_not_wait_for_the_device() -> None:
     with shardwise.simulate(2):
         mesh = init_device_mesh("cuda", (2,))
         x = shardwise.ones(512, 512, device_mesh=mesh, placements=[Shard(0)], requires_grad=True)
@@ -106,7 +108,7 @@ def test_nothing_is_asked_of_the_device() -> None:
 
         work()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the mode says of itself that it is a prototype
+            warnings.simplefilter("ignore")  # it warns that it is a prototype
             torch.cuda.set_sync_debug_mode("error")
         try:
             work()
@@ -115,10 +117,10 @@ def test_nothing_is_asked_of_the_device() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("cut", CUTS)
-def test_dropout(cut, dtype) -> None:
+@pytest.mark.parametrize("sharding", PLACEMENTS)
+def test_dropout(sharding, dtype) -> None:
     found = []
-    for placements in (CUTS["replicated"], CUTS[cut]):
+    for placements in (PLACEMENTS["replicated"], PLACEMENTS[sharding]):
         with shardwise.simulate(4):
             mesh = init_device_mesh("cuda", (2, 2))
             x = shardwise.ones(*SHAPE, device_mesh=mesh, placements=placements, dtype=dtype).requires_grad_()
@@ -134,7 +136,7 @@ def test_dropout(cut, dtype) -> None:
 
 
 def test_dropout_draws_the_mask_of_the_cpu() -> None:
-    """Fused or not, by the same key."""
+    """The fused kernel and `bernoulli_` on the CPU give the same mask for the same key."""
     from shardwise.random.bits import Key
     from shardwise.random.box import Box
     from shardwise.random.fill import fill
@@ -170,14 +172,14 @@ def test_attention_with_dropout(dtype) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 4, 128, 64, device="cuda", dtype=dtype) for _ in range(3))
     found = []
-    for cut in ([Replicate(), Replicate()], [Shard(0), Shard(1)], [Shard(1), Replicate()]):
+    for placements in ([Replicate(), Replicate()], [Shard(0), Shard(1)], [Shard(1), Replicate()]):
         with shardwise.simulate(4):
             mesh = init_device_mesh("cuda", (2, 2))
-            parts = [shardwise.distribute_tensor(t, mesh, cut).requires_grad_() for t in (q, k, v)]
+            inputs = [shardwise.distribute_tensor(t, mesh, placements).requires_grad_() for t in (q, k, v)]
             torch.manual_seed(5)
-            out = F.scaled_dot_product_attention(*parts, dropout_p=0.2, is_causal=True)
+            out = F.scaled_dot_product_attention(*inputs, dropout_p=0.2, is_causal=True)
             out.float().square().sum().backward()
-            found.append([out.detach().full_tensor(), *(t.grad.full_tensor() for t in parts)])
+            found.append([out.detach().full_tensor(), *(t.grad.full_tensor() for t in inputs)])
     for other in found[1:]:
         for value, first in zip(other, found[0], strict=True):
             torch.testing.assert_close(value, first, rtol=2e-2, atol=2e-2)

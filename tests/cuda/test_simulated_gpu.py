@@ -26,13 +26,13 @@ from tests.programs.training import PROGRAMS, expected_losses, losses
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def whole(shape=(8, 6), dtype=torch.float32) -> torch.Tensor:
+def counting(shape=(8, 6), dtype=torch.float32) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape).to(dtype).cuda()
 
 
 @pytest.mark.parametrize("shape", [(8, 6), (5, 3), (1, 2), (0, 4)])
 def test_redistribute(shape) -> None:
-    value = whole(shape)
+    value = counting(shape)
     options = [Replicate(), Shard(0), Shard(1), Partial(), Partial("max")]
     with shardwise.simulate(4):
         mesh = init_device_mesh("cuda", (2, 2))
@@ -45,7 +45,7 @@ def test_redistribute(shape) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.bool, torch.bfloat16, torch.complex64, torch.float16])
 def test_dtypes(dtype) -> None:
-    value = whole((5, 4), dtype)
+    value = counting((5, 4), dtype)
     with shardwise.simulate(4):
         mesh = init_device_mesh("cuda", (4,))
         for source, target in itertools.product([[Shard(0)], [Shard(1)], [InterleavedShard(1, 2)]], repeat=2):
@@ -54,7 +54,7 @@ def test_dtypes(dtype) -> None:
 
 
 def test_gradients() -> None:
-    value = whole((5, 6))
+    value = counting((5, 6))
     with shardwise.simulate(4):
         mesh = init_device_mesh("cuda", (2, 2))
         x = distribute_tensor(value, mesh, [Shard(0), Shard(1)]).requires_grad_()
@@ -64,19 +64,19 @@ def test_gradients() -> None:
 
 
 def test_attention() -> None:
-    """The kernels that a GPU has for bfloat16 and for float32."""
+    """Both kernels of a GPU: that for bfloat16 and that for float32."""
     for dtype in (torch.bfloat16, torch.float32):
         q, k, v = (torch.randn(3, 4, 16, 32, device="cuda", dtype=dtype) for _ in range(3))
         for causal in (False, True):
             expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
             with shardwise.simulate(4):
                 mesh = init_device_mesh("cuda", (2, 2))
-                cut = [distribute_tensor(t, mesh, [Shard(0), Shard(1)]).requires_grad_() for t in (q, k, v)]
+                inputs = [distribute_tensor(t, mesh, [Shard(0), Shard(1)]).requires_grad_() for t in (q, k, v)]
                 with shardwise.explicit():
-                    result = F.scaled_dot_product_attention(*cut, is_causal=causal)
+                    result = F.scaled_dot_product_attention(*inputs, is_causal=causal)
                     result.sum().backward()
                 torch.testing.assert_close(result.detach().full_tensor(), expected, rtol=2e-2, atol=2e-2)
-                assert all(torch.isfinite(t.grad.full_tensor()).all() for t in cut)
+                assert all(torch.isfinite(t.grad.full_tensor()).all() for t in inputs)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -93,10 +93,10 @@ def test_nccl_with_one_rank(tmp_path) -> None:
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cuda", (1,))
-        x = distribute_tensor(whole(), mesh, [Shard(0)]).requires_grad_()
+        x = distribute_tensor(counting(), mesh, [Shard(0)]).requires_grad_()
         y = DTensor.from_local(x.to_local() * 2, mesh, [Partial()]).redistribute(placements=[Shard(1)], async_op=True)
         y.sum().backward()
-        assert torch.equal(y.full_tensor(), 2 * whole())
-        assert torch.equal(x.grad.full_tensor(), torch.full_like(whole(), 2.0))
+        assert torch.equal(y.full_tensor(), 2 * counting())
+        assert torch.equal(x.grad.full_tensor(), torch.full_like(counting(), 2.0))
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Every random op, on every mesh and placement: bit by bit one whole tensor, and one state of the generator after."""
+"""Every random op, on every mesh and placement: the same global tensor, bit by bit, and the same generator state."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ TWO_AXES: list[Any] = [*itertools.product(ONE_AXIS[:4], repeat=2), P(("b", "a"))
 TWO_AXES += [[Partial(), Shard(1)], [Partial("avg"), Partial("max")]]
 MESHES: dict[tuple[int, ...], list[Any]] = {(1,): [[Shard(0)]], (4,): [[p] for p in ONE_AXIS]}
 MESHES |= {(2, 2): TWO_AXES, (2, 3): TWO_AXES}
-ROUNDS = {"gumbel_softmax", "attention"}  # sums over a cut dim round otherwise
+ROUNDS = {"gumbel_softmax", "attention"}  # sums over a sharded dim round differently
 
 
 def some(name: str, count: int) -> dict[tuple[int, ...], list[Any]]:
     """A few placements on each mesh, others for each op."""
     chooser = random.Random(name)
-    return {sizes: chooser.sample(cuts, min(count, len(cuts))) for sizes, cuts in MESHES.items()}
+    return {sizes: chooser.sample(choices, min(count, len(choices))) for sizes, choices in MESHES.items()}
 
 
 def everywhere(fn: Callable[..., Tensor], meshes: dict[tuple[int, ...], list[Any]]) -> list[tuple[Any, Tensor, Tensor]]:
     """For each mesh and placement what is drawn from one seed, and the state of the generator after that."""
     found = []
-    for sizes, cuts in meshes.items():
+    for sizes, choices in meshes.items():
         with ranks(*sizes) as mesh:
-            for cut in cuts:
-                given = shardwise.distribute_tensor(x, mesh, cut)
+            for placements in choices:
+                given = shardwise.distribute_tensor(x, mesh, placements)
                 torch.manual_seed(5)
                 value = whole(fn(given)).clone()
-                found.append(((sizes, cut), value, torch.get_rng_state()))
+                found.append(((sizes, placements), value, torch.get_rng_state()))
     return found
 
 
@@ -87,10 +87,10 @@ def test_on_processes(name: str) -> None:
         patch.setattr(draw, "WHOLE_UP_TO", 0)
         torch.manual_seed(5)
         found = []
-        for sizes, cuts in {(4,): MESHES[(4,)], (2, 2): random.Random(name).sample(TWO_AXES, 3)}.items():
+        for sizes, choices in {(4,): MESHES[(4,)], (2, 2): random.Random(name).sample(TWO_AXES, 3)}.items():
             mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
-            for cut in cuts:
-                given = shardwise.distribute_tensor(x, mesh, cut)
+            for placements in choices:
+                given = shardwise.distribute_tensor(x, mesh, placements)
                 torch.manual_seed(5)
-                found.append(((sizes, cut), DRAWS[name](given).full_tensor(), torch.get_rng_state()))
+                found.append(((sizes, placements), DRAWS[name](given).full_tensor(), torch.get_rng_state()))
         same(found, *found[0][1:], name)

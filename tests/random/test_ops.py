@@ -84,7 +84,7 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kernel", [_flash, _efficient])
 def test_attention_kernels_of_gpus(kernel: Any) -> None:
-    """Those that would draw for themselves: replaced by products and a mask, in any placement."""
+    """Kernels that draw a mask themselves are replaced by products and a mask by index, for any placements."""
     q, k, v = (r(2, 4, 6, 8, seed=seed) for seed in range(3))
     torch.manual_seed(3)
     mask = torch.empty(2, 4, 6, 6).bernoulli_(0.7)
@@ -94,31 +94,31 @@ def test_attention_kernels_of_gpus(kernel: Any) -> None:
         scores = scores.masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
     expected = (scores.softmax(-1) * mask / 0.7) @ plain[2]
     expected.square().sum().backward()
-    for sizes, cut in (((1,), [Replicate()]), ((2, 2), [Shard(0), Shard(1)]), ((3,), [Shard(2)])):
+    for sizes, placements in (((1,), [Replicate()]), ((2, 2), [Shard(0), Shard(1)]), ((3,), [Shard(2)])):
         with ranks(*sizes) as mesh:
-            parts = [on(mesh, t, *cut, grad=True) for t in (q, k, v)]
+            inputs = [on(mesh, t, *placements, grad=True) for t in (q, k, v)]
             torch.manual_seed(3)
-            result = kernel(*parts)
+            result = kernel(*inputs)
             result.square().sum().backward()
             torch.testing.assert_close(whole(result), expected.detach(), rtol=1e-4, atol=1e-5)
-            for part, given in zip(parts, plain, strict=True):
-                assert part.grad is not None
-                torch.testing.assert_close(whole(part.grad), given.grad, rtol=1e-4, atol=1e-5)
+            for shard, given in zip(inputs, plain, strict=True):
+                assert shard.grad is not None
+                torch.testing.assert_close(whole(shard.grad), given.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_permutations() -> None:
     torch.manual_seed(4)
     expected, state = torch.randperm(70_001), torch.get_rng_state()
-    for sizes, cut in (((4,), [Shard(0)]), ((2, 2), [Replicate(), Shard(0)]), ((3,), [Partial("max")])):
+    for sizes, placements in (((4,), [Shard(0)]), ((2, 2), [Replicate(), Shard(0)]), ((3,), [Partial("max")])):
         with ranks(*sizes) as mesh:
             torch.manual_seed(4)
-            assert torch.equal(whole(randperm(70_001, device_mesh=mesh, placements=cut)), expected)
+            assert torch.equal(whole(randperm(70_001, device_mesh=mesh, placements=placements)), expected)
             assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("name", ["uniform_", "normal_", "exponential_"])
 def test_fills_can_be_traced(name: str) -> None:
-    """With a key that is part of the program: a new one gives new numbers, and the same gives the same."""
+    """The key is an input of the traced program: the same key gives the same numbers, another key others."""
     arguments = (1.0,) if name == "exponential_" else (0.0, 1.0)
 
     def draw(first: Tensor, second: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from tests.processes.pool import on_processes
 x = r(6, 10)
 
 
-@pytest.fixture(params=["whole", "by index"], autouse=True)
+@pytest.fixture(params=["global tensor", "by index"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "by index":
         monkeypatch.setattr(draw, "WHOLE_UP_TO", 0)
@@ -55,11 +55,11 @@ def test_a_generator_is_honoured() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_plain_numbers_after_a_draw_are_the_same_whatever_was_cut() -> None:
+def test_plain_numbers_after_a_draw_do_not_depend_on_placements() -> None:
     after = []
-    for sizes, cut in (((4,), [Shard(0)]), ((4,), [Replicate()]), ((2, 3), [Shard(1), Partial()])):
+    for sizes, placements in (((4,), [Shard(0)]), ((4,), [Replicate()]), ((2, 3), [Shard(1), Partial()])):
         with ranks(*sizes) as mesh:
-            given = on(mesh, x, *cut)
+            given = on(mesh, x, *placements)
             torch.manual_seed(0)
             F.dropout(given, 0.3), torch.randn_like(given), given.clone().geometric_(0.2)
             after.append(torch.rand(5))
@@ -106,13 +106,13 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def build(mesh: Any, cut: list[Any]) -> nn.Module:
-    """A model made without data, cut, and initialised by its own methods."""
+def build(mesh: Any, placements: list[Any]) -> nn.Module:
+    """A model made on the meta device, sharded, and initialised by its own methods."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 48), nn.Conv1d(4, 6, 3), nn.Embedding(40, 32))
     for module in model:
         for name, parameter in list(module.named_parameters()):
-            module.register_parameter(name, nn.Parameter(distribute_tensor(parameter.data, mesh, cut)))
+            module.register_parameter(name, nn.Parameter(distribute_tensor(parameter.data, mesh, placements)))
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     for module in model:
@@ -122,10 +122,10 @@ def build(mesh: Any, cut: list[Any]) -> nn.Module:
 
 def test_meta_initialisation() -> None:
     found = []
-    for sizes, cut in (((1,), [Replicate()]), ((4,), [Shard(0)]), ((2, 3), [Shard(0), Shard(0)])):
+    for sizes, placements in (((1,), [Replicate()]), ((4,), [Shard(0)]), ((2, 3), [Shard(0), Shard(0)])):
         with ranks(*sizes) as mesh:
-            parameters = [p for p in build(mesh, cut).parameters() if isinstance(p, DTensor)]
-            assert all(list(p.placements) == cut for p in parameters)
+            parameters = [p for p in build(mesh, placements).parameters() if isinstance(p, DTensor)]
+            assert all(list(p.placements) == placements for p in parameters)
             found.append([whole(p) for p in parameters])
     assert len(found[0]) == 5
     for other in found[1:]:
@@ -139,23 +139,23 @@ def test_meta_initialisation() -> None:
 
 
 @on_processes
-def test_no_rank_ever_holds_a_whole_tensor() -> None:
+def test_no_rank_ever_holds_a_global_tensor() -> None:
     with pytest.MonkeyPatch.context() as patch, Largest() as largest:
         patch.setattr(draw, "WHOLE_UP_TO", 0)
         build(init_device_mesh("cpu", (4,)), [Shard(0)])
     assert largest.elements <= 64 * 48 // 4
 
 
-# ---- ranks that have parted -----------------------------------------------------------------------------------------
+# ---- generators in different states ---------------------------------------------------------------------------------
 
 
 @on_processes
-def test_parted_generators_are_named() -> None:
+def test_ranks_whose_generators_differ_are_named() -> None:
     rank = torch.distributed.get_rank()
     mesh = init_device_mesh("cpu", (2, 2))
     given = distribute_tensor(x, mesh, [Shard(0), Replicate()])
     torch.manual_seed(1 if rank == 2 else 0)
-    for _ in range(2):  # until it is mended
+    for _ in range(2):  # until they are seeded alike
         with pytest.raises(WorldError, match=r"default cpu generator is in another state on rank\(s\) 2 than"):
             torch.rand_like(given)
     shardwise.random.manual_seed(0, mesh)

@@ -193,12 +193,12 @@ def test_process_group_functions() -> None:
     y = x.clone()
     dist.broadcast(y, 4)
     assert all(torch.equal(s, x.shards[4]) for s in y.shards)
-    whole = x.new_empty(12)
-    dist.all_gather_into_tensor(whole, x)
-    assert torch.equal(whole.shards[3], torch.cat(x.shards))
-    part = x.new_empty(2)
-    dist.reduce_scatter_tensor(part, whole)
-    assert torch.equal(part.shards[1], x.shards[1] * 6)
+    full = x.new_empty(12)
+    dist.all_gather_into_tensor(full, x)
+    assert torch.equal(full.shards[3], torch.cat(x.shards))
+    share = x.new_empty(2)
+    dist.reduce_scatter_tensor(share, full)
+    assert torch.equal(share.shards[1], x.shards[1] * 6)
     dist.barrier()
     for refused in (
         lambda: dist.all_gather([x.clone() for _ in range(6)], x),

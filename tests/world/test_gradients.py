@@ -184,7 +184,7 @@ def test_transformer_layer(rows: str, dropout: float) -> None:
         return nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=True, dtype=torch.float64)
 
     if rows == "uneven" and dropout:
-        pytest.skip("ranks that draw different amounts of random numbers part ways, as processes do")
+        pytest.skip("ranks that draw different amounts of random numbers differ afterwards, as processes do")
     if rows == "uneven" and OLDER:
         pytest.skip("needs PyTorch 2.13")
     xs = [torch.randn(n, 5, 8, dtype=torch.float64) for n in ROWS[rows]]

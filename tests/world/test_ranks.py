@@ -102,9 +102,9 @@ def test_an_empty_shard_is_a_shard_like_others() -> None:
 
 def test_strides_that_differ() -> None:
     x = RankTensor([torch.randn(3, 2 + rank % 2) for rank in range(N)])
-    part = x[:, :2]
-    assert values_of(part.stride(0)) == (2, 3, 2)
-    assert not part.is_contiguous()
+    columns = x[:, :2]
+    assert values_of(columns.stride(0)) == (2, 3, 2)
+    assert not columns.is_contiguous()
     for fn in (
         lambda x: x.contiguous(),
         lambda x: x.reshape(-1),
@@ -114,8 +114,8 @@ def test_strides_that_differ() -> None:
         lambda x: x.permute(1, 0).contiguous().view(-1),
         lambda x: torch.empty_like(x).zero_(),
     ):
-        check(fn, part)
-    assert part.contiguous().is_contiguous()
+        check(fn, columns)
+    assert columns.contiguous().is_contiguous()
     leaf = RankTensor(x.shards, requires_grad=True)
     leaf[:, :2].contiguous().view(-1).pow(2).sum().backward()
     for g, s in zip(leaf.grad.shards, x.shards, strict=True):
@@ -188,8 +188,8 @@ def test_sizes_changed_in_place() -> None:
 def test_as_strided_counts_from_where_the_tensor_starts() -> None:
     x = even(6)
     check(lambda x: x[2:].as_strided((2,), (1,), 2), x)
-    whole = torch.arange(6.0)
-    pieces = RankTensor(list(whole.chunk(N)))
+    memory = torch.arange(6.0)
+    pieces = RankTensor(list(memory.chunk(N)))
     assert [s.tolist() for s in pieces.as_strided((1,), (1,), 1).shards] == [[1.0], [3.0], [5.0]]
     leaf = even(6).requires_grad_()
     leaf[2:].as_strided((2,), (1,), 3).sum().backward()

@@ -7,8 +7,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardwise import Shard, distribute_tensor
 from shardwise.errors import WorldError
+from shardwise.sharding.runtime import active_runtime, runtime_of_world
 from shardwise.world import RankTensor, current_world, groups_of, map_ranks, register_group, simulate
+
+simulate_module = sys.modules["shardwise.world.simulate"]  # `shardwise.world.simulate` is the function
 
 
 def tables() -> list[int]:
@@ -87,6 +91,66 @@ def test_nested() -> None:
     assert not dist.is_initialized()
 
 
+def outer_world_works(mesh) -> bool:
+    """Whether a mesh of the outer world is known and communicates."""
+    x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+    return x.sum().item() == 28 and torch.equal((x * 2).full_tensor(), torch.arange(0.0, 16.0, 2.0))
+
+
+def test_a_refused_inner_world_leaves_the_outer_one_running() -> None:
+    with simulate(4) as outer:
+        mesh = init_device_mesh("cpu", (4,))
+        assert outer_world_works(mesh)
+        with pytest.raises(WorldError, match="one rank or more"), simulate(0):
+            pass
+        assert current_world() is outer
+        assert outer_world_works(mesh)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("group_started", [False, True])
+def test_an_inner_world_that_cannot_start_leaves_the_outer_one_running(monkeypatch, group_started) -> None:
+    start = simulate_module.start_fake_group
+
+    def fail(size: int) -> None:
+        if group_started:
+            start(size)
+        raise OSError("no group today")
+
+    with simulate(4) as outer:
+        mesh, runtime, before = init_device_mesh("cpu", (4,)), runtime_of_world(), tables()
+        assert outer_world_works(mesh)
+        inner = simulate(2)
+        monkeypatch.setattr(simulate_module, "start_fake_group", fail)
+        for _ in range(2):
+            with pytest.raises(OSError, match="no group today"):
+                inner.start()
+            assert current_world() is outer
+            assert dist.get_world_size() == 4
+            assert tables() == before
+            assert active_runtime() is runtime
+            assert outer_world_works(mesh)
+        monkeypatch.undo()
+        with inner:
+            assert dist.get_world_size() == 2
+    assert not dist.is_initialized()
+
+
+def test_the_outer_runtime_is_active_again_after_the_inner_world() -> None:
+    with simulate(4):
+        runtime = runtime_of_world()
+        with simulate(2):
+            inner = active_runtime()
+            assert inner is runtime_of_world() is not runtime
+        assert active_runtime() is runtime
+        with simulate(2):
+            dist.destroy_process_group()
+            with simulate(2):  # a new world drops the runtimes of those that have ended
+                pass
+        assert active_runtime() is runtime
+    assert active_runtime() not in (runtime, inner)
+
+
 def test_left_on_an_exception() -> None:
     before = tables()
 
@@ -140,7 +204,7 @@ def test_start_and_stop() -> None:
     with pytest.raises(WorldError, match="twice"):
         world.start()
     inner = simulate(2).start()
-    with pytest.raises(WorldError, match="opposite order"):
+    with pytest.raises(WorldError, match="the one started last first"):
         world.stop()
     inner.stop()
     world.stop()

@@ -3,6 +3,9 @@
     ops             op overloads and their schemas
     pytree          nested containers of tensors
     modes           dispatch modes
+    wrapper         tensor classes without memory of their own
+    symint          symbolic integers with nodes of ours
+    c10d            the tables of process groups, and the fake backend
     bindings        the quickest Python binding of an op
     above_autograd  kernels that run before autograd takes a function apart
 

@@ -1,18 +1,36 @@
-"""Tensors of a class of our own: wrappers that have a shape and a dtype but no memory."""
+"""Wrapper subclasses: tensors without memory that run every op through their class's `__torch_dispatch__`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
-make_wrapper = torch.Tensor._make_wrapper_subclass
-"""`make_wrapper(cls, shape, stride, offset, memory_format, dtype, layout, device)`: a tensor of class `cls` without
-memory, whose ops go to the class's `__torch_dispatch__`."""
+__all__ = ["make_wrapper", "no_torch_dispatch", "no_torch_function", "outside_inference_mode", "set_metadata"]
 
-no_torch_function = torch._C._disabled_torch_function_impl
-"""As the `__torch_function__` of a class: calls on its tensors go straight to the dispatcher."""
+make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+"""`make_wrapper(cls, shape, stride, offset, memory_format, dtype, layout, device)`: a `cls` tensor without memory.
 
-no_torch_dispatch = torch._C._disabled_torch_dispatch_impl
-"""The `__torch_dispatch__` of classes that have none of their own."""
+Sizes and strides may be symbolic. PyTorch sets no attribute of it and does not call `cls.__new__`.
+"""
+
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""As the `__torch_function__` of a class: functions run as on plain tensors, and the results keep their own classes."""
+
+no_torch_dispatch: Any = torch._C._disabled_torch_dispatch_impl
+"""The `__torch_dispatch__` of classes that do not define one."""
 
 
 def outside_inference_mode() -> torch._C._InferenceMode:
-    """A context in which tensors that are made count writes, though inference mode is on around it."""
+    """Return a context in which new tensors have version counters, although inference mode is on around it."""
     return torch._C._InferenceMode(False)
+
+
+def set_metadata(target: Tensor, source: Tensor) -> None:
+    """Give a wrapper the sizes, strides, dtype and device of another one of its class.
+
+    Relies on the setter of `Tensor.data`, which swaps the tensor's implementation and leaves the Python object alone.
+    """
+    torch.Tensor.data.__set__(target, source)  # type: ignore[attr-defined]

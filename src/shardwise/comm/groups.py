@@ -25,6 +25,7 @@ from ..sharding.mesh import (
     root_mesh,
     world_group_name,
 )
+from ..sharding.once import making
 from ..sharding.runtime import active_runtime
 from ..world import current_world, groups_of, register_group
 
@@ -47,6 +48,11 @@ def adopt(mesh: DeviceMesh) -> MeshInfo:
     found = active_runtime().adopted.get(id(mesh))
     if found is not None:
         return found[1]
+    with making:
+        return _adopt(mesh)
+
+
+def _adopt(mesh: DeviceMesh) -> MeshInfo:
     first_use()
     mesh_info = mesh_info_of(mesh)
     if not mesh_info.adopted:

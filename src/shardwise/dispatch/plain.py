@@ -24,7 +24,7 @@ from ..sharding.mesh import MeshInfo
 from ..sharding.placement import Replicate
 from ..sharding.spec import DTensorSpec, contiguous_meta
 from ..world import RankTensor, replicate
-from ..world.mapping import same
+from ..world.agreement import same
 from .arguments import Args, Kwargs, distributed, named_tensors, written_arguments
 from .modes import modes
 from .provenance import record_replicated, taken_as_replicated

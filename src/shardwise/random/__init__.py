@@ -1,4 +1,4 @@
-"""Random numbers that do not know about sharding: each is a function of the generator's state and its global index.
+"""Random numbers that do not depend on sharding: each is a function of the generator's state and its global index.
 
 The stream is the user's generator: `torch.manual_seed`, `torch.get_rng_state` and `generator=` act as on plain tensors,
 and a call advances the generator by the same amount on all ranks, whatever they hold.
@@ -8,8 +8,12 @@ and a call advances the generator by the same amount on all ranks, whatever they
 >>> with shardwise.random.exact():                                               # those of plain torch, on a CPU
 ...     y = shardwise.randn(4096, 4096, device_mesh=mesh, placements=[Shard(1)])
 
-`bits` turns counters into bits, `box` says which counters a rank needs, `fill` makes numbers of them, `triton_fill` the
-same on a GPU in one pass, `draw` chooses between that and drawing whole, `agreement` compares the ranks' generators.
+    draw         one call: draws the global tensor, or a key from which every rank computes its shard
+    agreement    whether all ranks' generators are in the same state
+    box          which global indices a rank holds
+    bits         from an index to random bits
+    fill         from bits to the numbers of each distribution; `normal` for normal numbers
+    triton_fill  the same on a GPU in one pass, with the kernels in `triton_kernels`
 """
 
 from .agreement import manual_seed, set_generator_check

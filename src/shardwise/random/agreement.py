@@ -1,15 +1,14 @@
-"""Ranks whose generators have parted would fill replicas with different numbers: found at first use, and named.
+"""A check that the generators of all ranks are in the same state: otherwise replicas would hold different numbers.
 
-At the first draw on a mesh from a device's default generator, and the first from one of the user's, the ranks compare
-the states of their generators: one small collective for each axis. After `manual_seed` they do so again. Generators are
-not watched in between; that would take a collective in every call.
+The ranks of a mesh compare the states of their generators, one small collective for each mesh axis, at the first draw
+from a device's default generator, at the first draw from a generator of the user's, and again after `manual_seed`. They
+do not compare at every draw, which would take a collective in every call.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,76 +17,75 @@ from ..comm.groups import adopt
 from ..comm.moves import all_gather, wait
 from ..errors import WorldError
 from ..sharding.mesh import MeshInfo
-from ..world.mapping import generator_for
+from ..sharding.runtime import WorldState
+from ..world.generators import generator_for
 
-_checked: WeakKeyDictionary[MeshInfo, set[str]] = WeakKeyDictionary()
+_CHECKED: WorldState[dict[MeshInfo, set[str]]] = WorldState(dict)
+"""Which kinds of generators the ranks of each mesh have compared."""
 
 
-class _Switch:
-    on = True
+class _Check:
+    """Whether generators are compared at all. One switch for the process: all its threads run the same rank."""
+
+    enabled = True
 
 
 def set_generator_check(enabled: bool) -> None:
-    """Whether ranks compare their generators when a mesh first draws; the same on all ranks."""
-    _Switch.on = enabled
+    """Turn on or off that ranks compare their generators at the first draw on a mesh. Call it on all ranks alike."""
+    _Check.enabled = enabled
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
-    """Seed the default generator of the mesh's device, with the same seed on all its ranks.
+    """Seed the default generator of the mesh's device; call it with the same seed on all ranks of the mesh.
 
-    `torch.manual_seed` does as well. This also has the ranks compare their generators again when they next draw.
+    `torch.manual_seed` does the same, but the ranks do not compare their generators again at the next draw.
 
     >>> shardwise.random.manual_seed(0, mesh)
     """
     mesh_info = adopt(device_mesh)
-    _default(mesh_info).manual_seed(seed)
-    _checked.pop(mesh_info, None)
+    _default_generator(mesh_info).manual_seed(seed)
+    _CHECKED.of(mesh_info.runtime).pop(mesh_info, None)
 
 
 def check_first_use(mesh_info: MeshInfo, generator: torch.Generator) -> None:
-    """Compare this generator's state on all ranks of the mesh, unless this was done before."""
-    if mesh_info.simulated or not _Switch.on:
+    """Compare the state of a generator on all ranks of the mesh, unless one of its kind was compared before."""
+    if mesh_info.simulated or not _Check.enabled:
         return
-    seen = _checked.get(mesh_info)
-    if seen is None:
-        seen = _checked[mesh_info] = set()
-    name = (
-        f"the default {generator.device.type} generator" if _is_default(generator) else "the generator that was passed"
-    )
-    if name not in seen:
-        seen.add(name)
-        _compare(mesh_info, generator, name)
+    kinds = _CHECKED.of(mesh_info.runtime).setdefault(mesh_info, set())
+    kind = "the generator that was passed"
+    if _is_default(generator):
+        kind = f"the default {generator.device.type} generator"
+    if kind not in kinds:
+        kinds.add(kind)
+        _compare(mesh_info, generator, kind)
 
 
-def _compare(mesh_info: MeshInfo, generator: torch.Generator, name: str) -> None:
+def _compare(mesh_info: MeshInfo, generator: torch.Generator, kind: str) -> None:
     digest = hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=8).digest()
     device = "cpu" if mesh_info.device_type in ("cpu", "meta") else mesh_info.device_type
     states = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=device)
-    # Axis by axis, the last one first: then they lie in the order of the mesh.
+    # Gathered axis by axis, the last one first, so that the result is in the order of the mesh's ranks.
     for axis in reversed(range(len(mesh_info.sizes))):
         if mesh_info.sizes[axis] > 1:
             states = wait(all_gather(states, mesh_info.sizes[axis], mesh_info.groups[(axis,)]))
     found = states.tolist()
-    common, count = Counter(found).most_common(1)[0]
+    majority, count = Counter(found).most_common(1)[0]
     if count == len(found):
         return
     ranks = mesh_info.mesh.mesh.flatten().tolist()
-    parted = [str(rank) for rank, state in zip(ranks, found, strict=True) if state != common]
-    _checked.pop(mesh_info, None)
+    others = [str(rank) for rank, state in zip(ranks, found, strict=True) if state != majority]
+    _CHECKED.of(mesh_info.runtime).pop(mesh_info, None)
     raise WorldError(
-        f"{name} is in another state on rank(s) {', '.join(parted)} than on the other ranks of {mesh_info!r}",
+        f"{kind} is in another state on rank(s) {', '.join(others)} than on the other ranks of {mesh_info!r}",
         "seed all ranks alike with torch.manual_seed(seed) or shardwise.random.manual_seed(seed, mesh), and draw for "
         "one rank alone from a generator of its own; shardwise.random.set_generator_check(False) turns this check off",
     )
 
 
-def _default(mesh_info: MeshInfo) -> torch.Generator:
-    if mesh_info.device_type in ("cpu", "meta"):
-        return torch.default_generator
-    return generator_for((), torch.device(mesh_info.device_type))
+def _default_generator(mesh_info: MeshInfo) -> torch.Generator:
+    device_type = mesh_info.device_type
+    return generator_for((), torch.device("cpu" if device_type == "meta" else device_type))
 
 
 def _is_default(generator: torch.Generator) -> bool:
-    if generator.device.type == "cpu":
-        return generator is torch.default_generator
     return generator is generator_for((), generator.device)

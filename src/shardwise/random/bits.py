@@ -1,12 +1,13 @@
-"""From a counter to 64 random bits, in integer ops that every device has and that trace.
+"""From a counter to 64 random bits, in integer ops that every device has and that can be traced.
 
-The mixing is SplitMix64's (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), with a second
-half of the key between its rounds, so that the sequences of two calls do not overlap where their counters meet.
-Philox 4x32-10 takes twice the work for a number: its products of 32-bit words are 64-bit products here as well.
+The mixing is SplitMix64's (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), with the second
+half of the key between its rounds, so that the sequences of two keys do not overlap where their counters meet.
+Philox 4x32-10 would take twice the work per number: with these ops its 32-bit products are 64-bit products.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,26 +19,26 @@ _ALL = (1 << 64) - 1
 
 
 class Key(NamedTuple):
-    """128 bits that are drawn once a call: ints, or tensors of no dims where a program is traced.
+    """128 bits that are drawn once per call: ints, or 0-dim tensors where a program is traced.
 
-    They are random themselves: the second half passes one round only, so that keys which differ there by little would
-    give numbers that are alike.
+    Both halves must be random. The second half passes one round of mixing only, so second halves that differ in a few
+    bits would give similar numbers.
     """
 
     first: int | Tensor
     second: int | Tensor
 
     def again(self) -> Key:
-        """Another key, for a second number at the same index."""
+        """Return another key, for a second number at the same index."""
         return Key(self.first ^ signed(MIX_1), self.second)
 
 
 def mix(counters: Tensor, key: Key) -> Tensor:
-    """64 bits for each counter, written over the counters."""
+    """Replace each counter by its 64 random bits, in place."""
     state, shifted = counters, torch.empty_like(counters)
 
     def fold(by: int) -> Tensor:
-        """Xor with itself shifted to the right, zeros coming in."""
+        """Xor the state with itself, shifted to the right with zeros coming in."""
         torch.bitwise_right_shift(state, by, out=shifted)
         return state.bitwise_xor_(shifted.bitwise_and_((1 << (64 - by)) - 1))
 
@@ -48,7 +49,7 @@ def mix(counters: Tensor, key: Key) -> Tensor:
 
 
 def mixed(*numbers: int) -> int:
-    """64 bits from a few numbers, on the host."""
+    """Return 64 bits mixed from a few numbers, on the host."""
     state = 0
     for number in numbers:
         state = (state + number * GOLDEN + GOLDEN) & _ALL
@@ -58,7 +59,12 @@ def mixed(*numbers: int) -> int:
     return signed(state)
 
 
+def threshold(p: float) -> int:
+    """Return the signed 32-bit word below which a share p < 1 of all words lies."""
+    return math.floor(p * 2.0**32) - 2**31
+
+
 def signed(value: int) -> int:
-    """The signed 64-bit integer with the same bits."""
+    """Return the signed 64-bit integer with the same bits."""
     value &= _ALL
     return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,8 +1,8 @@
-"""Which elements of the whole a rank holds, as a strided box of flat indices.
+"""Which elements of the global tensor a rank holds, as a strided box of flat indices.
 
-A rank holds the product of a range of every factor of its layout, whatever the placements: interleaved, uneven, over
-several axes. Numbered row by row in the whole, these are an offset and a size and stride for each factor; neighbours
-that run on are merged. A cut of the first dim is one run, one of the last dim has two sizes.
+Whatever the placements (interleaved, uneven, over several mesh axes), a rank holds a range of every factor of its
+layout. The flat, row-major indices of these elements are an offset, and a size and a stride for each factor; adjacent
+factors that form one range are merged. A shard of the first dim is a box of one size, a shard of the last dim of two.
 
 >>> box_of(from_placements((4,), (8, 6), [Shard(1)]), (1,))
 Box(offset=2, sizes=(8, 2), strides=(6, 1))
@@ -23,7 +23,7 @@ from ..sharding.layout import Coordinate, Layout
 
 
 class Box(NamedTuple):
-    """Flat indices: the offset plus any index below each size times its stride, the last one fastest."""
+    """The flat indices `offset + i * strides[0] + j * strides[1] + ...` with `i < sizes[0]` and so on, row by row."""
 
     offset: int
     sizes: tuple[int, ...]
@@ -31,11 +31,11 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many indices there are."""
+        """The number of indices."""
         return math.prod(self.sizes)
 
     def halved(self) -> Box | None:
-        """The indices of the pairs (0, 1), (2, 3), ... that make up this box; None where it holds half a pair."""
+        """Return the box of the pairs (0, 1), (2, 3), ... that make up this one; None where it holds half a pair."""
         *sizes, last = self.sizes
         *strides, step = self.strides
         even = step == 1 and last % 2 == 0 and self.offset % 2 == 0 and all(stride % 2 == 0 for stride in strides)
@@ -44,7 +44,7 @@ class Box(NamedTuple):
         return Box(self.offset // 2, (*sizes, last // 2), (*(stride // 2 for stride in strides), 1))
 
     def every_other(self, dim: int, first: int) -> Box:
-        """The part at the even (first = 0) or odd (first = 1) places of a dim."""
+        """Return the indices at the even (first = 0) or odd (first = 1) positions of a dim."""
         size, stride = self.sizes[dim], self.strides[dim]
         sizes = (*self.sizes[:dim], (size - first + 1) // 2, *self.sizes[dim + 1 :])
         return Box(self.offset + first * stride, sizes, (*self.strides[:dim], 2 * stride, *self.strides[dim + 1 :]))
@@ -52,11 +52,11 @@ class Box(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def box_of(layout: Layout, at: Coordinate) -> Box:
-    """What the rank at this coordinate holds; Partial axes count as replicated."""
+    """Return the indices that the rank at this coordinate holds; Partial axes count as replicated."""
     dims = zip(layout.dims, layout.ranges(at), strict=True)
     factors = [pair for dim, ranges in dims for pair in zip(dim, ranges, strict=True)]
     offset, stride = 0, 1
-    merged: list[tuple[int, int]] = []  # from the last one
+    merged: list[tuple[int, int]] = []  # (size, stride), last first
     for factor, (start, stop) in reversed(factors):
         offset += start * stride
         if stop - start != 1 or not merged:
@@ -75,7 +75,7 @@ Place = tuple[int | slice, ...]
 
 
 def counters(box: Box, limit: int, device: torch.device) -> Iterator[tuple[Place, Tensor]]:
-    """The indices in pieces of about `limit`: where in a tensor of the box's sizes each piece lies, and its indices."""
+    """Yield the indices in pieces of about `limit`, each with its place in a tensor of the box's sizes."""
     if not box.numel:
         return
     inner, depth = 1, len(box.sizes)
@@ -95,7 +95,7 @@ def counters(box: Box, limit: int, device: torch.device) -> Iterator[tuple[Place
 
 
 def _indices(sizes: tuple[int, ...], strides: tuple[int, ...], device: torch.device) -> Tensor | None:
-    """All sums of multiples of these strides, in a tensor of these sizes."""
+    """Return the indices of a box without offset, in a tensor of its sizes; None for a box without dims."""
     found: Tensor | None = None
     for size, stride in zip(sizes, strides, strict=True):
         steps = torch.arange(size, device=device) * stride

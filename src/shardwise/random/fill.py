@@ -1,7 +1,8 @@
 """Numbers by index: what each in-place random op of PyTorch writes, as a function of a key and global indices.
 
-A counter gives 64 bits: two numbers of up to 32 bits, for the indices 2c and 2c + 1, or one of more (float64, wide
-ranges). Work goes in pieces that stay in the cache; only the numbers of this rank's box are made.
+A counter gives 64 bits. Where a number takes 32 bits, counter c gives those at the indices 2c and 2c + 1. Where it
+takes more (float64, wide ranges of integers), it gives the one at index c. Only the numbers of this rank's box are
+computed, in pieces that stay in the CPU's cache.
 
 >>> fill(torch.empty(3, 4), box, key, "normal_", (0.0, 1.0))
 """
@@ -16,20 +17,23 @@ import torch
 from torch import Tensor
 
 from . import triton_fill
-from .bits import Key, mix
+from .bits import Key, mix, threshold
 from .box import Box, counters
 from .normal import minus_two_log, normal_pairs
 
-Maker = Callable[[Tensor, Key, Tensor], Any]
-"""Writes into its last argument the numbers of these counters, two for each or one; it may overwrite the counters."""
+Arguments = tuple[Any, ...]
+"""The arguments of an in-place random op after the tensor: `(mean, std)` of `normal_`."""
+
+Maker = Callable[[Tensor, Key, Tensor], object]
+"""Writes the numbers of some counters, one or two for each, to its last argument; may overwrite the counters."""
 
 _IN_CACHE, _AT_ONCE = 1 << 17, 1 << 24  # counters in a piece, on a CPU and on other devices
-_NARROW_RANGE = 1 << 20  # up to here 32 bits make whole numbers that are even enough
+_NARROW_RANGE = 1 << 20  # up to here, 32 bits give integers that are uniform enough
 _FRACTION = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
-def fill(out: Tensor, box: Box, key: Key, name: str, arguments: tuple[Any, ...]) -> Tensor:
-    """Fill a row-major tensor that holds the elements of this box."""
+def fill(out: Tensor, box: Box, key: Key, name: str, arguments: Arguments) -> Tensor:
+    """Fill a row-major tensor that holds the elements of this box, and return it."""
     if out.is_complex():
         return _fill_complex(out, box, key, name, arguments)
     if name == "random_":
@@ -46,48 +50,47 @@ def fill(out: Tensor, box: Box, key: Key, name: str, arguments: tuple[Any, ...])
     pairs = _pairs(out.dtype, name, arguments)
     make = _MAKERS[name](out.dtype, *arguments)
     limit = _IN_CACHE if out.device.type == "cpu" else _AT_ONCE
-    mesh_info = out.view(box.sizes)
+    elements = out.view(box.sizes)
     if pairs:
-        _fill_pairs(mesh_info, box, key, make, limit)
+        _fill_pairs(elements, box, key, make, limit)
         return out
     for place, piece in counters(box, limit, out.device):
-        make(piece.view(-1), key, mesh_info[place].view(-1))
+        make(piece.view(-1), key, elements[place].view(-1))
     return out
 
 
-def _fill_pairs(mesh_info: Tensor, box: Box, key: Key, make: Maker, limit: int) -> None:
-    """Fill a tensor of the box's sizes with numbers that come in pairs, of which it may hold but one half."""
+def _fill_pairs(elements: Tensor, box: Box, key: Key, make: Maker, limit: int) -> None:
+    """Fill a tensor of the box's sizes with numbers that are made in pairs; it may hold one half of a pair only."""
     if box.strides[-1] != 1:
-        return _fill_pairs(
-            mesh_info.unsqueeze(-1), Box(box.offset, (*box.sizes, 1), (*box.strides, 1)), key, make, limit
-        )
+        single = Box(box.offset, (*box.sizes, 1), (*box.strides, 1))
+        return _fill_pairs(elements.unsqueeze(-1), single, key, make, limit)
     for dim, (size, stride) in enumerate(zip(box.sizes[:-1], box.strides, strict=False)):
-        if size > 1 and stride % 2:  # rows start now inside a pair, now between pairs
+        if size > 1 and stride % 2:  # rows start in turn at the first and at the second number of a pair
             for first in (0, 1):
-                rows = mesh_info[(*[slice(None)] * dim, slice(first, None, 2))]
+                rows = elements[(*[slice(None)] * dim, slice(first, None, 2))]
                 _fill_pairs(rows, box.every_other(dim, first), key, make, limit)
             return None
     skip, length = box.offset % 2, box.sizes[-1]
     halves = tuple(stride // 2 for stride in box.strides[:-1])
     touched = Box(box.offset // 2, (*box.sizes[:-1], (skip + length + 1) // 2), (*halves, 1))
-    whole = skip == 0 and length % 2 == 0 and mesh_info.is_contiguous()
-    for place, piece in counters(touched, limit, mesh_info.device):
-        if whole:
-            make(piece.view(-1), key, mesh_info.view(*touched.sizes, 2)[place].view(-1))
+    only_pairs = skip == 0 and length % 2 == 0 and elements.is_contiguous()
+    for place, piece in counters(touched, limit, elements.device):
+        if only_pairs:
+            make(piece.view(-1), key, elements.view(*touched.sizes, 2)[place].view(-1))
             continue
-        made = mesh_info.new_empty((*piece.shape[:-1], 2 * piece.shape[-1]))
+        made = elements.new_empty((*piece.shape[:-1], 2 * piece.shape[-1]))
         make(piece.view(-1), key, made.view(-1))
         last = place[-1]
-        if len(place) < mesh_info.dim():
-            mesh_info[place] = made[..., skip : skip + length]
-        elif isinstance(last, slice):  # a part of one row
+        if len(place) < elements.dim():
+            elements[place] = made[..., skip : skip + length]
+        elif isinstance(last, slice):  # a piece of one row
             begin, end = 2 * last.start - skip, min(2 * last.stop - skip, length)
-            mesh_info[place[:-1]][max(begin, 0) : end] = made[max(-begin, 0) : end - begin]
+            elements[place[:-1]][max(begin, 0) : end] = made[max(-begin, 0) : end - begin]
     return None
 
 
-def _fill_complex(out: Tensor, box: Box, key: Key, name: str, arguments: tuple[Any, ...]) -> Tensor:
-    """Real and imaginary parts are neighbours; a normal number shares its variance between them."""
+def _fill_complex(out: Tensor, box: Box, key: Key, name: str, arguments: Arguments) -> Tensor:
+    """Fill real and imaginary parts as neighbouring elements. Those of a normal number have half its variance each."""
     parts = Box(2 * box.offset, (*box.sizes, 2), (*(2 * stride for stride in box.strides), 1))
     if name == "normal_":
         mean, std = arguments
@@ -98,7 +101,7 @@ def _fill_complex(out: Tensor, box: Box, key: Key, name: str, arguments: tuple[A
 
 
 def _range(dtype: torch.dtype, *bounds: int | None) -> tuple[int, int]:
-    """From where to where `random_` draws: up to what the dtype holds, unless told."""
+    """Return the range that `random_` draws from: by default all integers from 0 that the dtype represents."""
     low, high = (0, *bounds) if len(bounds) == 1 else bounds or (0, None)
     if high is None:
         most = 2 if dtype is torch.bool else 0 if dtype.is_floating_point else torch.iinfo(dtype).max + 1
@@ -106,20 +109,20 @@ def _range(dtype: torch.dtype, *bounds: int | None) -> tuple[int, int]:
     return int(low or 0), int(high)
 
 
-def _pairs(dtype: torch.dtype, name: str, arguments: tuple[Any, ...]) -> bool:
-    """Whether a number takes 32 bits only."""
+def _pairs(dtype: torch.dtype, name: str, arguments: Arguments) -> bool:
+    """Whether a number takes 32 bits, so that a counter gives two."""
     if name == "random_":
         return bool(arguments[1] - arguments[0] <= _NARROW_RANGE)
     return name == "bernoulli_" or dtype != torch.float64
 
 
 def _words(piece: Tensor, key: Key) -> Tensor:
-    """Two int32 words for each counter, low half first."""
+    """Return two int32 words for each counter, low half first."""
     return mix(piece, key).view(torch.int32)
 
 
 def _float(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute in."""
+    """Return the dtype to compute in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -127,7 +130,7 @@ def _float(dtype: torch.dtype) -> torch.dtype:
 
 
 def _fractions(piece: Tensor, key: Key, dtype: torch.dtype) -> Tensor:
-    """Numbers in [0, 1), multiples of the largest power of two that the dtype tells from 1."""
+    """Return numbers in [0, 1): multiples of the smallest power of two e for which the dtype holds 1 - e."""
     bits = _FRACTION.get(dtype, 24)
     drawn, width = (mix(piece, key), 64) if bits > 32 else (_words(piece, key), 32)
     return drawn.bitwise_right_shift_(width - bits).to(_float(dtype)).mul_(2.0**-bits).add_(0.5)
@@ -150,7 +153,7 @@ def _standard_normal(piece: Tensor, key: Key, dtype: torch.dtype) -> Tensor:
 
 
 def _exponential_of(piece: Tensor, key: Key, dtype: torch.dtype) -> Tensor:
-    """Exponential numbers of mean 1."""
+    """Return exponential numbers of mean 1."""
     if dtype == torch.float64:
         return _fractions(piece, key, dtype).neg_().log1p_().neg_()
     return minus_two_log(_words(piece, key)).mul_(0.5)
@@ -178,11 +181,6 @@ def _bernoulli(dtype: torch.dtype, p: float) -> Maker:
     return make
 
 
-def threshold(p: float) -> int:
-    """The signed word below which a share p < 1 of all words lies."""
-    return math.floor(p * 2.0**32) - 2**31
-
-
 def _integers(dtype: torch.dtype, low: int, high: int) -> Maker:
     span = high - low
 
@@ -208,7 +206,7 @@ _MAKERS: dict[str, Callable[..., Maker]] = {
 }
 
 
-# ---- made of others -------------------------------------------------------------------------------------------------
+# ---- distributions computed from another one -------------------------------------------------------------------------
 
 
 def _log_normal(mean: float, std: float) -> Derived:
@@ -216,7 +214,7 @@ def _log_normal(mean: float, std: float) -> Derived:
 
 
 def _geometric(p: float) -> Derived:
-    """How many trials it takes. A probability of 1 takes one."""
+    """The number of trials until the first success; 1 for a probability of 1."""
     rate = -math.log1p(-p) if p < 1 else math.inf
     return "exponential_", (rate,), lambda drawn: drawn.ceil_().clamp_(min=1)
 

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The kernels of `triton_fill`, in Triton's language. Each function says what it is the same as."""
+"""The kernels of `triton_fill`, in Triton's language. Each docstring names the PyTorch code that computes the same."""
 
 import triton
 import triton.language as tl
@@ -22,7 +22,7 @@ _per_turn, _unit = tl.constexpr(2.0**-31), tl.constexpr(constants.UNIT)
 
 @triton.jit
 def _start(row, n1, n2, s0, s1, s2, offset, DIMS: tl.constexpr):
-    """The global index at which a row of the last dim starts."""
+    """Return the global index at which a row of the last dim starts."""
     if DIMS == 1:
         return row.to(tl.int64) + offset  # there is one row
     elif DIMS == 2:
@@ -51,10 +51,10 @@ def _elements(
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of each element its local place, whether it is there, its counter, and which half of it is its own.
+    """Return for each element: its local index, whether it exists, its counter, and whether it is the second of a pair.
 
-    With ROWS a program works in one row of the last dim: what divides is one number, not one for each element. With
-    EVEN rows start between pairs: which half is whose is then known to the compiler, which makes each pair once.
+    With ROWS a program works in one row of the last dim: it divides once, not once for each element. With EVEN all rows
+    start with the first number of a pair: the compiler then knows which number is which and computes each pair once.
     `n3` is given in units of ALIGN, so that the compiler knows how addresses are aligned.
     """
     length = n3 * ALIGN
@@ -81,7 +81,7 @@ def _elements(
 
 @triton.jit
 def _words(counter, first, second):
-    """The two words of each counter: `bits.mix`."""
+    """Return the two words of each counter, as `bits.mix`."""
     state = counter.to(tl.uint64) * _golden + first.to(tl.uint64)
     state = (state ^ (state >> 30)) * _mix_1
     state = state ^ second.to(tl.uint64)
@@ -92,7 +92,7 @@ def _words(counter, first, second):
 
 @triton.jit
 def _minus_two_log(word):
-    """`normal.minus_two_log`."""
+    """Compute the same as `normal.minus_two_log`."""
     u = ((word & _magnitude).to(tl.float32) + 0.5) * _unit
     bits = u.to(tl.int32, bitcast=True)
     exponent = (bits - _sqrt_half) >> 23
@@ -105,7 +105,7 @@ def _minus_two_log(word):
 
 @triton.jit
 def _normal_pair(low, high):
-    """`normal.normal_pairs`."""
+    """Compute the same as `normal.normal_pairs`."""
     radius = _minus_two_log(high)
     radius = radius * tl.div_rn(1.0, tl.sqrt_rn(radius))
     radius = (radius.to(tl.int32, bitcast=True) ^ (high & _sign)).to(tl.float32, bitcast=True)
@@ -118,7 +118,7 @@ def _normal_pair(low, high):
 
 @triton.jit
 def _number(word, scale, plus, KIND: tl.constexpr, BITS: tl.constexpr):
-    """A number from one word: those of `fill`."""
+    """Return the number that one word gives, as the functions of `fill`."""
     if _uniform_kind == KIND:
         fraction = (word >> (32 - BITS)).to(tl.float32) * (1.0 / (1 << BITS)) + 0.5
         return fraction * scale + plus
@@ -156,7 +156,7 @@ def fill(
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Numbers of one kind at the indices of a box."""
+    """Write numbers of one kind at the indices of a box."""
     place, inside, counter, odd = _elements(
         count, n1, n2, n3, s0, s1, s2, s3, offset, blocks, DIMS, ROWS, EVEN, ALIGN, BLOCK
     )
@@ -194,7 +194,7 @@ def dropout(
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What is left of x, and where: `bernoulli_` and a product."""
+    """Write x with dropped elements set to 0, scaled, and the mask of those kept: `bernoulli_` and a product."""
     place, inside, counter, odd = _elements(
         count, n1, n2, n3, s0, s1, s2, s3, offset, blocks, DIMS, ROWS, EVEN, ALIGN, BLOCK
     )

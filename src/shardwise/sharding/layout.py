@@ -23,6 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 from ..errors import LayoutError
+from .once import making
 from .placement import InterleavedShard, Partial, Placement, Replicate, Shard, ShardOrder, ShardOrderEntry
 
 Sizes = tuple[int, ...]
@@ -59,7 +60,8 @@ class Layout:
         if found is None:
             found = object.__new__(cls)
             found.mesh_sizes, found.dims, found.partial = key
-            cls._interned[key] = found
+            with making:
+                found = cls._interned.setdefault(key, found)
         return found
 
     @property

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources, init_device_mesh
 
 from ..errors import InputError, MeshError
+from .once import making
 from .runtime import Runtime, runtime_of_world
 
 if TYPE_CHECKING:
@@ -104,7 +105,8 @@ def mesh_info_of(mesh: DeviceMesh) -> MeshInfo:
     runtime = runtime_of_world()
     mesh_info = runtime.meshes.get(mesh)
     if mesh_info is None:
-        mesh_info = runtime.meshes[mesh] = MeshInfo(mesh, runtime)
+        with making:
+            mesh_info = runtime.meshes.setdefault(mesh, MeshInfo(mesh, runtime))
     return mesh_info
 
 

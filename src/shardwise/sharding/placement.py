@@ -48,7 +48,7 @@ class Placement:
             found = object.__new__(cls)
             for name, value in fields.items():
                 object.__setattr__(found, name, value)
-            Placement._interned[key] = found
+            found = Placement._interned.setdefault(key, found)  # another thread may have made it meanwhile
         return found
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from .._torch.collectives import group_is_registered
 from .cache import ENTRY_BYTES, Cache
+from .once import making
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,7 +47,8 @@ class Runtime:
         """The state that a declaration keeps in this world, made when it is first asked for."""
         found = self._state.get(owner)
         if found is None:
-            found = self._state[owner] = make()
+            with making:
+                found = self._state.setdefault(owner, make())
         return cast(T, found)
 
     def clear_caches(self) -> None:
@@ -103,8 +105,9 @@ def runtime_of_world() -> Runtime:
     assert world is not None, "callers have checked that torch.distributed is initialised"
     runtime = _runtimes.get(world)
     if runtime is None:
-        _drop_ended_worlds()
-        runtime = _runtimes[world] = Runtime()
+        with making:
+            _drop_ended_worlds()
+            runtime = _runtimes.setdefault(world, Runtime())
     if runtime is not _Active.runtime:
         _activate(runtime)
     return runtime

@@ -23,6 +23,7 @@ from .memory_order import contiguous_stride as contiguous_stride
 from .memory_order import in_memory_order as in_memory_order
 from .memory_order import memory_order as memory_order
 from .mesh import MeshDescription, MeshInfo, mesh_description, mesh_info_of, mesh_like, names_text
+from .once import making
 from .placement import InterleavedShard, P, Partial, Placement, Placements, Replicate, Shard, ShardOrder
 
 DTYPE_NAMES = {
@@ -102,7 +103,8 @@ class DTensorSpec:
             values: tuple[object, ...] = (mesh_info, *key, {})
             for name, value in zip(names, values, strict=True):
                 object.__setattr__(found, name, value)
-            mesh_info.specs[key] = found
+            with making:
+                found = mesh_info.specs.setdefault(key, found)
         return found
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -1,10 +1,15 @@
 """The simulated world: all ranks of a mesh in this process, in lockstep.
 
-    ranks        RankTensor: one local tensor per rank, every op mapped over them
-    rank_int     sizes that differ between ranks
-    collectives  communication among them, as plain tensor code
-    registry     which world is running, and its groups
-    simulate     entering and leaving a world
+    simulate        entering and leaving a world
+    registry        the running worlds and their groups
+    rank_tensor     RankTensor: one local tensor per rank
+    rank_int        sizes that differ between ranks
+    implementation  which function runs an op on RankTensors
+    mapping         running an op on every rank; `writing` for ops that write, `factories` for ops without tensors
+    aten_ops        the few ops that do not simply run on every rank
+    functional_ops  communication, and `c10d_ops` for the functions of torch.distributed
+    collectives     what each rank gets, as plain tensor code
+    per_rank        map_ranks and replicate, for code that knows about ranks
 
 >>> with simulate(4):
 ...     x = map_ranks(lambda rank: torch.full((2,), float(rank)))
@@ -12,9 +17,10 @@
 tensor([4., 4.])
 """
 
-from . import collectives as collectives
+from .factories import rank_factories
+from .per_rank import map_ranks, replicate
 from .rank_int import rank_int, values_of
-from .ranks import RankTensor, common, map_ranks, rank_factories, replicate
+from .rank_tensor import RankTensor, common
 from .registry import World, current_world, groups_of, register_group
 from .simulate import SimulatedWorld, simulate
 

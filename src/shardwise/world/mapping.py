@@ -1,137 +1,164 @@
-"""What an op is to a per-rank tensor: what it writes, what it returns, whether it views or draws at random.
+"""Running an op on every rank: arguments are split by rank, results are joined.
 
-Read once from the op's schema and kept, so that calling it later needs a dictionary lookup only.
-
->>> describe(torch.ops.aten.add_.Tensor).writes
-((0, 'self'),)
+>>> run(describe(torch.ops.aten.add.Tensor), (x, 1), None)
+RankTensor(...)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
 
 from ..errors import WorldError
+from .agreement import agreed
+from .generators import generator_for
+from .rank_int import values_of
+from .rank_op import RankOp
+from .rank_tensor import RankTensor, wrap
 
-__all__ = ["Op", "agreed", "describe", "generator_for", "same"]
+__all__ = ["by_rank", "flat", "join", "join_views", "map_op", "one_length", "run", "run_view"]
 
-# Namespaces of ops that talk to other ranks: mapping them would run each rank's on the fake group, which does
-# nothing and says nothing.
-_COMMUNICATING = {
-    "c10d",
-    "_c10d_functional",
-    "_c10d_functional_autograd",
-    "c10d_functional",
-    "_dtensor",
-    "symm_mem",
-}
-
-# Written without the schema saying so.
-_RUNNING_STATISTICS = ("running_mean", "running_var")
-_UNDECLARED_WRITES = {
-    "aten::native_batch_norm": _RUNNING_STATISTICS,
-    "aten::cudnn_batch_norm": _RUNNING_STATISTICS,
-    "aten::miopen_batch_norm": _RUNNING_STATISTICS,
-}
-
-# Change sizes in place without being tagged as such.
-_RESIZING = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::resize", "aten::set"}
+# Most arguments have one of these types, and the same value on all ranks.
+_SHARED = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One op overload, as far as mapping it over ranks goes."""
-
-    call: Callable[..., Any]
-    name: str
-    writes: tuple[tuple[int, str], ...]
-    """Position and name of each argument it writes to."""
-    returns: tuple[tuple[int, str] | None, ...]
-    """For each result: the written argument it is, or None if it is a new tensor."""
-    view: bool
-    random: bool
-    resizes: bool
-    """Whether sizes of written arguments may change."""
+def run(op: RankOp, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+    """Run an op that returns new tensors or values."""
+    return join(map_op(op, args, kwargs), op.name)
 
 
-def describe(func: Any) -> Op:
-    """Read `func`'s schema. An op that communicates, and is not implemented for ranks, is refused here."""
-    if func.namespace in _COMMUNICATING:
+def run_view(op: RankOp, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+    """Run an op that returns views of its first argument."""
+    return join_views(map_op(op, args, kwargs), args[0])
+
+
+# ---- splitting arguments ------------------------------------------------------------------------------------------
+
+
+def by_rank(value: object) -> Sequence[Any] | None:
+    """Return what each rank gets of an argument, or None if all ranks get the argument unchanged."""
+    if isinstance(value, RankTensor):
+        return value.shards
+    if isinstance(value, (list, tuple)):
+        columns = [by_rank(item) for item in value]
+        lengths = {len(c) for c in columns if c is not None}
+        if not lengths:
+            return None
+        n = one_length(lengths)
+        filled = (repeat(v, n) if c is None else c for v, c in zip(value, columns, strict=True))
+        return list(zip(*filled, strict=True))
+    return values_of(value)
+
+
+def one_length(lengths: set[int]) -> int:
+    """Return the number of ranks of an op's arguments, which must all have the same."""
+    if len(lengths) > 1:
         raise WorldError(
-            f"{func} is not available in a simulated world",
-            "use the functional collectives (torch.ops._c10d_functional), or dist.all_reduce, broadcast, "
-            "all_gather_into_tensor or reduce_scatter_tensor",
+            f"tensors of {' and '.join(map(str, sorted(lengths)))} ranks meet in one op",
+            "use tensors of one simulated world together",
         )
-    schema = func._schema
-    undeclared = _UNDECLARED_WRITES.get(schema.name, ())
-    writes: list[tuple[int, str]] = []
-    by_alias: dict[frozenset[str], tuple[int, str]] = {}
-    has_out = False
-    for position, argument in enumerate(schema.arguments):
-        alias = argument.alias_info
-        declared = alias is not None and alias.is_write
-        if declared or argument.name in undeclared:
-            place = (position, argument.name)
-            writes.append(place)
-            has_out |= argument.kwarg_only
-            if declared:
-                by_alias[frozenset(alias.before_set)] = place
-    aliases = [result.alias_info for result in schema.returns]
-    return Op(
-        call=func._op,
-        name=str(func),
-        writes=tuple(writes),
-        returns=tuple(by_alias.get(frozenset(a.before_set)) if a and a.is_write else None for a in aliases),
-        view=any(a is not None and not a.is_write for a in aliases),
-        random=torch.Tag.nondeterministic_seeded in func.tags,
-        resizes=has_out or torch.Tag.inplace_view in func.tags or schema.name in _RESIZING,
-    )
+    return lengths.pop()
 
 
-def agreed(values: Sequence[Any], what: str) -> Any:
-    """The value all ranks have in common; otherwise an error that says who has what."""
-    first = values[0]
-    if all(value == first or (value != value and first != first) for value in values):
-        return first
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(repr(value), []).append(rank)
-    listed = "; ".join(f"{value} on {_named(who)}" for value, who in ranks.items())
-    raise WorldError(
-        f"{what} gives one Python value, but the ranks differ: {listed}",
-        "look at one rank with `x.shards[rank]`, or communicate first so that all ranks hold the same",
-    )
+# ---- calling ------------------------------------------------------------------------------------------------------
 
 
-def _named(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+def map_op(op: RankOp, args: Sequence[Any], kwargs: dict[str, Any] | None) -> list[Any]:
+    """Call an op on every rank and return the results of all ranks. This is the hot loop of a simulated world."""
+    columns: list[Any] = []
+    n = 0
+    for value in args:
+        if type(value) is RankTensor:
+            column: Any = value.shards
+        elif type(value) in _SHARED:
+            columns.append(repeat(value))
+            continue
+        else:
+            column = by_rank(value)
+            if column is None:
+                columns.append(repeat(value))
+                continue
+        if n != len(column):
+            n = one_length({n or len(column), len(column)})
+        columns.append(column)
+    if op.random or (kwargs and not _SHARED.issuperset(map(type, kwargs.values()))):
+        return _map_named(op, columns, kwargs or {}, n)
+    call = partial(op.call, **kwargs) if kwargs else op.call
+    return list(map(call, *columns))
 
 
-def same(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all tensors hold the same values, NaN being the same as NaN."""
-    first = tensors[0]
-    return all(t is first or _equal(t, first) for t in tensors[1:])
+Call = tuple[list[Any], dict[str, Any]]
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape:
-        return False
-    if torch.equal(a, b):
-        return True
-    return bool(((a == b) | ((a != a) & (b != b))).all())
+def _map_named(op: RankOp, columns: list[Any], kwargs: dict[str, Any], n: int) -> list[Any]:
+    """Call an op on every rank where arguments passed by name may differ between ranks, or the op is random."""
+    named = {name: by_rank(value) for name, value in kwargs.items()}
+    n = one_length({len(c) for c in named.values() if c is not None} | ({n} if n else set()))
+    calls: list[Call] = [
+        (row, {name: kwargs[name] if c is None else c[rank] for name, c in named.items()})
+        for rank, *row in zip(range(n), *columns, strict=False)
+    ]
+    if op.random:
+        return _map_random(op, calls)
+    return [op.call(*row, **by_name) for row, by_name in calls]
 
 
-def generator_for(arguments: Iterable[object], device: torch.device) -> torch.Generator:
-    """The generator that a random op will draw from: the one passed, or the device's default."""
-    for argument in arguments:
-        if isinstance(argument, torch.Generator):
-            return argument
-    if device.type == "cpu":
-        return torch.default_generator
-    module = getattr(torch, device.type)
-    index = module.current_device() if device.index is None else device.index
-    return module.default_generators[index]
+_drawing = threading.RLock()  # another thread's draw between two ranks' draws would make the ranks differ
+
+
+def _map_random(op: RankOp, calls: list[Call]) -> list[Any]:
+    """Call a random op on every rank as if each were a process with the same seed: all start from one state.
+
+    Rank 0 draws last. It holds the largest shard, so the generator ends where it ends for rank 0.
+    """
+    row, by_name = calls[0]
+    arguments = [*row, *by_name.values()]
+    devices = (a.device for a in flat(arguments) if isinstance(a, torch.Tensor))
+    device = next(devices, by_name.get("device") or torch.device("cpu"))
+    generator = generator_for(arguments, device)
+    results = []
+    with _drawing:
+        state = generator.get_state()
+        for row, by_name in reversed(calls):
+            generator.set_state(state)
+            results.append(op.call(*row, **by_name))
+    return results[::-1]
+
+
+def flat(values: Iterable[Any]) -> Iterator[Any]:
+    """Iterate over the values in nested lists and tuples."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from flat(value)
+        else:
+            yield value
+
+
+# ---- joining results ----------------------------------------------------------------------------------------------
+
+
+def join(results: Sequence[Any], name: str) -> Any:
+    """Turn one result per rank into one result: tensors into a RankTensor, other values if all ranks agree."""
+    first = results[0]
+    if isinstance(first, torch.Tensor):
+        return wrap(tuple(results))
+    if first is None:
+        return None
+    if isinstance(first, (tuple, list)):
+        agreed([len(result) for result in results], f"the number of results of {name}")
+        return type(first)(join(column, name) for column in zip(*results, strict=True))
+    return agreed(results, name)
+
+
+def join_views(results: Sequence[Any], base: object) -> Any:
+    """Join results that are views of `base`."""
+    if torch.is_inference_mode_enabled() and isinstance(base, torch.Tensor) and not base.is_inference():
+        # A view shares the version counter of its base, which an inference tensor does not have.
+        with torch.inference_mode(False):
+            return join(results, "view")
+    return join(results, "view")

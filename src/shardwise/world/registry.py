@@ -1,7 +1,7 @@
-"""Which simulated world is running, and what its process groups mean to each of its ranks.
+"""Which simulated world is running, and which ranks communicate in each of its process groups.
 
-In a simulated world this process stands for rank 0, so PyTorch knows rank 0's group alone. Along one mesh
-axis there is one such group per row of the mesh, all working at once: a group's name stands for all of them.
+In a simulated world this process is rank 0 to PyTorch, which knows rank 0's groups only. Along a mesh axis there is one
+group per row of the mesh, and all of them communicate at once. So the name of a group refers to all parallel groups.
 
 >>> with simulate(4):
 ...     register_group("columns", [(0, 2), (1, 3)])
@@ -21,7 +21,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 class World:
-    """A number of ranks that run in this process, and their groups by name."""
+    """A number of simulated ranks, and their groups by name."""
 
     def __init__(self, size: int) -> None:
         if size < 1:
@@ -31,36 +31,36 @@ class World:
 
 
 active: list[World] = []
-"""The running worlds, outermost first."""
+"""The running worlds, outermost first. All threads share them, as they share torch.distributed's default group."""
 
 
 def current_world() -> World | None:
-    """The innermost running simulated world, if any."""
+    """Return the innermost running simulated world, or None."""
     return active[-1] if active else None
 
 
-def _running(what: str) -> World:
+def _require_world(what: str) -> World:
     if not active:
         raise WorldError(f"{what} outside a simulated world", "do it inside `with shardwise.simulate(...)`")
     return active[-1]
 
 
 def register_group(name: str, groups: Sequence[Sequence[int]]) -> None:
-    """Say which ranks work together under `name`: a partition of (some of) the ranks into parallel groups."""
-    world = _running(f"group {name!r} registered")
-    parts = tuple(tuple(int(rank) for rank in group) for group in groups)
-    ranks = [rank for group in parts for rank in group]
+    """Define the parallel groups that `name` refers to: disjoint groups of ranks of the running world."""
+    world = _require_world(f"group {name!r} registered")
+    parallel = tuple(tuple(int(rank) for rank in group) for group in groups)
+    ranks = [rank for group in parallel for rank in group]
     if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(world.size)):
         raise WorldError(
-            f"group {name!r} as {parts} in a world of {world.size} ranks",
+            f"group {name!r} as {parallel} in a world of {world.size} ranks",
             f"each rank in [0, {world.size - 1}] may be in one of the parallel groups",
         )
-    world.groups[name] = parts
+    world.groups[name] = parallel
 
 
 def groups_of(name: str) -> Groups:
-    """The parallel groups that `name` stands for."""
-    world = _running(f"communication in group {name!r}")
+    """Return the parallel groups that `name` refers to."""
+    world = _require_world(f"communication in group {name!r}")
     try:
         return world.groups[name]
     except KeyError:

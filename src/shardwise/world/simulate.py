@@ -1,54 +1,32 @@
-"""Enter and leave a simulated world: all ranks in this process, in lockstep, with no launcher.
+"""Entering and leaving a simulated world: all ranks in this process, in lockstep, without a launcher.
 
 >>> with simulate(8) as world:
 ...     mesh = torch.distributed.init_device_mesh("cpu", (2, 4))
 ...     world.size, torch.distributed.get_world_size()
 (8, 8)
 
-PyTorch keeps its process groups in module tables, and the default group in a global. A world puts both
-aside, starts a fake default group (its own collectives move nothing; collectives.py does the work), and puts
-all back when it is left. Groups that were there before, a live gloo group say, are neither seen nor harmed.
-
-All use of PyTorch's private process-group tables is in this file.
+A world takes PyTorch's process groups out of its tables, starts a fake default group that moves no data (the
+collectives of RankTensors do: `functional_ops`), and puts the groups back when it is left. Groups that existed before,
+a live gloo group for example, can neither be seen nor be changed from inside.
 """
 
 from __future__ import annotations
 
-import itertools
-import sys
 from contextlib import ContextDecorator
 from types import TracebackType
-from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from .._torch.c10d import SavedProcessGroups, start_fake_group
 from ..errors import WorldError
 from ..sharding.runtime import end_world, runtime_of_world
 from .registry import World, active, register_group
 
 __all__ = ["SimulatedWorld", "simulate"]
 
-c10d: Any = distributed_c10d  # the private parts have no types
-
-# Groups are named by a counter. Each world counts in a range of its own, so that no name of a world is ever
-# used again: a group that outlives its world is unknown in the next one, never mistaken for another.
-_RANGE = 10**6
-_ranges = itertools.count(_RANGE, _RANGE)
-
-_TABLES = (
-    "pg_map",
-    "pg_names",
-    "pg_group_ranks",
-    "pg_backend_config",
-    "pg_to_tag",
-    "tags_to_pg",
-    "pg_coalesce_state",
-)
-
 
 def simulate(ranks: int) -> SimulatedWorld:
-    """A world of `ranks` ranks in this process: use it in `with`, as a decorator, or by `start` and `stop`.
+    """Return a world of `ranks` ranks in this process: use it in `with`, as a decorator, or by `start` and `stop`.
 
     On an accelerator all ranks share the current device: `init_device_mesh("cuda", (8,))` needs one GPU.
     """
@@ -56,40 +34,52 @@ def simulate(ranks: int) -> SimulatedWorld:
 
 
 class SimulatedWorld(World, ContextDecorator):
-    """A simulated world; see `simulate`. Worlds nest, and are left in the opposite order."""
+    """A simulated world; see `simulate`. Worlds nest, and the innermost one is left first."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
-        self._outside: _Outside | None = None
+        self._outer: SavedProcessGroups | None = None
 
     def start(self) -> SimulatedWorld:
         """Enter the world: until `stop`, the default process group has `size` simulated ranks."""
-        if self._outside is not None:
+        if self._outer is not None:
             raise WorldError(f"{self!r} is started twice", "make another world to nest one")
-        outside = _Outside()
-        try:
-            _start_fake_group(self.size)
-        except BaseException:
-            outside.restore()
-            raise
-        self._outside = outside
+        self._outer = SavedProcessGroups()
         active.append(self)
-        self.groups = {}
-        register_group(c10d._get_default_group().group_name, [range(self.size)])
-        runtime_of_world()  # from now on the active one: meshes of an outer world are not found in this one
+        try:
+            group = start_fake_group(self.size)
+            self.groups = {}
+            register_group(group.group_name, [range(self.size)])
+            for world in active:
+                # A new runtime drops those of worlds whose group is unknown by name. The outer worlds have not ended,
+                # even if the program has destroyed all process groups that it could see.
+                if isinstance(world, SimulatedWorld) and world._outer is not None:
+                    world._outer.register_names()
+            runtime_of_world()
+        except BaseException:
+            self._leave()
+            raise
         return self
 
     def stop(self) -> None:
         """Leave the world: process groups are again as they were before `start`."""
-        if self._outside is None or active[-1] is not self:
+        if self._outer is None or active[-1] is not self:
             raise WorldError(
                 f"{self!r} is stopped, but the innermost running world is {active[-1] if active else None!r}",
-                "stop worlds in the opposite order of their start, each once",
+                "stop each world once, the one started last first",
             )
-        active.pop()
-        end_world(c10d._world.default_pg)
-        outside, self._outside = self._outside, None
-        outside.restore()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Restore the outer process groups, drop this world's runtime and activate the outer one."""
+        assert self._outer is not None
+        outer, self._outer = self._outer, None
+        active.remove(self)
+        ended = dist.group.WORLD  # None if the program has destroyed its process group
+        outer.restore()
+        end_world(ended)
+        if dist.is_initialized():
+            runtime_of_world()
 
     def _recreate_cm(self) -> SimulatedWorld:
         return SimulatedWorld(self.size)  # each decorated call has its own
@@ -107,51 +97,3 @@ class SimulatedWorld(World, ContextDecorator):
 
     def __repr__(self) -> str:
         return f"SimulatedWorld(size={self.size})"
-
-
-class _Outside:
-    """PyTorch's process groups as they are when this is made, put aside until `restore`."""
-
-    def __init__(self) -> None:
-        world: Any = c10d._world
-        self.default = world.default_pg
-        self.count = world.group_count
-        self.init_method = c10d._default_pg_init_method
-        self.tables = {name: dict(getattr(world, name)) for name in _TABLES}
-        # Not replaced: other modules hold the very objects. Emptied, so that a program that ends with
-        # destroy_process_group() ends its simulated groups and no others.
-        for name in _TABLES:
-            getattr(world, name).clear()
-        world.default_pg = None
-        world.group_count = next(_ranges)
-
-    def restore(self) -> None:
-        world: Any = c10d._world
-        for group in world.pg_names.values():
-            c10d._unregister_process_group(group)
-        for name, table in self.tables.items():
-            now = getattr(world, name)
-            now.clear()
-            now.update(table)
-        world.default_pg = self.default
-        world.group_count = self.count
-        c10d._default_pg_init_method = self.init_method
-        for pg, name in self.tables["pg_names"].items():
-            _register_again(name, pg)
-
-
-def _register_again(name: str, pg: dist.ProcessGroup) -> None:
-    """Undo what destroy_process_group() in the world did to an outer group: it forgets all names."""
-    try:
-        c10d._resolve_process_group(name)
-    except (RuntimeError, LookupError, ValueError):
-        c10d._register_process_group(name, pg)
-
-
-def _start_fake_group(size: int) -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # also registers the backend
-
-    hook = sys.excepthook
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    # Initialising chains a hook that marks tracebacks with "[rank0]". All ranks are here, and it piles up.
-    sys.excepthook = hook

@@ -1,0 +1,38 @@
+"""Ops of `torch.ops.aten` that do not simply run on every rank. Each function is named after its op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .mapping import join_views, map_op
+from .rank_int import rank_int
+from .rank_op import describe
+from .rank_tensor import RankTensor
+
+__all__ = ["alias", "as_strided", "detach"]
+
+_AS_STRIDED = describe(torch.ops.aten.as_strided.default)
+
+
+def detach(x: RankTensor) -> Any:
+    """Return a tensor with the same shards: they carry no autograd state that they would have to be detached from."""
+    return join_views(x.shards, x)
+
+
+alias = detach
+
+
+def as_strided(
+    x: RankTensor,
+    size: Sequence[int | torch.SymInt],
+    stride: Sequence[int | torch.SymInt],
+    storage_offset: int | torch.SymInt | None = None,
+) -> Any:
+    """Run `as_strided` with the offset of each shard: `storage_offset` counts from the one that `x` reports."""
+    if storage_offset is not None:
+        starts = [int(s.storage_offset()) for s in x.shards]
+        storage_offset = rank_int(starts) + (storage_offset - x.storage_offset())
+    return join_views(map_op(_AS_STRIDED, (x, size, stride, storage_offset), None), x)

@@ -1,0 +1,57 @@
+"""The ops behind `dist.all_reduce` and the like, `torch.ops.c10d`, on RankTensors. Each function is named after its op.
+
+They work in place, and return a handle to wait for. Their groups and reduce ops arrive as boxed C++ objects.
+"""
+
+from __future__ import annotations
+
+from torch import ScriptObject
+from torch import distributed as dist
+
+from .._torch.c10d import finished_work
+from . import collectives
+from .functional_ops import parallel_groups, write
+from .rank_tensor import RankTensor
+
+__all__ = ["_allgather_base_", "_reduce_scatter_base_", "allreduce_", "broadcast_"]
+
+
+def allreduce_(
+    xs: list[RankTensor], group: ScriptObject, op: ScriptObject, *_: object, **__: object
+) -> tuple[list[RankTensor], ScriptObject]:
+    """Reduce each tensor over each group: `dist.all_reduce`."""
+    for x in xs:
+        write(x, collectives.all_reduce(x.shards, _reduce_op(op), parallel_groups(x, _unboxed(group))))
+    return xs, finished_work()
+
+
+def broadcast_(
+    xs: list[RankTensor], group: ScriptObject, root: int, *_: object, **__: object
+) -> tuple[list[RankTensor], ScriptObject]:
+    """Send the tensors of one rank of each group to the others: `dist.broadcast`."""
+    for x in xs:
+        write(x, collectives.broadcast(x.shards, root, parallel_groups(x, _unboxed(group))))
+    return xs, finished_work()
+
+
+def _allgather_base_(
+    out: RankTensor, x: RankTensor, group: ScriptObject, *_: object, **__: object
+) -> tuple[RankTensor, ScriptObject]:
+    """Concatenate the tensors of each group: `dist.all_gather_into_tensor`."""
+    return write(out, collectives.all_gather(x.shards, parallel_groups(x, _unboxed(group)))), finished_work()
+
+
+def _reduce_scatter_base_(
+    out: RankTensor, x: RankTensor, group: ScriptObject, op: ScriptObject, *_: object, **__: object
+) -> tuple[RankTensor, ScriptObject]:
+    """Reduce over each group and split the rows among its ranks: `dist.reduce_scatter_tensor`."""
+    groups = parallel_groups(x, _unboxed(group))
+    return write(out, collectives.reduce_scatter(x.shards, _reduce_op(op), groups)), finished_work()
+
+
+def _unboxed(group: ScriptObject) -> dist.ProcessGroup:
+    return dist.ProcessGroup.unbox(group)
+
+
+def _reduce_op(boxed: ScriptObject) -> str:
+    return dist.ReduceOp.RedOpType(boxed.op()).name.lower()  # type: ignore[attr-defined]

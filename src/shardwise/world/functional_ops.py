@@ -1,0 +1,137 @@
+"""The functional collectives, `torch.ops._c10d_functional`, on RankTensors. Each function is named after its op.
+
+>>> with simulate(2):
+...     x = RankTensor([torch.tensor([1.0]), torch.tensor([2.0])])
+...     torch.ops._c10d_functional.all_reduce(x, "sum", dist.group.WORLD.group_name)
+RankTensor(tensor([3.]), same on all 2 ranks)
+
+Code that calls them therefore runs unchanged in a simulated world and in a world of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..errors import WorldError
+from . import collectives
+from .rank_tensor import RankTensor, wrap
+from .registry import Groups, current_world, groups_of
+
+__all__ = [
+    "all_gather_into_tensor",
+    "all_gather_into_tensor_coalesced",
+    "all_gather_into_tensor_out",
+    "all_reduce",
+    "all_reduce_",
+    "all_reduce_coalesced",
+    "all_reduce_coalesced_",
+    "all_to_all_single",
+    "broadcast",
+    "broadcast_",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
+    "wait_tensor",
+]
+
+Group = str | dist.ProcessGroup
+Sizes = Sequence[int | torch.SymInt]
+
+
+def parallel_groups(x: object, group: Group, group_size: int | None = None) -> Groups:
+    """Return the ranks that communicate with each other when `x` is communicated in `group`, one tuple per group."""
+    name = group if isinstance(group, str) else group.group_name
+    groups = groups_of(name)
+    world = current_world()
+    if not isinstance(x, RankTensor):
+        raise WorldError(
+            "a plain tensor and per-rank tensors in one collective", "make it per-rank with `replicate(tensor)`"
+        )
+    if world is not None and len(x.shards) != world.size:
+        raise WorldError(
+            f"a tensor of {len(x.shards)} ranks communicates in a world of {world.size}",
+            "use tensors of the running simulated world",
+        )
+    sizes = {len(ranks) for ranks in groups}
+    if group_size is not None and sizes != {group_size}:
+        raise WorldError(
+            f"group_size={group_size}, but group {name!r} is {groups}",
+            "pass the number of ranks in the group",
+        )
+    return groups
+
+
+def write(x: RankTensor, values: Sequence[torch.Tensor]) -> RankTensor:
+    """Copy each rank's value into the memory of its shard."""
+    for shard, value in zip(x.shards, values, strict=True):
+        shard.copy_(value.view_as(shard))
+    return x
+
+
+def wait_tensor(x: RankTensor) -> RankTensor:
+    """Return the tensor: communication is finished when a collective returns."""
+    return x
+
+
+def all_reduce(x: RankTensor, reduce_op: str, group: Group) -> RankTensor:
+    """Reduce over each group."""
+    return wrap(tuple(collectives.all_reduce(x.shards, reduce_op, parallel_groups(x, group))))
+
+
+def all_reduce_(x: RankTensor, reduce_op: str, group: Group) -> RankTensor:
+    """Reduce over each group, in place."""
+    return write(x, collectives.all_reduce(x.shards, reduce_op, parallel_groups(x, group)))
+
+
+def all_gather_into_tensor(x: RankTensor, group_size: int, group: Group) -> RankTensor:
+    """Concatenate the tensors of each group along dim 0."""
+    return wrap(tuple(collectives.all_gather(x.shards, parallel_groups(x, group, group_size))))
+
+
+def all_gather_into_tensor_out(x: RankTensor, group_size: int, group: Group, *, out: RankTensor) -> RankTensor:
+    """Concatenate the tensors of each group along dim 0, into `out`."""
+    return write(out, collectives.all_gather(x.shards, parallel_groups(x, group, group_size)))
+
+
+def reduce_scatter_tensor(x: RankTensor, reduce_op: str, group_size: int, group: Group) -> RankTensor:
+    """Reduce over each group, and split the rows of the result among its ranks."""
+    return wrap(tuple(collectives.reduce_scatter(x.shards, reduce_op, parallel_groups(x, group, group_size))))
+
+
+def all_to_all_single(x: RankTensor, receive: Sizes, send: Sizes, group: Group) -> RankTensor:
+    """Send rows from each rank to each rank of its group."""
+    return wrap(tuple(collectives.all_to_all(x.shards, receive, send, parallel_groups(x, group))))
+
+
+def broadcast(x: RankTensor, src: int, group: Group) -> RankTensor:
+    """Send the tensor of one rank of each group to the others."""
+    return wrap(tuple(collectives.broadcast(x.shards, src, parallel_groups(x, group))))
+
+
+def broadcast_(x: RankTensor, src: int, group: Group) -> RankTensor:
+    """Send the tensor of one rank of each group to the others, in place."""
+    return write(x, collectives.broadcast(x.shards, src, parallel_groups(x, group)))
+
+
+def all_reduce_coalesced(xs: list[RankTensor], reduce_op: str, group: Group) -> list[RankTensor]:
+    """Reduce several tensors."""
+    return [all_reduce(x, reduce_op, group) for x in xs]
+
+
+def all_reduce_coalesced_(xs: list[RankTensor], reduce_op: str, group: Group) -> list[RankTensor]:
+    """Reduce several tensors, in place."""
+    return [all_reduce_(x, reduce_op, group) for x in xs]
+
+
+def all_gather_into_tensor_coalesced(xs: list[RankTensor], group_size: int, group: Group) -> list[RankTensor]:
+    """Gather several tensors."""
+    return [all_gather_into_tensor(x, group_size, group) for x in xs]
+
+
+def reduce_scatter_tensor_coalesced(
+    xs: list[RankTensor], reduce_op: str, group_size: int, group: Group
+) -> list[RankTensor]:
+    """Reduce and scatter several tensors."""
+    return [reduce_scatter_tensor(x, reduce_op, group_size, group) for x in xs]

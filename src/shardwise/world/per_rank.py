@@ -1,0 +1,51 @@
+"""Computing with the ranks of a simulated world explicitly: one call per rank, one copy per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import repeat
+from typing import Any
+
+import torch
+
+from ..errors import WorldError
+from .mapping import by_rank, join, one_length
+from .rank_tensor import RankTensor
+from .registry import current_world
+
+__all__ = ["map_ranks", "replicate"]
+
+
+def map_ranks(fn: Callable[..., Any], *tensors: Any) -> Any:
+    """Call `fn(rank, *local tensors)` for every rank and join the results. Autograd does not record it.
+
+    >>> x = RankTensor([torch.ones(2), torch.ones(2)])
+    >>> map_ranks(lambda rank, local: local * rank, x).shards
+    (tensor([0., 0.]), tensor([1., 1.]))
+
+    Without a per-rank argument, the number of ranks is that of the running simulated world.
+    """
+    columns = [by_rank(t) for t in tensors]
+    lengths = {len(c) for c in columns if c is not None}
+    n = one_length(lengths) if lengths else _world_size()
+    rows = [repeat(t, n) if c is None else c for t, c in zip(tensors, columns, strict=True)]
+    with torch.no_grad():
+        results = [fn(rank, *row) for rank, *row in zip(range(n), *rows, strict=True)]
+    return join([_detached(r) for r in results], "map_ranks")
+
+
+def _detached(result: Any) -> Any:
+    return result.detach() if isinstance(result, torch.Tensor) and result.requires_grad else result
+
+
+def replicate(tensor: torch.Tensor, ranks: int | None = None) -> RankTensor:
+    """Return a RankTensor with a copy of one tensor for each of `ranks` ranks (default: those of the running world)."""
+    tensor = tensor.detach()
+    return RankTensor([tensor.clone() for _ in range(ranks or _world_size())])
+
+
+def _world_size() -> int:
+    world = current_world()
+    if world is None:
+        raise WorldError("the number of ranks is unknown", "pass it, or call this inside `with simulate(...)`")
+    return world.size

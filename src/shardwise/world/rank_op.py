@@ -1,0 +1,68 @@
+"""What the schema of an op says about running it on every rank: what it writes, returns, views and draws.
+
+>>> describe(torch.ops.aten.add_.Tensor).writes
+((0, 'self'),)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .._torch.ops import OpOverload, builtin_of
+
+__all__ = ["RankOp", "describe"]
+
+# Batch norm writes these arguments although its schema does not say so.
+_RUNNING_STATISTICS = ("running_mean", "running_var")
+_UNDECLARED_WRITERS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
+
+# Change sizes in place without being tagged as such.
+_RESIZING = ("aten::resize_", "aten::resize_as_", "aten::set_", "aten::resize", "aten::set")
+
+
+@dataclass(frozen=True, slots=True)
+class RankOp:
+    """The facts about one op overload that running it on every rank depends on."""
+
+    call: Callable[..., Any]
+    name: str
+    writes: tuple[tuple[int, str], ...]
+    """Position and name of each argument it writes to."""
+    returns: tuple[tuple[int, str] | None, ...]
+    """For each result: which written argument it is, or None if it is a new tensor."""
+    view: bool
+    random: bool
+    resizes: bool
+    """Whether sizes of written arguments may change."""
+
+
+def describe(func: OpOverload) -> RankOp:
+    """Read the facts about an overload from its schema and tags."""
+    schema = func._schema
+    undeclared = _RUNNING_STATISTICS if schema.name in _UNDECLARED_WRITERS else ()
+    writes: list[tuple[int, str]] = []
+    by_alias: dict[frozenset[str], tuple[int, str]] = {}
+    has_out = False
+    for position, argument in enumerate(schema.arguments):
+        alias = argument.alias_info
+        place = (position, argument.name)
+        declared = alias is not None and alias.is_write
+        if declared or argument.name in undeclared:
+            writes.append(place)
+            has_out |= argument.kwarg_only
+            if alias is not None:
+                by_alias[frozenset(alias.before_set)] = place
+    aliases = [result.alias_info for result in schema.returns]
+    return RankOp(
+        call=builtin_of(func),
+        name=str(func),
+        writes=tuple(writes),
+        returns=tuple(by_alias.get(frozenset(a.before_set)) if a and a.is_write else None for a in aliases),
+        view=any(a is not None and not a.is_write for a in aliases),
+        random=torch.Tag.nondeterministic_seeded in func.tags,
+        resizes=has_out or torch.Tag.inplace_view in func.tags or schema.name in _RESIZING,
+    )
