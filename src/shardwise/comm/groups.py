@@ -13,16 +13,14 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch.device_mesh import flattened_meshes, has_groups, root_mesh
 from ..errors import MeshError
 from ..sharding.mesh import (
     Axes,
     MeshInfo,
-    flattened_meshes,
     group_name,
     group_ranks,
-    has_groups,
     mesh_info_of,
-    root_mesh,
     world_group_name,
 )
 from ..sharding.runtime import active_runtime

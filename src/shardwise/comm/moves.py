@@ -16,6 +16,11 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from .._torch.collectives import all_gather as all_gather
+from .._torch.collectives import all_reduce as all_reduce
+from .._torch.collectives import all_to_all as all_to_all
+from .._torch.collectives import broadcast, reduce_scatter
+from .._torch.collectives import wait as wait
 from ..sharding.layout import Coordinate, Layout
 from ..sharding.mesh import MeshInfo
 from ..world import RankTensor, map_ranks, rank_int
@@ -33,14 +38,6 @@ from .transport import (
     travels_as_is,
     wire_op,
 )
-
-_c10d = torch.ops._c10d_functional
-all_gather = _c10d.all_gather_into_tensor.default
-all_reduce = _c10d.all_reduce.default
-reduce_scatter = _c10d.reduce_scatter_tensor.default
-all_to_all = _c10d.all_to_all_single.default
-broadcast = _c10d.broadcast.default
-wait = _c10d.wait_tensor.default
 
 LocalOp = Callable[[Tensor], Tensor]
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
+from .._torch.below_autograd import below_autograd
+from .._torch.collectives import wait
 from ..errors import MeshError
 from ..sharding.cache import ENTRY_BYTES
 from ..sharding.mesh import MeshInfo
@@ -22,11 +23,9 @@ from ..sharding.runtime import Runtime, WorldCache, on_activate
 from ..sharding.spec import DTensorSpec, in_memory_order, memory_order
 from .cost import Links, cost_model
 from .groups import adopt
-from .moves import LocalOp, Move, bind, on_ranks, wait
+from .moves import LocalOp, Move, bind, on_ranks
 from .plan import SpecPlan
 from .planner import make_plan
-
-_BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
 SpecPair = tuple[DTensorSpec, DTensorSpec]
 _STEP_BYTES = 512
@@ -110,7 +109,7 @@ def redistribute_local(local: Tensor, source: DTensorSpec, target: DTensorSpec) 
         moves = _moves_between(source, target)
     if not moves:
         return local
-    with _BelowAutograd():  # gradients are the caller's; above autograd each collective costs twice as much
+    with below_autograd():  # gradients are the caller's; above autograd each collective costs twice as much
         for start, communicates, finish, _ in moves:
             local = start(local)
             if communicates:
