@@ -23,7 +23,7 @@ from shardwise.comm.plan import (
 from shardwise.comm.planner import _seconds, make_plan
 from shardwise.comm.states import Task, common_slots, moves_from
 from shardwise.errors import CommunicationError, LayoutError
-from shardwise.sharding.layout import default_order, from_placements
+from shardwise.sharding.from_placements import default_order, from_placements
 
 CUTS = [Shard(0), Shard(1), Replicate()]
 SUMS = [*CUTS, Partial()]

@@ -14,7 +14,8 @@ import torch
 
 from ..sharding.layout import Layout
 from ..sharding.mesh import names_text
-from ..sharding.spec import DTensorSpec, spec_text
+from ..sharding.spec import DTensorSpec
+from ..sharding.spec_text import spec_text
 from .boxes import intersection, volume
 
 # Kinds of steps. The local ones have no axes.

@@ -18,9 +18,10 @@ from .._torch.below_autograd import below_autograd
 from .._torch.collectives import wait
 from ..errors import MeshError
 from ..sharding.cache import ENTRY_BYTES
+from ..sharding.memory_order import in_memory_order, memory_order
 from ..sharding.mesh import MeshInfo
 from ..sharding.runtime import Runtime, WorldCache, on_activate
-from ..sharding.spec import DTensorSpec, in_memory_order, memory_order
+from ..sharding.spec import DTensorSpec
 from .cost import Links, cost_model
 from .groups import adopt
 from .moves import LocalOp, Move, bind, on_ranks

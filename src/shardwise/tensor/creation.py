@@ -18,7 +18,8 @@ from ..comm.moves import broadcast_move, from_ranks, on_ranks, scatter_move, tak
 from ..comm.redistribute import redistribute_local
 from ..errors import InputError, PlacementError, ShapeError
 from ..random import Draw
-from ..sharding.layout import Coordinate, cutting_sequence, from_placements
+from ..sharding.from_placements import cutting_sequence, from_placements
+from ..sharding.layout import Coordinate
 from ..sharding.mesh import MeshInfo, current_mesh, mesh_info_of
 from ..sharding.placement import Placement, Placements, Replicate, Shard
 from ..sharding.spec import DTensorSpec, contiguous_meta, normalize_placements

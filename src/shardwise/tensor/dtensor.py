@@ -29,6 +29,7 @@ from ..dispatch.view_call import ViewCall
 from ..errors import InputError, MeshError
 from ..overrides.composites import install_composites
 from ..sharding.base import DTensorBase
+from ..sharding.memory_order import in_memory_order, memory_order
 from ..sharding.mesh import current_mesh, mesh_info_of
 from ..sharding.placement import (
     InterleavedShard,
