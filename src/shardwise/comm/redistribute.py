@@ -22,9 +22,11 @@ from ..sharding.memory_order import in_memory_order, memory_order
 from ..sharding.mesh import MeshInfo
 from ..sharding.runtime import Runtime, WorldCache, on_activate
 from ..sharding.spec import DTensorSpec
+from .bind_move import bind_move
 from .cost import Links, cost_model
 from .groups import adopt
-from .moves import LocalOp, Move, bind, on_ranks
+from .move import Move
+from .on_ranks import LocalOp, on_ranks
 from .plan import SpecPlan
 from .planner import make_plan
 
@@ -95,7 +97,8 @@ def _moves_between(source: DTensorSpec, target: DTensorSpec) -> tuple[Move, ...]
 
 
 def _bind_plan(source: DTensorSpec, target: DTensorSpec) -> tuple[Move, ...]:
-    moves = tuple(bind(step, source.mesh_info, source.dtype) for step in plan_redistribution(source, target).plan.steps)
+    steps = plan_redistribution(source, target).plan.steps
+    moves = tuple(bind_move(step, source.mesh_info, source.dtype) for step in steps)
     order = memory_order(target.tensor_meta)
     if moves and order is not None:
         # Moved data is row-major. Where the target is not, views that are legal on one device must stay so here.

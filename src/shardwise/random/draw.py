@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.moves import take
+from ..comm.local_moves import take_slice
 from ..errors import InputError
 from ..sharding.layout import Coordinate, Factor, Layout
 from ..sharding.mesh import MeshInfo
@@ -91,7 +91,7 @@ class Draw:
             return torch.empty(layout.local_shape(at), dtype=dtype, device="meta")
         key = None if name == "randperm" else self.key  # a permutation is one draw
         if key is None:
-            return take(self._drawn_whole(name, arguments, dtype), self._whole, layout, at).to(self._device)
+            return take_slice(self._drawn_whole(name, arguments, dtype), self._whole, layout, at).to(self._device)
         fits = out is not None and out.is_contiguous() and out.dtype == dtype
         local = out if fits else torch.empty(layout.local_shape(at), dtype=dtype, device=self._device)
         assert local is not None

@@ -22,7 +22,7 @@ from .memory_order import TensorMeta as TensorMeta
 from .memory_order import contiguous_meta as contiguous_meta
 from .mesh import MeshDescription, MeshInfo, mesh_description, mesh_info_of, mesh_like
 from .normalize import normalize_placements as normalize_placements
-from .placement import Placement, Placements, Replicate, ShardOrder
+from .placement import P, Placement, Placements, Replicate, ShardOrder
 from .spec_text import spec_text
 
 _MAX_DERIVED = 256
@@ -220,10 +220,12 @@ class DTensorSpec:
     def with_placements(self, placements: Placements) -> DTensorSpec:
         """The spec of the same tensor with other placements: row-major, unless its layout stays the same."""
         key = tuple(placements) if isinstance(placements, list) else placements
-        try:
-            return self.derived(key, lambda: self._placed(placements))
-        except TypeError:  # no list of placements, and perhaps not hashable: refused by name below
-            return self._placed(placements)
+        if isinstance(key, (P, tuple)):
+            try:
+                return self.derived(key, lambda: self._placed(placements))
+            except TypeError:  # an entry is not hashable, so no placement: refused by name below
+                pass
+        return self._placed(placements)
 
     def _placed(self, placements: Placements) -> DTensorSpec:
         target = DTensorSpec._of_placements(self.mesh_info, placements, self.tensor_meta, None)

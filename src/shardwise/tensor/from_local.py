@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.moves import all_gather_ranks, broadcast_move
+from ..comm.exchange import all_gather_ranks, broadcast_move
 from ..comm.transport import check_reducible
 from ..errors import InputError, LayoutError, ShapeError
 from ..sharding.from_placements import from_placements
