@@ -32,7 +32,8 @@ import shardwise
 from shardwise.comm.cost import Links
 from shardwise.comm.planner import make_plan, shortest
 from shardwise.comm.states import common_slots, lacking, talking_axes
-from shardwise.sharding.layout import Layout, aligned, canonical, from_placements
+from shardwise.sharding.from_placements import from_placements
+from shardwise.sharding.layout import Layout, aligned, canonical
 
 LIBRARIES: dict[str, Any] = {"shardwise": shardwise, "PyTorch": stock}
 DEVICES = {"cpu": "cpu", "meta": "accelerator"}  # tensors without data take the paths of an accelerator

@@ -10,6 +10,7 @@ import torch
 
 from shardwise import InterleavedShard, Partial, Replicate, Shard, ShardOrderEntry
 from shardwise.comm.cost import Links
+from shardwise.comm.edges import Task, edges_from
 from shardwise.comm.plan import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -21,9 +22,9 @@ from shardwise.comm.plan import (
     bytes_text,
 )
 from shardwise.comm.planner import _seconds, make_plan
-from shardwise.comm.states import Task, common_slots, moves_from
+from shardwise.comm.states import common_slots
 from shardwise.errors import CommunicationError, LayoutError
-from shardwise.sharding.layout import default_order, from_placements
+from shardwise.sharding.from_placements import default_order, from_placements
 
 CUTS = [Shard(0), Shard(1), Replicate()]
 SUMS = [*CUTS, Partial()]
@@ -300,7 +301,7 @@ def dijkstra(source, target, link, groups=None):
         if state in done:
             continue
         done.add(state)
-        for edge in moves_from(task, state, task.capacity):
+        for edge in edges_from(task, state, task.capacity):
             if edge.after not in done:
                 step = _seconds(link, task.mesh_sizes, edge.kind, edge.axes, edge.fraction * nbytes)
                 heapq.heappush(queue, (cost + step, next(count), edge.after))

@@ -169,18 +169,18 @@ ROWS: dict[str, Row] = {
         errors.LayoutError,
         (
             "[InterleavedShard(dim=0, blocks=4), Replicate()] on shape [6, 4] over mesh(dp=2, tp=2): 4 "
-            "blocks of a dim of which a rank holds 6"
+            "blocks of a local size of 6"
         ),
-        "the blocks must divide that size",
+        "use a number of blocks that divides it",
     ),
     "blocks of an uneven part": Row(
         lambda w: shardwise.zeros(7, 4, device_mesh=w.mesh, placements=[Shard(0), InterleavedShard(0, 2)]),
         errors.LayoutError,
         (
             "[Shard(dim=0), InterleavedShard(dim=0, blocks=2)] on shape [7, 4] over mesh(dp=2, tp=2): "
-            "an interleaved cut inside an uneven one"
+            "2 interleaved blocks inside uneven shards of a dim of size 7"
         ),
-        "interleave first or use an even size",
+        "list the interleaved axis first in the shard order, or use a size that the other axes divide",
     ),
     "an average of integers": Row(
         lambda w: distribute_tensor(torch.arange(4), w.line, [Partial("avg")]),
@@ -273,7 +273,7 @@ ROWS: dict[str, Row] = {
         errors.PlacementError,
         (
             "the shard order (ShardOrderEntry(tensor_dim=0, mesh_dims=(0,)),) does not list the axes "
-            "that [Shard(dim=0), Shard(dim=0)] cut with"
+            "that [Shard(dim=0), Shard(dim=0)] shard over"
         ),
         "list the same axes, in any order: (ShardOrderEntry(tensor_dim=0, mesh_dims=(0, 1)),)",
     ),
@@ -282,7 +282,7 @@ ROWS: dict[str, Row] = {
         errors.PlacementError,
         (
             "the shard order (ShardOrderEntry(tensor_dim=0, mesh_dims=(1,)),) does not list the axes "
-            "that [Shard(dim=0), Replicate()] cut with"
+            "that [Shard(dim=0), Replicate()] shard over"
         ),
         "list the same axes, in any order: (ShardOrderEntry(tensor_dim=0, mesh_dims=(0,)),)",
     ),
@@ -291,7 +291,7 @@ ROWS: dict[str, Row] = {
         errors.PlacementError,
         (
             "the shard order (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 1)),) does not list the axes "
-            "that [Shard(dim=0), Shard(dim=0)] cut with"
+            "that [Shard(dim=0), Shard(dim=0)] shard over"
         ),
         "list the same axes, in any order: (ShardOrderEntry(tensor_dim=0, mesh_dims=(0, 1)),)",
     ),

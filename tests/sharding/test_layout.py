@@ -8,7 +8,8 @@ import torch
 
 from shardwise import InterleavedShard, Replicate, Shard, ShardOrderEntry
 from shardwise.errors import LayoutError
-from shardwise.sharding.layout import chunk_range, cutting_sequence, default_order, from_placements, to_placements
+from shardwise.sharding.from_placements import cutting_sequence, default_order, from_placements, to_placements
+from shardwise.sharding.layout import chunk_range
 
 MESHES = [(2,), (3,), (4,), (5,), (1, 2), (2, 2), (2, 3), (3, 2), (2, 2, 2), (2, 1, 3)]
 

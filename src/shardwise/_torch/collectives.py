@@ -1,10 +1,31 @@
-"""Process groups by name: functional collectives take the name of a group, not the group."""
+"""Functional collectives, and the process groups they name.
+
+The public functions of `torch.distributed._functional_collectives` cost six times as much as the overloads they call,
+so the overloads are called directly. Each takes the name of a group, starts its collective, and returns a tensor that
+holds the result once `wait` has returned it.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+_ops = torch.ops._c10d_functional
+
+all_gather = _ops.all_gather_into_tensor.default
+"""`all_gather(input, ranks, group)`: the inputs of all ranks, concatenated along dim 0 in group order."""
+all_reduce = _ops.all_reduce.default
+"""`all_reduce(input, op, group)`: the elementwise reduction of the inputs, on every rank."""
+reduce_scatter = _ops.reduce_scatter_tensor.default
+"""`reduce_scatter(input, op, ranks, group)`: this rank's chunk along dim 0 of the reduction of the inputs."""
+all_to_all = _ops.all_to_all_single.default
+"""`all_to_all(input, received_sizes, sent_sizes, group)`: one chunk along dim 0 from each rank, in group order."""
+broadcast = _ops.broadcast.default
+"""`broadcast(input, source, group)`: the input of the rank at this index of the group."""
+wait = _ops.wait_tensor.default
+"""`wait(tensor)`: the same tensor, once the collective that fills it is done."""
 
 _resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 

@@ -1,7 +1,7 @@
-"""The boxes of an exchange: for each pair of ranks, which pieces of a local tensor go where.
+"""The boxes of an exchange: for each pair of ranks, which slices of a local tensor go where.
 
-Between any two layouts of one tensor, a rank sends each peer the intersection of what it holds with what the peer
-needs. Along one dim that intersection is a list of runs; a box is one run for each dim. Pure arithmetic.
+Between any two layouts of one tensor, a rank sends each peer the intersection of its own shard with the shard that the
+peer needs. Along one dim that intersection is a list of runs; a box is one run for each dim. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Box = tuple[tuple[int, int, int], ...]
 
 
 class Schedule(NamedTuple):
-    """What one rank sends and receives, peer by peer in group order, and how many elements that is."""
+    """The boxes that one rank sends and receives, peer by peer in group order, and their numbers of elements."""
 
     send: tuple[tuple[Box, ...], ...]
     receive: tuple[tuple[Box, ...], ...]
@@ -36,9 +36,9 @@ def schedule_bytes(schedule: Schedule) -> int:
 def schedule(before: Layout, after: Layout, coordinate: Coordinate, axes: Sequence[int]) -> Schedule:
     """The schedule of the rank at this coordinate, exchanging with the ranks over these axes.
 
-    In an exchange every element that a rank needs is held by one peer only: peers that
-    differ only on axes that cut nothing before are not peers here, so each finds all it needs in its own group. In a
-    reduction over these axes every peer holds an operand of the same elements, and sends what the receiver needs.
+    In an exchange exactly one peer holds each element that a rank needs: the axes are those that shard the tensor
+    before it. In a reduction over these axes every peer holds an operand of the same elements, and sends what the
+    receiver needs.
     """
     peers = members(before.mesh_sizes, coordinate, axes)
     mine_before, mine_after = before.runs(coordinate), after.runs(coordinate)
@@ -59,7 +59,7 @@ def members(mesh_sizes: tuple[int, ...], coordinate: Coordinate, axes: Sequence[
 
 
 def intersection(have: Sequence[tuple[Run, ...]], need: Sequence[tuple[Run, ...]]) -> tuple[Box, ...]:
-    """The boxes that both hold, given the runs of every dim on each side."""
+    """The boxes in both shards, given the runs of every dim on each side."""
     by_dim = [_common_runs(one, other) for one, other in zip(have, need, strict=True)]
     return tuple(itertools.product(*by_dim)) if all(by_dim) else ()
 

@@ -16,10 +16,13 @@ from dataclasses import dataclass, field
 from ..sharding.mesh import MeshInfo
 from ..sharding.runtime import clear_all_caches
 
+LOCAL_STEP = 1e-6
+"""Seconds of a step without communication: of two plans that cost the same, the one with fewer such steps wins."""
+
 
 @dataclass(frozen=True)
 class Links:
-    """The cost model read for one mesh: numbers only, so that the planner stays pure and its cache can key on it."""
+    """The costs of one mesh, as numbers: the planner needs no mesh, and its cache can key on them."""
 
     latency: float
     peer_latency: float
@@ -27,17 +30,17 @@ class Links:
     bandwidth: tuple[float, ...]
 
     def seconds(self, axes: tuple[int, ...], peers: int, received: float) -> float:
-        """The time of one collective over these axes in which a rank receives so many bytes."""
+        """The time of one collective over these axes in which a rank receives this many bytes."""
         slowest = min(self.bandwidth[axis] for axis in axes)
         return self.latency + self.peer_latency * peers + received / slowest
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds and bytes per second. What is None takes a default that suits the mesh's device type.
+    """What communication costs, in seconds and bytes per second. A None takes the default of the mesh's device type.
 
     `bandwidth` maps axis names to bytes per second. An axis that is not named gets `node_bandwidth` if its ranks
-    sit on one node (of `node_size` ranks, by default torchrun's LOCAL_WORLD_SIZE), else `network_bandwidth`.
+    are on one node (of `node_size` ranks, by default torchrun's LOCAL_WORLD_SIZE), else `network_bandwidth`.
     """
 
     latency: float | None = None
@@ -89,7 +92,7 @@ def set_cost_model(model: CostModel) -> None:
 
 
 def on_change(forget: Callable[[], None]) -> None:
-    """Call this whenever the cost model changes: choices made by the old one are to be forgotten."""
+    """Call this whenever the cost model changes, to forget choices made by the old one."""
     _listeners.append(forget)
 
 

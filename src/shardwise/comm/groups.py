@@ -1,8 +1,8 @@
 """Adopting a mesh: a process group for every set of its axes, made once, in one order, on all ranks.
 
-Groups are never made from a plan: their names come from a counter in each process, so ranks that make groups at
-different moments can end up summing with strangers. A mesh that spans the world is adopted when its first tensor is
-made, which all its ranks do. A submesh uses the groups that exist already and otherwise talks axis by axis.
+Groups are never made by a plan: their names come from a counter in each process, so ranks that make groups at different
+moments would give different groups the same name. A mesh of all ranks is adopted when its first tensor is made, which
+all ranks do. A submesh uses the groups that exist already, and otherwise communicates axis by axis.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch.device_mesh import flattened_meshes, has_groups, root_mesh
 from ..errors import MeshError
 from ..sharding.mesh import (
     Axes,
     MeshInfo,
-    flattened_meshes,
     group_name,
     group_ranks,
-    has_groups,
     mesh_info_of,
-    root_mesh,
     world_group_name,
 )
 from ..sharding.once import making
@@ -33,12 +31,12 @@ _waiting: list[Callable[[], None]] = []
 
 
 def before_first_use(run: Callable[[], None]) -> None:
-    """Run this when the first mesh is adopted: what importing should not take time for."""
+    """Run this when the first mesh is adopted, and not when shardwise is imported, because it takes time."""
     _waiting.append(run)
 
 
 def first_use() -> None:
-    """Run what waits for the first mesh."""
+    """Run the functions that wait for the first mesh."""
     while _waiting:
         _waiting.pop()()
 
@@ -83,8 +81,8 @@ def _check_membership(mesh_info: MeshInfo) -> None:
         outside = [rank for rank, coordinate in enumerate(mesh_info.coordinates) if not coordinate]
     if not has_groups(mesh_info.mesh):
         raise MeshError(
-            f"{mesh_info!r} was loaded from a file and no mesh like it was used yet in this world",
-            "make the mesh with init_device_mesh and a first tensor on it before loading",
+            f"{mesh_info!r} was loaded from a file, and no equal mesh has been used in this world",
+            "make the mesh with init_device_mesh, and a first tensor on it, before loading",
         )
     if outside:
         ranks = f"rank {outside[0]} is" if len(outside) == 1 else f"ranks {outside} are"
@@ -100,7 +98,7 @@ def axis_sets(ndim: int) -> list[Axes]:
 
 
 def _axis_groups(mesh_info: MeshInfo) -> dict[Axes, str]:
-    """The groups that the mesh came with, one for each axis."""
+    """The names of the mesh's own groups, one for each axis."""
     try:
         return {(axis,): group_name(mesh_info.mesh, axis) for axis in range(len(mesh_info.sizes))}
     except (RuntimeError, LookupError, ValueError):
@@ -132,7 +130,7 @@ def _process_groups(mesh_info: MeshInfo) -> None:
 
 
 def _existing_groups(mesh_info: MeshInfo) -> dict[tuple[tuple[int, ...], ...], str]:
-    """Groups that are there already, by the way they part the ranks: flattened axes and the root mesh's groups."""
+    """The groups of flattened axes and of the root mesh, by the partition of the ranks that they make."""
     found = {}
     for flattened in flattened_meshes(mesh_info.mesh):
         found[_partition(mesh_info_of(flattened).rank_groups((0,)))] = group_name(flattened, 0)
@@ -157,5 +155,5 @@ def _create(groups: list[list[int]]) -> str | None:
 
 
 def ranks_of_group(name: str) -> list[tuple[int, ...]]:
-    """The ranks of this process's group with this name; in the simulated world of all its parallel instances."""
+    """The ranks of this process's group with this name; in a simulated world those of all its parallel instances."""
     return [group_ranks(name)] if current_world() is None else list(groups_of(name))

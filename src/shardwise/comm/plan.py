@@ -1,7 +1,7 @@
 """Plans: how one layout becomes another, as pure data that prints.
 
-A step names its kind, the mesh axes whose ranks talk, and the layouts before and after it; nothing else is needed
-to carry it out on any rank.
+A step names its kind, the mesh axes whose ranks communicate, and the layouts before and after it; nothing else is
+needed to carry it out on any rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 
 from ..sharding.layout import Layout
 from ..sharding.mesh import names_text
-from ..sharding.spec import DTensorSpec, spec_text
+from ..sharding.spec import DTensorSpec
+from ..sharding.spec_text import spec_text
 from .boxes import intersection, volume
 
 # Kinds of steps. The local ones have no axes.
@@ -29,7 +30,7 @@ REDUCE_SCATTER = "reduce-scatter"
 
 @dataclass(frozen=True)
 class Step:
-    """One move: its kind, the axes of its group, the layouts around it, and the bytes a rank receives.
+    """One step: its kind, the axes of its group, the layouts around it, and the bytes a rank receives.
 
     `op` is the reduction of an all-reduce or reduce-scatter.
     """
@@ -78,7 +79,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class SpecPlan:
-    """A plan between two specs. Its text is the plan's, in the words of the specs' mesh."""
+    """A plan between two specs. Prints as the steps, with the axis names of their mesh."""
 
     source: DTensorSpec
     target: DTensorSpec
@@ -92,7 +93,7 @@ _MANY_RANKS = 4096
 
 
 def received_exactly(step: Step, itemsize: int) -> float:
-    """The most bytes that any rank receives in a step. The planner's own figure takes uneven cuts for even ones."""
+    """The most bytes that any rank receives in a step. `step.received` takes uneven shards for even ones."""
     mesh_sizes = step.before.mesh_sizes
     peers = math.prod(mesh_sizes[axis] for axis in step.axes)
     if step.kind == ALL_REDUCE:
@@ -109,7 +110,7 @@ def received_exactly(step: Step, itemsize: int) -> float:
 
 
 def bytes_text(count: float) -> str:
-    """A number of bytes as people read it."""
+    """A number of bytes with a unit: `192 B`, `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             break

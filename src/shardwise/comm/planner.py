@@ -1,11 +1,11 @@
 """The planner: the cheapest way from one layout to another, by A* over distribution states.
 
-A state says, for each slot (a factor that source and target share), which axes cut it, major to minor, and which
-axes are still Partial. Edges are the moves in `moves_from`; their costs come from `Links`. From every state an
-exchange leads straight to the target, so the search has an upper bound from its first step. No state between
-source and target may hold more than the larger of the two.
+A state says, for each slot (a factor that source and target share), which axes shard it, major to minor, and which
+axes are still Partial. Edges come from `edges_from`, their costs from `Links`. From every state an exchange leads
+straight to the target, so the search has an upper bound from its first step. No state between source and target may
+hold more than the larger of the two.
 
-Everything here is arithmetic on layouts: no tensors, no process groups, no rank.
+Everything here is arithmetic on layouts: no tensors, no process groups, no ranks.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from functools import lru_cache
 
 from ..errors import CommunicationError
 from ..sharding.layout import Factor, Layout
-from .cost import Links
+from .cost import LOCAL_STEP, Links
+from .edges import Edge, Task, edges_from
 from .plan import EXCHANGE, SLICE, Plan, Step
-from .states import Axes, DistState, Edge, Slots, Task, common_slots, held, lacking, moves_from, product
-
-_LOCAL_STEP = 1e-6  # seconds: of two plans that cost the same, the one with fewer local steps wins
+from .states import Axes, DistState, Slots, common_slots, held, lacking, product
 
 
 @lru_cache(maxsize=16384)
 def make_plan(
     source: Layout, target: Layout, itemsize: int, links: Links, groups: frozenset[Axes] | None = None
 ) -> Plan:
-    """The cheapest plan. `groups` are the sets of axes whose ranks can talk together (None: any set)."""
+    """The cheapest plan. `groups` are the sets of axes whose ranks have a process group (None: all sets)."""
     if source.shape != target.shape or source.mesh_sizes != target.mesh_sizes:
-        raise CommunicationError(f"no plan from {source} to {target}", "shape and mesh must be the same")
+        raise CommunicationError(
+            f"no plan from {source} to {target}: their shapes or meshes differ",
+            "redistribute between layouts of one tensor on one mesh",
+        )
     slots = common_slots(source, target)
     if slots is None:
         return _plan_without_slots(source, target, itemsize, links, groups)
@@ -40,13 +42,14 @@ def make_plan(
     path = shortest(source.mesh_sizes, slots.source, slots.target, about, links, groups)
     if path is None:
         raise CommunicationError(
-            f"no way from {source} to {target} over single axes", "use a mesh that spans the whole world"
+            f"no plan from {source} to {target} with process groups of single axes",
+            "use a mesh of all ranks of the world: only there groups of several axes are made",
         )
     return _as_plan(source, target, slots, path, nbytes, links)
 
 
 Path = tuple[tuple[DistState, Edge], ...]
-"""The edges of a way, each with the state it leaves."""
+"""The edges of a path, each with the state before it."""
 
 
 @lru_cache(maxsize=16384)
@@ -58,7 +61,7 @@ def shortest(
     links: Links,
     groups: frozenset[Axes] | None,
 ) -> Path | None:
-    """The cheapest way between two states of a tensor of about so many bytes; None if there is none."""
+    """The cheapest path between two states of a tensor of about `nbytes` bytes; None if there is none."""
     task = Task(mesh_sizes, source, target, links.bandwidth, groups)
     search = _Search(task, nbytes, links)
     found = search.run(task.capacity)
@@ -82,28 +85,28 @@ class _Search:
     def __init__(self, task: Task, nbytes: int, links: Links) -> None:
         self.task, self.nbytes, self.links = task, nbytes, links
         self.fastest = max(links.bandwidth)
-        # Seconds of a move over some axes: fixed, and for each part of the whole tensor received.
+        # Seconds of an edge by kind and axes: fixed ones, and those for receiving the global tensor.
         self.prices: dict[tuple[str, Axes], tuple[float, float]] = {}
 
     def run(self, capacity: float) -> Path | None:
-        """The cheapest way that never holds more than this part of the whole; None if there is none."""
+        """The cheapest path on which no rank holds more than this fraction of the tensor; None if there is none."""
         task, end = self.task, self.task.target
         start = task.source
         best: dict[DistState, float] = {start: 0.0}
-        arrived_by: dict[DistState, tuple[DistState, Edge]] = {}
+        reached_by: dict[DistState, tuple[DistState, Edge]] = {}
         queue = [(self._at_least(start), 0, start)]
         done: set[DistState] = set()
         pushed = 0
         while queue:
             _, _, state = heapq.heappop(queue)
             if state == end:
-                return self._path(arrived_by)
+                return self._path(reached_by)
             if state in done:
                 continue
             done.add(state)
             if state != start and len(done) == 2 and best.get(end, math.inf) <= self._two_collectives():
-                return self._path(arrived_by)  # one collective reaches the target, and any two cost more
-            for edge in moves_from(task, state, capacity):
+                return self._path(reached_by)  # one collective reaches the target, and any two cost more
+            for edge in edges_from(task, state, capacity):
                 after = edge.after
                 cost = best[state] + self.seconds(edge)
                 if after in done or cost >= best.get(after, math.inf):
@@ -112,7 +115,7 @@ class _Search:
                 if after != end and estimate >= best.get(end, math.inf):
                     continue
                 best[after] = cost
-                arrived_by[after] = (state, edge)
+                reached_by[after] = (state, edge)
                 pushed += 1
                 heapq.heappush(queue, (estimate, pushed, after))
         return None
@@ -127,13 +130,13 @@ class _Search:
         return price[0] + edge.fraction * price[1]
 
     def _two_collectives(self) -> float:
-        """A time that no way with two or more collectives can undercut."""
+        """A lower bound on the time of paths with two or more collectives."""
         smallest = min((size for size in self.task.mesh_sizes if size > 1), default=1)
         latency = self.links.latency + self.links.peer_latency * (smallest - 1)
         return self._at_least(self.task.source) - self.links.latency + 2 * latency
 
     def _at_least(self, state: DistState) -> float:
-        """A time that no path from this state can undercut."""
+        """A lower bound on the time of paths from this state to the target."""
         task = self.task
         if state.partial != task.target.partial:
             if not any(entry in task.reducing for entry in state.partial):
@@ -146,11 +149,11 @@ class _Search:
                 return 0.0
         return self.links.latency + fraction * self.nbytes / self.fastest
 
-    def _path(self, arrived_by: dict[DistState, tuple[DistState, Edge]]) -> Path:
+    def _path(self, reached_by: dict[DistState, tuple[DistState, Edge]]) -> Path:
         path = []
         state = self.task.target
         while state != self.task.source:
-            before, edge = arrived_by[state]
+            before, edge = reached_by[state]
             path.append((before, edge))
             state = before
         return tuple(reversed(path))
@@ -158,21 +161,21 @@ class _Search:
 
 def _seconds(links: Links, mesh_sizes: tuple[int, ...], kind: str, axes: Axes, received: float) -> float:
     if not axes:
-        return _LOCAL_STEP
-    time = links.seconds(axes, product(mesh_sizes, axes) - 1, received) + _LOCAL_STEP
-    # Any-to-any moves are packed piece by piece; the other collectives take the tensor as it is, or nearly so.
-    return time + links.pack * received + _LOCAL_STEP if kind == EXCHANGE else time
+        return LOCAL_STEP
+    time = links.seconds(axes, product(mesh_sizes, axes) - 1, received) + LOCAL_STEP
+    # An exchange is packed box by box; the other collectives send the tensor unchanged, or after one permutation.
+    return time + links.pack * received + LOCAL_STEP if kind == EXCHANGE else time
 
 
 def _plan_without_slots(
     source: Layout, target: Layout, itemsize: int, links: Links, groups: frozenset[Axes] | None
 ) -> Plan:
-    """Layouts without common factors: finish the reductions, exchange, then make Partial what must be."""
+    """The plan between layouts without common slots: reduce, exchange, then make axes Partial."""
     middle, goal = source.without_partial(), target.without_partial()
     axes = tuple(sorted({a for dim in middle.dims for factor in dim for a in factor.axes}))
     if axes and groups is not None and axes not in groups:
-        whole = Layout.make(source.mesh_sizes, tuple((Factor(size, ()),) for size in source.shape))
-        stops = [source, middle, whole, goal, target]
+        replicated = Layout.make(source.mesh_sizes, tuple((Factor(size, ()),) for size in source.shape))
+        stops = [source, middle, replicated, goal, target]
     else:
         stops = [source, middle, goal, target]
     steps: list[Step] = []

@@ -12,21 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
+from .._torch.below_autograd import below_autograd
+from .._torch.collectives import wait
 from ..errors import MeshError
 from ..sharding.cache import ENTRY_BYTES
+from ..sharding.memory_order import in_memory_order, memory_order
 from ..sharding.mesh import MeshInfo
 from ..sharding.runtime import Runtime, WorldCache, on_activate
-from ..sharding.spec import DTensorSpec, in_memory_order, memory_order
+from ..sharding.spec import DTensorSpec
+from .bind_move import bind_move
 from .cost import Links, cost_model
 from .groups import adopt
-from .moves import LocalOp, Move, bind, on_ranks, wait
+from .move import Move
+from .on_ranks import LocalOp, on_ranks
 from .plan import SpecPlan
 from .planner import make_plan
-
-_BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
 SpecPair = tuple[DTensorSpec, DTensorSpec]
 _STEP_BYTES = 512
@@ -95,7 +97,8 @@ def _moves_between(source: DTensorSpec, target: DTensorSpec) -> tuple[Move, ...]
 
 
 def _bind_plan(source: DTensorSpec, target: DTensorSpec) -> tuple[Move, ...]:
-    moves = tuple(bind(step, source.mesh_info, source.dtype) for step in plan_redistribution(source, target).plan.steps)
+    steps = plan_redistribution(source, target).plan.steps
+    moves = tuple(bind_move(step, source.mesh_info, source.dtype) for step in steps)
     order = memory_order(target.tensor_meta)
     if moves and order is not None:
         # Moved data is row-major. Where the target is not, views that are legal on one device must stay so here.
@@ -110,7 +113,7 @@ def redistribute_local(local: Tensor, source: DTensorSpec, target: DTensorSpec) 
         moves = _moves_between(source, target)
     if not moves:
         return local
-    with _BelowAutograd():  # gradients are the caller's; above autograd each collective costs twice as much
+    with below_autograd():  # gradients are the caller's; above autograd each collective costs twice as much
         for start, communicates, finish, _ in moves:
             local = start(local)
             if communicates:

@@ -1,8 +1,8 @@
-"""What backends can carry: which dtypes move or reduce as they are, and how the others travel.
+"""Which dtypes backends move or reduce, and how the others are sent.
 
-gloo neither moves nor reduces int16 and float8 and has no complex all-to-all; reducing complex numbers by max would
-be done part by part without a word. So data of other dtypes moves as bytes, and what cannot be reduced natively is
-moved and reduced locally.
+gloo neither moves nor reduces int16 and float8 and has no complex all-to-all; it reduces the real and imaginary parts
+of complex numbers by max separately, without an error. So other dtypes are sent as bytes, and what cannot be reduced
+natively is gathered and reduced locally.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ _BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "product": "min"}
 
 
 def moves_natively(dtype: torch.dtype) -> bool:
-    """Whether every backend moves this dtype as it is."""
+    """Whether every backend moves this dtype."""
     return dtype in _MOVABLE
 
 
 def reduces_natively(dtype: torch.dtype, op: str) -> bool:
-    """Whether every backend reduces this dtype by this op, perhaps seen as another dtype (see `to_wire`)."""
+    """Whether every backend reduces this dtype by this op, perhaps viewed as another dtype (see `to_wire`)."""
     return dtype in _REDUCIBLE or dtype is torch.bool or (dtype.is_complex and op in ("sum", "avg"))
 
 
 def wire_op(dtype: torch.dtype, op: str) -> str:
-    """The op to ask the backend for."""
+    """The reduction that the backend is asked for."""
     return _BOOL_OPS[op] if dtype is torch.bool else op
 
 
-def travels_as_is(dtype: torch.dtype, op: str) -> bool:
-    """Whether `to_wire` has nothing to do."""
+def needs_no_conversion(dtype: torch.dtype, op: str) -> bool:
+    """Whether `to_wire` returns tensors of this dtype unchanged."""
     return not (dtype is torch.bool or dtype.is_complex or _is_ordered(dtype, op))
 
 
 def to_wire(tensor: Tensor, op: str = "sum") -> Tensor:
-    """A contiguous tensor as one that a backend reduces."""
+    """A contiguous tensor converted to one that backends reduce."""
     if tensor.dtype is torch.bool:
         return tensor.view(torch.uint8)
     if _is_ordered(tensor.dtype, op):
@@ -58,7 +58,7 @@ def to_wire(tensor: Tensor, op: str = "sum") -> Tensor:
 
 
 def from_wire(tensor: Tensor, dtype: torch.dtype, op: str = "sum") -> Tensor:
-    """Back from `to_wire`."""
+    """The inverse of `to_wire`."""
     if dtype is torch.bool:
         return tensor.view(torch.bool)
     if _is_ordered(dtype, op):
@@ -67,24 +67,24 @@ def from_wire(tensor: Tensor, dtype: torch.dtype, op: str = "sum") -> Tensor:
 
 
 def _is_ordered(dtype: torch.dtype, op: str) -> bool:
-    """Whether numbers travel as integers in the same order: as floats, backends lose a NaN on the way to an extreme."""
+    """Whether floats are sent as integers in the same order: backends lose NaNs in a max or min of floats."""
     return op in ("max", "min") and dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _ordered(tensor: Tensor, op: str) -> Tensor:
     wide = tensor if tensor.dtype is torch.float64 else tensor.float()
-    whole = torch.int64 if wide.dtype is torch.float64 else torch.int32
-    limits = torch.iinfo(whole)
-    return _by_order(wide.view(whole)).masked_fill(tensor.isnan(), limits.max if op == "max" else limits.min)
+    integer = torch.int64 if wide.dtype is torch.float64 else torch.int32
+    limits = torch.iinfo(integer)
+    return _by_order(wide.view(integer)).masked_fill(tensor.isnan(), limits.max if op == "max" else limits.min)
 
 
 def _by_order(bits: Tensor) -> Tensor:
-    """The bits of floats as integers in the order of the floats, and back: those of negative ones run backwards."""
+    """The bits of floats as integers in the order of the floats, and back: those of negative floats are reversed."""
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
 
 
 def check_reducible(dtype: torch.dtype, op: str) -> None:
-    """Refuse reductions that have no meaning for a dtype."""
+    """Raise if a reduction is not defined for a dtype."""
     if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
         raise CommunicationError(f"Partial(avg) of {dtype}", "an average needs a floating-point dtype: cast first")
     if op in ("max", "min") and dtype.is_complex:
@@ -108,7 +108,7 @@ def reduce_locally(stacked: Tensor, op: str) -> Tensor:
 
 
 def identity(dtype: torch.dtype, op: str) -> float | int | bool:
-    """The value that changes nothing in a reduction."""
+    """The identity of a reduction: the value that does not change its result."""
     if op in ("sum", "avg"):
         return 0
     if op == "product":

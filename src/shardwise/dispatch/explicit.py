@@ -17,7 +17,7 @@ from ..comm.redistribute import plan_redistribution
 from ..errors import CommunicationError, LayoutError, PlacementError
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
-from ..sharding.layout import default_order
+from ..sharding.from_placements import default_order
 from ..sharding.placement import InterleavedShard, P, Partial, Placement, Replicate, Shard
 from ..sharding.spec import DTensorSpec
 from .arguments import Args, Kwargs, Treatment, named_tensors

@@ -81,7 +81,7 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., Any]) -> Calla
         shape, stride, dtype = meta  # type: ignore[misc]
         tensor = make_wrapper(kind, shape, stride, None, None, dtype, _strided, local.device)
         tensor._local_tensor = local
-        tensor._spec = spec  # type: ignore[assignment]
+        tensor._spec = spec
         return tensor
 
     return __torch_dispatch__

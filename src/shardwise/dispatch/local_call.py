@@ -17,8 +17,9 @@ from ..notation import tensor_arguments
 from ..ops.resolve import ResolvedOp
 from ..random import Draw
 from ..sharding.layout import Coordinate, Layout
+from ..sharding.memory_order import in_memory_order, memory_order
 from ..sharding.mesh import MeshInfo
-from ..sharding.spec import DTensorSpec, TensorMeta, in_memory_order, memory_order
+from ..sharding.spec import DTensorSpec, TensorMeta
 from ..world import RankTensor, map_ranks, values_of
 
 

@@ -18,7 +18,7 @@ from .._torch.ops import OpOverload
 from ..notation import Bound, BoundTensor
 from ..notation.patterns import Pattern
 from ..ops.resolve import ResolvedOp
-from ..sharding.spec import TensorMeta, contiguous_stride
+from ..sharding.memory_order import TensorMeta, contiguous_stride
 
 
 class NoRule(Exception):

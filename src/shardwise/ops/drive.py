@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from .._torch.collectives import all_gather, all_reduce, all_to_all, wait
 from ..comm.boxes import members
-from ..comm.moves import all_gather, all_reduce, all_to_all, wait
 from ..comm.transport import from_wire, moves_natively, to_wire, wire_op
 from ..errors import WorldError
 from ..sharding.layout import Coordinate, Factor, Run, factor_range

@@ -16,7 +16,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from ..errors import ShapeError
-from ..sharding.layout import from_placements
+from ..sharding.from_placements import from_placements
 from ..sharding.mesh import MeshInfo
 from ..sharding.placement import Shard
 from ..sharding.spec import DTensorSpec

@@ -13,8 +13,8 @@ from collections import Counter
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch.collectives import all_gather, wait
 from ..comm.groups import adopt
-from ..comm.moves import all_gather, wait
 from ..errors import WorldError
 from ..sharding.mesh import MeshInfo
 from ..sharding.runtime import WorldState

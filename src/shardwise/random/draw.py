@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._torch.tls import ThreadValue
-from ..comm.moves import take
+from ..comm.local_moves import take_slice
 from ..errors import InputError
 from ..sharding.layout import Coordinate, Factor, Layout
 from ..sharding.mesh import MeshInfo
@@ -90,7 +90,7 @@ class Draw:
             return torch.empty(layout.local_shape(at), dtype=dtype, device="meta")
         key = None if name == "randperm" else self.key  # no element of a permutation can be drawn alone
         if key is None:
-            return take(self._draw_global(name, arguments, dtype), self._replicated, layout, at).to(self._device)
+            return take_slice(self._draw_global(name, arguments, dtype), self._replicated, layout, at).to(self._device)
         fits = out is not None and out.is_contiguous() and out.dtype == dtype
         local = out if fits else torch.empty(layout.local_shape(at), dtype=dtype, device=self._device)
         assert local is not None

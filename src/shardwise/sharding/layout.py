@@ -1,10 +1,10 @@
 """Layouts: which elements of a tensor each rank holds, as pure arithmetic.
 
-A tensor dim is a short tuple of factors, major to minor; a factor is an index space with the mesh axes that cut
-it, major to minor. An axis cuts what the axes before it left, the way `torch.chunk` does, so the last ranks may
+A tensor dim is a short tuple of factors, major to minor; a factor is an index space with the mesh axes that shard
+it, major to minor. Each axis chunks what the axes before it left, the way `torch.chunk` does, so the last ranks may
 hold less than the others, or nothing. A dim's local index set is the product of its factors' ranges. This one form
 covers plain sharding (one factor), several axes on one dim in any order (several axes in the factor), and
-interleaved cuts (an uncut factor to the left of a cut one).
+interleaved sharding (an unsharded factor to the left of a sharded one).
 
 A mesh is here only the tuple of its axis sizes; a coordinate is a tuple with an index for each axis.
 
@@ -22,9 +22,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
-from ..errors import LayoutError
 from .once import making
-from .placement import InterleavedShard, Partial, Placement, Replicate, Shard, ShardOrder, ShardOrderEntry
 
 Sizes = tuple[int, ...]
 Coordinate = tuple[int, ...]
@@ -32,7 +30,7 @@ Run = tuple[int, int]
 
 
 class Factor(NamedTuple):
-    """An index space and the mesh axes that cut it, major to minor."""
+    """An index space and the mesh axes that shard it, major to minor."""
 
     size: int
     axes: tuple[int, ...]
@@ -43,7 +41,7 @@ PartialAxes = tuple[tuple[int, str], ...]
 
 
 class Layout:
-    """The factors of every dim and the axes that hold operands of a reduction. Interned: equal means identical."""
+    """The factors of every dim and the Partial axes with their reductions. Interned: equal means identical."""
 
     __slots__ = ("__weakref__", "dims", "mesh_sizes", "partial")
     _interned: ClassVar[WeakValueDictionary[Any, Layout]] = WeakValueDictionary()
@@ -54,7 +52,7 @@ class Layout:
 
     @classmethod
     def make(cls, mesh_sizes: Sizes, dims: Sequence[Dim], partial: PartialAxes = ()) -> Layout:
-        """The one layout with these factors, brought to canonical form."""
+        """The one layout with these factors, in canonical form."""
         key = (mesh_sizes, tuple(canonical(mesh_sizes, dim) for dim in dims), tuple(sorted(partial)))
         found = cls._interned.get(key)
         if found is None:
@@ -74,7 +72,7 @@ class Layout:
         return tuple(tuple(factor_range(self.mesh_sizes, factor, coordinate) for factor in dim) for dim in self.dims)
 
     def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
-        """The shape of the part that the rank at this coordinate holds."""
+        """The shape of the local shard of the rank at this coordinate."""
         return tuple(math.prod(stop - start for start, stop in dim) for dim in self.ranges(coordinate))
 
     def offset(self, coordinate: Coordinate) -> tuple[int, ...]:
@@ -98,19 +96,20 @@ class Layout:
         return math.prod(largest_piece(self.mesh_sizes, factor) for dim in self.dims for factor in dim)
 
     def is_even(self) -> bool:
-        """Whether every rank holds equally much."""
+        """Whether all local shards have the same shape."""
         return all(divides_evenly(self.mesh_sizes, factor) for dim in self.dims for factor in dim)
 
     def without_partial(self) -> Layout:
-        """The same cuts, with every reduction done."""
+        """The same layout with Partial axes replicated."""
         return Layout.make(self.mesh_sizes, self.dims) if self.partial else self
 
     def __repr__(self) -> str:
-        dims = ", ".join(_dim_text(dim) for dim in self.dims)
+        dims = ", ".join(dim_text(dim) for dim in self.dims)
         return f"Layout[{dims}]" + "".join(f" {op}({axis})" for axis, op in self.partial)
 
 
-def _dim_text(dim: Dim) -> str:
+def dim_text(dim: Dim) -> str:
+    """A dim with axes by index, such as `8@0,1`, or `(3 16@0)` for several factors."""
     texts = [str(f.size) + ("@" + ",".join(map(str, f.axes)) if f.axes else "") for f in dim]
     return texts[0] if len(texts) == 1 else f"({' '.join(texts)})"
 
@@ -119,7 +118,7 @@ def _dim_text(dim: Dim) -> str:
 
 
 def chunk_range(start: int, stop: int, pieces: int, index: int) -> Run:
-    """Piece `index` of `[start, stop)` cut in `pieces` as `torch.chunk` does, with empty pieces at the end."""
+    """Chunk `index` of `[start, stop)` in `pieces`, as `torch.chunk` does, with empty chunks at the end."""
     step = -(-(stop - start) // pieces)
     low = min(start + step * index, stop)
     return low, min(low + step, stop)
@@ -134,7 +133,7 @@ def factor_range(sizes: Sizes, factor: Factor, coordinate: Coordinate) -> Run:
 
 
 def largest_piece(sizes: Sizes, factor: Factor) -> int:
-    """The most that any rank holds of a factor."""
+    """The size of the largest chunk of a factor."""
     size = factor.size
     for axis in factor.axes:
         size = -(-size // sizes[axis])
@@ -142,33 +141,33 @@ def largest_piece(sizes: Sizes, factor: Factor) -> int:
 
 
 def pieces(sizes: Sizes, axes: Sequence[int]) -> int:
-    """In how many pieces these axes cut."""
+    """The number of chunks that these axes make."""
     return math.prod(sizes[axis] for axis in axes)
 
 
 def divides_evenly(sizes: Sizes, factor: Factor) -> bool:
-    """Whether every rank holds equally much of a factor."""
+    """Whether all chunks of a factor have the same size."""
     return factor.size % pieces(sizes, factor.axes) == 0
 
 
 @lru_cache(maxsize=65536)
 def aligned(sizes: Sizes, major: int, minor: int, axes: tuple[int, ...]) -> bool:
-    """Whether cutting `major * minor` by these axes is cutting `major` by them, on every rank."""
+    """Whether chunks of `major * minor` by these axes are chunks of `major` times `minor`, on every rank."""
     if major % pieces(sizes, axes) == 0:
         return True
     for indices in itertools.product(*(range(sizes[axis]) for axis in axes)):
-        whole, part = (0, major * minor), (0, major)
+        merged, outer = (0, major * minor), (0, major)
         for axis, index in zip(axes, indices, strict=True):
-            whole = chunk_range(*whole, sizes[axis], index)
-            part = chunk_range(*part, sizes[axis], index)
-        size = (part[1] - part[0]) * minor
-        if whole[1] - whole[0] != size or (size and whole[0] != part[0] * minor):
+            merged = chunk_range(*merged, sizes[axis], index)
+            outer = chunk_range(*outer, sizes[axis], index)
+        size = (outer[1] - outer[0]) * minor
+        if merged[1] - merged[0] != size or (size and merged[0] != outer[0] * minor):
             return False
     return True
 
 
 def split_factor(sizes: Sizes, factor: Factor, major: int) -> tuple[Factor, Factor] | None:
-    """The factor as `major` times the rest, if its cuts fall on the boundaries of that product on every rank."""
+    """The factor as `major` times the rest; None if some chunk boundary falls inside a block of the rest."""
     if major == 0 or factor.size % major:
         return None
     minor = factor.size // major
@@ -182,9 +181,14 @@ def split_factor(sizes: Sizes, factor: Factor, major: int) -> tuple[Factor, Fact
 # ---- one dim -------------------------------------------------------------------------------------------------
 
 
+def dim_axes(dim: Dim) -> tuple[int, ...]:
+    """All axes that shard a dim."""
+    return tuple(axis for factor in dim for axis in factor.axes)
+
+
 @lru_cache(maxsize=65536)
 def canonical(sizes: Sizes, dim: Dim) -> Dim:
-    """The same index sets with neighbouring factors merged wherever their cuts allow it."""
+    """The same index sets, with neighbouring factors merged wherever their chunks allow it."""
     merged: list[Factor] = []
     for factor in dim:
         if factor.size == 1 and not factor.axes:
@@ -215,7 +219,7 @@ def dim_runs(dim: Dim, ranges: Sequence[Run]) -> tuple[Run, ...]:
 
 @lru_cache(maxsize=65536)
 def _runs_at(sizes: Sizes, dim: Dim, place: tuple[int, ...]) -> tuple[Run, ...]:
-    """The runs of one dim for a rank with these indices on the axes that cut it; many ranks share them."""
+    """The runs of one dim for a rank with these indices on the axes that shard it; many ranks share them."""
     indices = iter(place)
     ranges = []
     for factor in dim:
@@ -224,105 +228,3 @@ def _runs_at(sizes: Sizes, dim: Dim, place: tuple[int, ...]) -> tuple[Run, ...]:
             start, stop = chunk_range(start, stop, sizes[axis], next(indices))
         ranges.append((start, stop))
     return dim_runs(dim, ranges)
-
-
-def cut(sizes: Sizes, dim: Dim, axis: int, blocks: int = 1) -> Dim:
-    """The dim with one more axis cutting it: each of `blocks` equal blocks of what a rank holds is chunked."""
-    if blocks == 1:
-        return _cut_outermost(sizes, dim, axis)
-    passed = 1
-    for i, factor in enumerate(dim):
-        if passed == blocks:
-            return dim[:i] + _cut_outermost(sizes, dim[i:], axis)
-        if not divides_evenly(sizes, factor):
-            raise LayoutError("an interleaved cut inside an uneven one", "interleave first or use an even size")
-        pieces_before = pieces(sizes, factor.axes)
-        held = factor.size // pieces_before
-        if held and blocks % (passed * held) == 0:
-            passed *= held
-        elif (passed * held) % blocks == 0:
-            outer = blocks // passed
-            minor = Factor(held // outer, ())
-            return (
-                *dim[:i],
-                Factor(pieces_before * outer, factor.axes),
-                *_cut_outermost(sizes, (minor, *dim[i + 1 :]), axis),
-            )
-        else:
-            break
-    if passed == blocks:
-        return (*dim, Factor(1, (axis,)))
-    held = math.prod(largest_piece(sizes, factor) for factor in dim)
-    raise LayoutError(f"{blocks} blocks of a dim of which a rank holds {held}", "the blocks must divide that size")
-
-
-def _cut_outermost(sizes: Sizes, dim: Dim, axis: int) -> Dim:
-    """Chunk what a rank holds of the dim: cuts the first factor of which a rank holds more than one index."""
-    i = next((i for i, f in enumerate(dim) if largest_piece(sizes, f) != 1), len(dim) - 1)
-    factor = dim[i]
-    extended = Factor(factor.size, (*factor.axes, axis))
-    rest = math.prod(largest_piece(sizes, f) for f in dim[i + 1 :])
-    if rest != 1 and not divides_evenly(sizes, extended):
-        raise LayoutError(
-            f"a cut in {sizes[axis]} that falls inside a block of {_dim_text(dim)}",
-            "use a size that these axes divide evenly",
-        )
-    return (*dim[:i], extended, *dim[i + 1 :])
-
-
-# ---- placements to layout and back -----------------------------------------------------------------------------
-
-
-def from_placements(
-    sizes: Sizes, shape: Sequence[int], placements: Sequence[Placement], order: ShardOrder = ()
-) -> Layout:
-    """The layout that these placements mean. Axes cut from left to right unless `order` says otherwise."""
-    dims: list[Dim] = [(Factor(size, ()),) for size in shape]
-    partial: list[tuple[int, str]] = []
-    for axis in cutting_sequence(len(sizes), order):
-        placement = placements[axis]
-        if isinstance(placement, Partial):
-            partial.append((axis, placement.reduce_op))
-        elif isinstance(placement, Shard):
-            blocks = placement.blocks if isinstance(placement, InterleavedShard) else 1
-            dims[placement.dim] = cut(sizes, dims[placement.dim], axis, blocks)
-    return Layout.make(sizes, dims, tuple(partial))
-
-
-def cutting_sequence(mesh_ndim: int, order: ShardOrder) -> list[int]:
-    """All axes, in an order in which each dim's axes come major to minor."""
-    ordered = [axis for entry in order for axis in entry.mesh_dims]
-    return [axis for axis in range(mesh_ndim) if axis not in ordered] + ordered
-
-
-def default_order(placements: Sequence[Placement]) -> ShardOrder:
-    """The order meant where none is given: every dim is cut by its axes from left to right."""
-    by_dim: dict[int, list[int]] = {}
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            by_dim.setdefault(placement.dim, []).append(axis)
-    return tuple(ShardOrderEntry(dim, tuple(by_dim[dim])) for dim in sorted(by_dim))
-
-
-@lru_cache(maxsize=65536)
-def to_placements(layout: Layout) -> tuple[tuple[Placement, ...], ShardOrder] | None:
-    """The placements and order that mean this layout, or None where no placement list can say it."""
-    placements: list[Placement] = [Replicate()] * len(layout.mesh_sizes)
-    order = []
-    for axis, op in layout.partial:
-        placements[axis] = Partial(op)
-    for d, dim in enumerate(layout.dims):
-        cuts: list[int] = []
-        # From the minor factor to the major one: then `blocks` counts factors that are not cut yet.
-        for i in range(len(dim) - 1, -1, -1):
-            blocks = math.prod(factor.size for factor in dim[:i])
-            for axis in dim[i].axes:
-                placements[axis] = Shard(d) if blocks == 1 else InterleavedShard(d, blocks)
-                cuts.append(axis)
-        if cuts:
-            order.append(ShardOrderEntry(d, tuple(cuts)))
-    try:
-        rebuilt = from_placements(layout.mesh_sizes, layout.shape, placements, tuple(order))
-    except LayoutError:
-        return None
-    return (tuple(placements), tuple(order)) if rebuilt is layout else None

@@ -9,7 +9,7 @@ import torch
 
 
 class TensorMeta(NamedTuple):
-    """Shape, stride and dtype of the global tensor."""
+    """Shape, stride and dtype of a global tensor."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -25,8 +25,13 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
+def contiguous_meta(shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:
+    """The `TensorMeta` of a row-major tensor."""
+    return TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
+
+
 def memory_order(meta: TensorMeta) -> tuple[int, ...] | None:
-    """The dims from outermost to innermost in memory; None where that is the order of the dims, or cannot be told."""
+    """The dims from outermost to innermost in memory; None if that is dim 0 to the last, or if a dim is expanded."""
     shape, stride, _ = meta
     wide = [dim for dim in range(len(shape)) if shape[dim] > 1]
     if any(stride[dim] == 0 for dim in wide):
@@ -36,11 +41,6 @@ def memory_order(meta: TensorMeta) -> tuple[int, ...] | None:
 
 
 def in_memory_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    """The tensor, copied if need be, with its dims lying in memory in this order."""
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return tensor.permute(order).contiguous().permute(back)
-
-
-def contiguous_meta(shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:
-    """The meta of a row-major tensor."""
-    return TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
+    """The tensor with its dims in memory in this order, outermost first; a copy unless they are so already."""
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return tensor.permute(order).contiguous().permute(inverse)

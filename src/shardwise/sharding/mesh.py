@@ -1,9 +1,8 @@
-"""What shardwise reads of a `DeviceMesh`: axis sizes and names, and which rank sits where.
+"""What shardwise knows of a `DeviceMesh`: axis sizes and names, and the coordinate of every rank.
 
 `DeviceMesh` and `init_device_mesh` are PyTorch's own. A submesh such as `mesh["tp"]` has several parallel instances
-in the world (one for each coordinate on the axes left out); a rank belongs to one of them. A `MeshInfo` knows them
-all, which is what the simulated world needs, and is the same object for equal meshes of one world, so specs can
-be compared by identity. This file is the only one that reads private parts of `DeviceMesh`.
+in the world, one for each coordinate on the axes left out; a rank belongs to one of them. A `MeshInfo` knows them
+all, which the simulated world needs. Equal meshes of one world share one `MeshInfo`, so that specs compare by identity.
 """
 
 from __future__ import annotations
@@ -11,13 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .._torch.collectives import group_named
+from .._torch.device_mesh import innermost_mesh, mesh_without_groups, parallel_instances
 from ..errors import InputError, MeshError
 from .once import making
 from .runtime import Runtime, runtime_of_world
@@ -32,10 +33,10 @@ Coordinate = tuple[int, ...]
 
 
 class MeshInfo:
-    """A mesh's axes and the place of every rank. `groups` maps each set of axes that has a process group to its name.
+    """A mesh's axes, the coordinates of its ranks, and the name of the process group over each set of axes.
 
     `groups` is filled when the mesh is adopted (see `comm.groups`); until then nothing can communicate over it.
-    `specs` are the interned specs of tensors on this mesh. Kept elsewhere, their keys would keep the mesh alive.
+    `specs` are the interned specs of tensors on this mesh. In a table of the process their keys would keep it alive.
     """
 
     def __init__(self, mesh: DeviceMesh, runtime: Runtime) -> None:
@@ -44,7 +45,7 @@ class MeshInfo:
         self.device_type = mesh.device_type
         self.sizes: tuple[int, ...] = tuple(mesh.shape)
         self.names: tuple[str, ...] = mesh.mesh_dim_names or tuple(str(axis) for axis in range(mesh.ndim))
-        # The place of this process, and below of every rank; () for a rank outside the mesh.
+        # The coordinate of this process; () outside the mesh.
         self.coordinate: Coordinate = tuple(mesh.get_coordinate() or ())
         self.world_size: int = dist.get_world_size()
         self.groups: dict[Axes, str] = {}
@@ -56,7 +57,7 @@ class MeshInfo:
     @cached_property
     def instances(self) -> torch.Tensor:
         """The ranks of every parallel instance of this mesh, of shape `(instances, *sizes)`."""
-        return _instances(self.mesh)
+        return parallel_instances(self.mesh)
 
     @cached_property
     def coordinates(self) -> tuple[Coordinate, ...]:
@@ -74,9 +75,9 @@ class MeshInfo:
 
     def rank_groups(self, axes: Axes) -> list[list[int]]:
         """All groups of ranks that differ only on these axes, each in mesh order."""
-        kept = [1 + axis for axis in range(len(self.sizes)) if axis not in axes]
-        moved = self.instances.permute(0, *kept, *(1 + axis for axis in axes))
-        return cast(list[list[int]], moved.reshape(-1, math.prod(self.sizes[axis] for axis in axes)).tolist())
+        others = [1 + axis for axis in range(len(self.sizes)) if axis not in axes]
+        grouped = self.instances.permute(0, *others, *(1 + axis for axis in axes))
+        return cast(list[list[int]], grouped.reshape(-1, math.prod(self.sizes[axis] for axis in axes)).tolist())
 
     def axis_index(self, name: str | int) -> int:
         """The index of an axis given by name or index."""
@@ -112,9 +113,13 @@ def mesh_info_of(mesh: DeviceMesh) -> MeshInfo:
 
 def current_mesh() -> DeviceMesh:
     """The mesh of the innermost `with mesh:` block."""
-    if not _mesh_resources.mesh_stack:
+    mesh = innermost_mesh()
+    if mesh is None:
         raise MeshError("no device_mesh was given", "pass one, or call inside a `with mesh:` block")
-    return _mesh_resources.get_current_mesh()
+    return mesh
+
+
+# ---- process groups by name -----------------------------------------------------------------------------------------
 
 
 def world_group_name() -> str:
@@ -129,16 +134,13 @@ def group_name(mesh: DeviceMesh, axis: int) -> str:
     return mesh.get_group(axis).group_name
 
 
-_group_named: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-
-
 def group_ranks(name: str) -> tuple[int, ...]:
     """The ranks of this rank's process group with this name."""
-    return tuple(dist.get_process_group_ranks(_group_named(name)))
+    return tuple(dist.get_process_group_ranks(group_named(name)))
 
 
 def axes_of_group(name: str) -> str:
-    """The axes that a group talks over, as printed, of the first mesh adopted with it; its name if there is none."""
+    """The axes of a group as text, from the first mesh that was adopted with it; the group's name if there is none."""
     for mesh_info in runtime_of_world().meshes.values():
         for axes, its_name in mesh_info.groups.items():
             if its_name == name:
@@ -146,53 +148,32 @@ def axes_of_group(name: str) -> str:
     return name
 
 
+def names_text(names: Sequence[str]) -> str:
+    """Axis names as they are printed: `dp`, or `(dp, tp)`."""
+    return names[0] if len(names) == 1 else f"({', '.join(names)})"
+
+
+# ---- meshes in files ------------------------------------------------------------------------------------------------
+
 MeshDescription = tuple[str, torch.Tensor, tuple[str, ...] | None]
-"""Device type, ranks and axis names: what a mesh is saved as."""
+"""Device type, ranks and axis names: what is saved of a mesh."""
 
 
 def mesh_description(mesh: DeviceMesh) -> MeshDescription:
-    """What to save of a mesh."""
+    """What is saved of a mesh."""
     return mesh.device_type, mesh.mesh, mesh.mesh_dim_names
 
 
 def mesh_like(description: MeshDescription) -> DeviceMesh:
-    """The mesh of this world with this description. If none was used yet, one that takes its groups from the next.
+    """The mesh of this world with this description; if there is none yet, one without process groups.
 
-    No process group is made here: making groups at a moment that other ranks may not share is how ranks come to
-    wait for, or sum with, strangers.
+    No process group is made here: ranks that make groups at different moments give them different names, and would
+    then communicate in groups that do not match. A mesh without groups takes those of the first equal mesh adopted.
     """
     device_type, ranks, names = description
-    for mesh_info in runtime_of_world().meshes.values() if dist.is_initialized() else ():
+    initialised = dist.is_initialized()
+    for mesh_info in runtime_of_world().meshes.values() if initialised else ():
         found = mesh_info.mesh
         if (found.device_type, found.mesh_dim_names) == (device_type, names) and torch.equal(found.mesh, ranks):
             return found
-    return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=_this_rank())
-
-
-def _this_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def has_groups(mesh: DeviceMesh) -> bool:
-    """Whether the mesh came with process groups, as all but loaded ones do."""
-    return hasattr(mesh, "_dim_group_names")
-
-
-def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that this one was sliced from, or itself."""
-    return mesh._get_root_mesh()
-
-
-def flattened_meshes(mesh: DeviceMesh) -> list[DeviceMesh]:
-    """The one-axis meshes that were made by flattening axes of this mesh's root."""
-    return list(root_mesh(mesh)._flatten_mapping.values())
-
-
-def _instances(mesh: DeviceMesh) -> torch.Tensor:
-    instances: torch.Tensor = mesh._layout.remap_to_tensor(mesh._rank_map)
-    return instances.reshape(-1, *mesh.shape)
-
-
-def names_text(names: Sequence[str]) -> str:
-    """Axis names as they are printed: `dp`, or `(dp, tp)`."""
-    return names[0] if len(names) == 1 else f"({', '.join(names)})"
+    return mesh_without_groups(device_type, ranks, names, dist.get_rank() if initialised else 0)

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..comm.exchange import broadcast_move, scatter_move
 from ..comm.groups import adopt
-from ..comm.moves import broadcast_move, from_ranks, on_ranks, scatter_move, take
+from ..comm.local_moves import take_slice
+from ..comm.on_ranks import from_ranks, on_ranks
 from ..comm.redistribute import redistribute_local
 from ..errors import InputError, PlacementError, ShapeError
 from ..random import Draw
-from ..sharding.layout import Coordinate, cutting_sequence, from_placements
+from ..sharding.from_placements import cutting_sequence, from_placements
+from ..sharding.layout import Coordinate
 from ..sharding.mesh import MeshInfo, current_mesh, mesh_info_of
 from ..sharding.placement import Placement, Placements, Replicate, Shard
 from ..sharding.spec import DTensorSpec, contiguous_meta, normalize_placements
@@ -101,7 +104,7 @@ def _check_source(mesh_info: MeshInfo, source: int | None) -> None:
 
 def _own_shard(local: Tensor, spec: DTensorSpec) -> Tensor:
     replicated = from_placements(spec.mesh_info.sizes, spec.shape, [Replicate()] * len(spec.mesh_info.sizes))
-    shard = on_ranks(spec.mesh_info, lambda at, mine: take(mine, replicated, spec.layout.without_partial(), at))
+    shard = on_ranks(spec.mesh_info, lambda at, mine: take_slice(mine, replicated, spec.layout.without_partial(), at))
     return _to_partial(shard(local), spec)
 
 

@@ -62,7 +62,7 @@ class DTensor(DTensorBase):
     """A tensor sharded over a mesh. It has the shape of the global tensor; each rank holds its local shard."""
 
     __slots__ = ()
-    __torch_function__ = no_torch_function  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     _leaf_gradient: LeafGradient | None = None
     _op_dispatcher: OpDispatcher

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.moves import all_gather_ranks, broadcast_move
+from ..comm.exchange import all_gather_ranks, broadcast_move
 from ..comm.transport import check_reducible
 from ..errors import InputError, LayoutError, ShapeError
-from ..sharding.layout import from_placements
+from ..sharding.from_placements import from_placements
 from ..sharding.memory_order import contiguous_stride
 from ..sharding.mesh import MeshInfo
 from ..sharding.placement import P, Partial, Placement, Placements, Replicate, Shard, ShardOrder

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InputError, LayoutError
-from ..sharding.layout import default_order, from_placements
+from ..sharding.from_placements import default_order, from_placements
 from ..sharding.mesh import mesh_info_of
 from ..sharding.placement import (
     REDUCE_OPS,

@@ -133,8 +133,8 @@ def test_a_mesh_that_was_made_but_not_used_yet() -> None:
         with pytest.raises(MeshError) as caught:
             x.full_tensor()
         assert str(caught.value) == (
-            "mesh(dp=2, tp=2) was loaded from a file and no mesh like it was used yet in this world: "
-            "make the mesh with init_device_mesh and a first tensor on it before loading"
+            "mesh(dp=2, tp=2) was loaded from a file, and no equal mesh has been used in this world: "
+            "make the mesh with init_device_mesh, and a first tensor on it, before loading"
         )
         assert x.shape == (5, 3)
         assert x.placements == (Shard(0), Shard(1))

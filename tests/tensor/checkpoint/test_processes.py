@@ -141,7 +141,9 @@ def read_own_files(path) -> None:
     distribute_tensor(torch.ones(3), mesh, [Shard(0)])
     # Each rank's file, in another run of the program: the mesh is not there yet, or made but not used, or in use.
     y = torch.load(path / f"{dist.get_rank()}.pt", weights_only=True)
-    with pytest.raises(MeshError, match=r"mesh\(early=2, late=2\) was loaded from a file and no mesh like it was used"):
+    with pytest.raises(
+        MeshError, match=r"mesh\(early=2, late=2\) was loaded from a file, and no equal mesh has been used"
+    ):
         y.full_tensor()
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("early", "late"))
     x = distribute_tensor(torch.zeros(6), square, P(("late", "early")))

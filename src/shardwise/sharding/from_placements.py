@@ -1,0 +1,113 @@
+"""Placements to layouts, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+from ..errors import LayoutError
+from .layout import Dim, Factor, Layout, Sizes, dim_text, divides_evenly, largest_piece, pieces
+from .placement import InterleavedShard, Partial, Placement, Replicate, Shard, ShardOrder, ShardOrderEntry
+
+
+def shard_dim(sizes: Sizes, dim: Dim, axis: int, blocks: int = 1) -> Dim:
+    """The dim sharded over one more axis: each of `blocks` equal blocks of a local shard is chunked."""
+    if blocks == 1:
+        return _shard_outermost(sizes, dim, axis)
+    passed = 1
+    for i, factor in enumerate(dim):
+        if passed == blocks:
+            return dim[:i] + _shard_outermost(sizes, dim[i:], axis)
+        if not divides_evenly(sizes, factor):
+            raise LayoutError(
+                f"{blocks} interleaved blocks inside uneven shards of a dim of size {math.prod(f.size for f in dim)}",
+                "list the interleaved axis first in the shard order, or use a size that the other axes divide",
+            )
+        pieces_before = pieces(sizes, factor.axes)
+        held = factor.size // pieces_before
+        if held and blocks % (passed * held) == 0:
+            passed *= held
+        elif (passed * held) % blocks == 0:
+            outer = blocks // passed
+            minor = Factor(held // outer, ())
+            return (
+                *dim[:i],
+                Factor(pieces_before * outer, factor.axes),
+                *_shard_outermost(sizes, (minor, *dim[i + 1 :]), axis),
+            )
+        else:
+            break
+    if passed == blocks:
+        return (*dim, Factor(1, (axis,)))
+    held = math.prod(largest_piece(sizes, factor) for factor in dim)
+    raise LayoutError(f"{blocks} blocks of a local size of {held}", "use a number of blocks that divides it")
+
+
+def _shard_outermost(sizes: Sizes, dim: Dim, axis: int) -> Dim:
+    """Chunk the local shard of a dim: shards the first factor with more than one local index."""
+    i = next((i for i, f in enumerate(dim) if largest_piece(sizes, f) != 1), len(dim) - 1)
+    factor = dim[i]
+    extended = Factor(factor.size, (*factor.axes, axis))
+    rest = math.prod(largest_piece(sizes, f) for f in dim[i + 1 :])
+    if rest != 1 and not divides_evenly(sizes, extended):
+        raise LayoutError(
+            f"{sizes[axis]} shards of {dim_text(dim)}, whose boundaries fall inside a block",
+            "use a size that these axes divide evenly",
+        )
+    return (*dim[:i], extended, *dim[i + 1 :])
+
+
+def from_placements(
+    sizes: Sizes, shape: Sequence[int], placements: Sequence[Placement], order: ShardOrder = ()
+) -> Layout:
+    """The layout of these placements. Axes shard from left to right unless `order` says otherwise."""
+    dims: list[Dim] = [(Factor(size, ()),) for size in shape]
+    partial: list[tuple[int, str]] = []
+    for axis in cutting_sequence(len(sizes), order):
+        placement = placements[axis]
+        if isinstance(placement, Partial):
+            partial.append((axis, placement.reduce_op))
+        elif isinstance(placement, Shard):
+            blocks = placement.blocks if isinstance(placement, InterleavedShard) else 1
+            dims[placement.dim] = shard_dim(sizes, dims[placement.dim], axis, blocks)
+    return Layout.make(sizes, dims, tuple(partial))
+
+
+def cutting_sequence(mesh_ndim: int, order: ShardOrder) -> list[int]:
+    """All axes, ordered so that each dim's axes come major to minor."""
+    ordered = [axis for entry in order for axis in entry.mesh_dims]
+    return [axis for axis in range(mesh_ndim) if axis not in ordered] + ordered
+
+
+def default_order(placements: Sequence[Placement]) -> ShardOrder:
+    """The shard order if none is given: each dim's axes from left to right."""
+    by_dim: dict[int, list[int]] = {}
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            by_dim.setdefault(placement.dim, []).append(axis)
+    return tuple(ShardOrderEntry(dim, tuple(by_dim[dim])) for dim in sorted(by_dim))
+
+
+@lru_cache(maxsize=65536)
+def to_placements(layout: Layout) -> tuple[tuple[Placement, ...], ShardOrder] | None:
+    """The placements and shard order of this layout, or None where no list of placements describes it."""
+    placements: list[Placement] = [Replicate()] * len(layout.mesh_sizes)
+    order = []
+    for axis, op in layout.partial:
+        placements[axis] = Partial(op)
+    for d, dim in enumerate(layout.dims):
+        axes: list[int] = []
+        # From the minor factor to the major one: then `blocks` counts factors that are not sharded yet.
+        for i in range(len(dim) - 1, -1, -1):
+            blocks = math.prod(factor.size for factor in dim[:i])
+            for axis in dim[i].axes:
+                placements[axis] = Shard(d) if blocks == 1 else InterleavedShard(d, blocks)
+                axes.append(axis)
+        if axes:
+            order.append(ShardOrderEntry(d, tuple(axes)))
+    try:
+        rebuilt = from_placements(layout.mesh_sizes, layout.shape, placements, tuple(order))
+    except LayoutError:
+        return None
+    return (tuple(placements), tuple(order)) if rebuilt is layout else None

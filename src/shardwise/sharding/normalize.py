@@ -1,0 +1,72 @@
+"""Placements as users write them, checked and brought to one form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import InputError, PlacementError
+from .from_placements import default_order
+from .mesh import MeshInfo
+from .placement import InterleavedShard, P, Partial, Placement, Placements, Replicate, Shard, ShardOrder
+
+
+def normalize_placements(
+    mesh_info: MeshInfo, placements: Placements | None, ndim: int, order: ShardOrder | None = None
+) -> tuple[tuple[Placement, ...], ShardOrder]:
+    """One checked placement for each mesh axis, with dims >= 0, and the shard order. None means replicated.
+
+    >>> normalize_placements(mesh_info, [Shard(-1), Replicate()], ndim=2)
+    ((Shard(dim=1), Replicate()), (ShardOrderEntry(tensor_dim=1, mesh_dims=(0,)),))
+    """
+    if placements is None:
+        return (Replicate(),) * len(mesh_info.sizes), ()
+    if isinstance(placements, P):
+        return placements.resolve(mesh_info.names, ndim)
+    if isinstance(placements, (Placement, str)) or not isinstance(placements, Sequence):
+        raise InputError(
+            f"placements is {placements!r}", "pass a list with one placement for each mesh axis, or P(...)"
+        )
+    if len(placements) != len(mesh_info.sizes):
+        raise PlacementError(
+            f"{_count(len(placements), 'placement')} {list(placements)} for {mesh_info!r}, "
+            f"which has {_count(len(mesh_info.sizes), 'axis', 'axes')}",
+            "give one placement for each axis",
+        )
+    normal = tuple(_normalize(placement, mesh_info.names[axis], ndim) for axis, placement in enumerate(placements))
+    return normal, _normalize_order(normal, ndim, order)
+
+
+def _normalize_order(placements: tuple[Placement, ...], ndim: int, order: ShardOrder | None) -> ShardOrder:
+    default = default_order(placements)
+    if order is None:
+        return default
+    given = {dim % max(ndim, 1): tuple(axes) for dim, axes in order if axes}
+    if {dim: sorted(axes) for dim, axes in given.items()} != {dim: list(axes) for dim, axes in default}:
+        raise PlacementError(
+            f"the shard order {tuple(order)} does not list the axes that {list(placements)} shard over",
+            f"list the same axes, in any order: {default}",
+        )
+    return tuple(type(entry)(entry.tensor_dim, given[entry.tensor_dim]) for entry in default)
+
+
+def _normalize(placement: Placement, axis_name: str, ndim: int) -> Placement:
+    if isinstance(placement, (Replicate, Partial)):
+        return placement
+    if not isinstance(placement, Shard):
+        kind = type(placement)
+        is_torch = kind.__module__.startswith("torch.distributed")
+        raise InputError(
+            f"the placement of axis {axis_name} is {placement!r}, a {kind.__module__}.{kind.__name__}",
+            "import Shard, Replicate and Partial from shardwise" if is_torch else "use Shard, Replicate or Partial",
+        )
+    if not -ndim <= placement.dim < ndim:
+        fix = f"use a dim in [{-ndim}, {ndim - 1}]" if ndim else "a 0-dim tensor can be replicated or partial only"
+        raise PlacementError(f"{placement!r} on axis {axis_name}, for a tensor of {ndim} dims", fix)
+    dim = placement.dim % ndim
+    if isinstance(placement, InterleavedShard) and placement.blocks > 1:
+        return InterleavedShard(dim, placement.blocks)
+    return Shard(dim)
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
