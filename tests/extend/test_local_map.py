@@ -156,7 +156,7 @@ def test_without_in_placements_anything_goes(mesh: DeviceMesh) -> None:
             (ROW, WHOLE),
             InputError,
             "2 out_placements for 1 results of product: give a tuple with one placement list for each result, "
-            "None for those that are no tensors",
+            "None for those that are not tensors",
         ),
         (
             {"out_placements": None},

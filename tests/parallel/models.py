@@ -71,7 +71,7 @@ def first(tensor: Tensor) -> Tensor:
 
 
 def counts(comm: CommDebugMode) -> dict[str, int]:
-    return {op._qualified_op_name.partition("::")[2]: n for op, n in comm.get_comm_counts().items()}
+    return {str(op).partition(".")[2]: n for op, n in comm.get_comm_counts().items()}
 
 
 def follows_one_device(

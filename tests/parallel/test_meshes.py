@@ -106,7 +106,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
     with simulate(8):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         whole = parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel())
-        with pytest.raises(InputError, match=r"how the other axes cut it is not known: distribute the model's inputs"):
+        with pytest.raises(InputError, match=r"the placements on the other axes are not known: distribute the model's"):
             whole(torch.randn(2, 8))
         uneven = parallelize_module(nn.Linear(8, 6), mesh, ColwiseParallel())
         with pytest.raises(InputError, match=r"differ in size.*use_local_output=False"):

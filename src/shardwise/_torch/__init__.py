@@ -4,6 +4,9 @@
     pytree          nested containers of tensors
     modes           dispatch modes
     bindings        the quickest Python binding of an op
+    autograd_graph  nodes of the autograd graph, and the one that runs now
+    async_tensors   results of functional collectives whose data is under way
+    script_objects  process groups boxed in script objects
     above_autograd  kernels that run before autograd takes a function apart
 
 `docs/internals.md` lists every name, what relies on it, and the test that fails when PyTorch changes it.
