@@ -36,8 +36,9 @@ def test_sizes_are_forgotten_after_many_later_outputs(monkeypatch) -> None:
     assert sizes.latest(key) == 99
 
 
-def block() -> tuple[nn.Module, nn.Module]:
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+def block(axis: str) -> tuple[nn.Module, nn.Module]:
+    """A linear and a norm, on a mesh of which no other test knows: processes, and their sizes, outlive a test."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=(axis,))
     style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
     linear = parallelize_module(nn.Linear(8, 8), mesh, style)
     return linear, parallelize_module(nn.LayerNorm(8), mesh, SequenceParallel())
@@ -45,13 +46,13 @@ def block() -> tuple[nn.Module, nn.Module]:
 
 @on_processes
 def test_a_shard_of_no_recorded_size_is_an_error() -> None:
-    linear, norm = block()
+    linear, norm = block("a")
     for length in (8, 16):
         assert norm(linear(torch.randn(2, length, 8))).shape == (2, length, 8)
     with pytest.raises(ShapeError) as caught:
         norm(torch.randn(2, 3, 8))
     assert str(caught.value) == (
-        "cannot infer the global size of dim 1: the local size is 3, and no tensor sharded over mesh(tp=4) has such a "
+        "cannot infer the global size of dim 1: the local size is 3, and no tensor sharded over mesh(a=4) has such a "
         "shard on this rank (their sizes: [8, 16]): pass a DTensor: DTensor.from_local(local, mesh, placements)"
     )
     dist.barrier()
@@ -59,7 +60,7 @@ def test_a_shard_of_no_recorded_size_is_an_error() -> None:
 
 @on_processes
 def test_each_mesh_has_its_own_sizes() -> None:
-    linear, norm = block()
+    linear, norm = block("one")
     assert norm(linear(torch.randn(2, 8, 8))).shape == (2, 8, 8)
     other = init_device_mesh("cpu", (4,), mesh_dim_names=("other",))
     elsewhere = parallelize_module(nn.LayerNorm(8), other, SequenceParallel())

@@ -16,17 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import pytree
-from ..dispatch.gather_cache import Last, state, state_of
 from ..errors import MeshError
 from ..sharding.placement import Placement, Shard
-from ..sharding.runtime import WorldState
 from ..sharding.spec import DTensorSpec, contiguous_meta, normalize_placements
 from ..tensor.dtensor import DTensor
 from .axis import StyleAxis
+from .last_input import LAST_INPUT
 from .sizes import GlobalSizes, record_output_size
 
 _MAX_TARGETS = 4096
-_LAST_INPUT = WorldState(Last)
 
 
 class InputConverter:
@@ -50,7 +48,7 @@ class InputConverter:
         self.targets: dict[DTensorSpec, DTensorSpec] = {}
         infers = isinstance(layout, Shard) and axis.is_only_axis
         self.sizes = GlobalSizes(axis.mesh_info, layout) if infers else None  # type: ignore[arg-type]
-        self.last = _LAST_INPUT.of(axis.mesh_info.runtime)
+        self.last = LAST_INPUT.of(axis.mesh_info.runtime)
         self.key = (id(axis.mesh_info), layout, desired, use_local)
 
     def __call__(self, value: Any) -> Any:
@@ -59,10 +57,7 @@ class InputConverter:
             return value
         if isinstance(value, DTensor) and not self.use_local and self.targets.get(value._spec) is value._spec:
             return value
-        version = _version(value)
-        if version is None:
-            return self._convert(value)
-        key = (self.key, torch.is_grad_enabled(), version)
+        key = (self.key, torch.is_grad_enabled())
         found = self.last.find(value, key)
         if found is None:
             found = self._convert(value)
@@ -114,15 +109,6 @@ class OutputConverter:
         if self.records_size:
             record_output_size(tensor._spec)
         return self.axis.to_local(tensor)
-
-
-def _version(value: Tensor) -> Any:
-    """Return a value that changes when the tensor is written; None if its conversion must not be kept."""
-    if isinstance(value, nn.Parameter):
-        return None
-    if not isinstance(value, DTensor):
-        return state(value)
-    return state(value._local_tensor) if value._base is None else state_of(value, value._base)
 
 
 def redistribute_axis(

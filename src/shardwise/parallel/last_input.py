@@ -1,0 +1,72 @@
+"""One-entry cache of the last prepared module input.
+
+Several modules often take the same input: q, k and v of an attention. One redistribution then serves all of them, and
+one reduction in the backward. The entry ends with a write to either tensor, and is dropped with the input.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..sharding.base import DTensorBase
+from ..sharding.runtime import WorldState
+from ..world import RankTensor
+
+
+class _Entry(NamedTuple):
+    source: weakref.ref[Tensor]
+    state: Any
+    key: Any
+    result: Tensor
+    result_version: int
+
+
+class LastInput:
+    """The last prepared input of one world."""
+
+    def __init__(self) -> None:
+        self._entry: _Entry | None = None
+
+    def find(self, source: Tensor, key: Any) -> Tensor | None:
+        """What was made of this tensor under this key, if that was last and neither was written since."""
+        entry = self._entry
+        if entry is None or entry.source() is not source or entry.key != key:
+            return None
+        written = entry.state != state_of(source) or entry.result_version != entry.result._version
+        return None if written else entry.result
+
+    def keep(self, source: Tensor, key: Any, result: Tensor) -> None:
+        """Remember this in the place of what was before, if writes to both are counted."""
+        state = state_of(source)
+        if state is None or result.is_inference() or result is source:
+            self._entry = None
+        else:
+            self._entry = _Entry(weakref.ref(source, self._drop), state, key, result, result._version)
+
+    def _drop(self, source: Any) -> None:
+        if self._entry is not None and self._entry.source is source:
+            self._entry = None
+
+
+LAST_INPUT = WorldState(LastInput)
+
+
+def state_of(tensor: Tensor) -> Any:
+    """How often a tensor, its local shard, and what they view were written; None where that is not counted.
+
+    None for parameters as well: what is made from one should not outlive the call.
+    """
+    if tensor.is_inference() or isinstance(tensor, nn.Parameter):
+        return None
+    if isinstance(tensor, DTensorBase):
+        base = tensor._base
+        tensors = [tensor._local_tensor, *([base._local_tensor] if isinstance(base, DTensorBase) else [])]
+        states = [state_of(local) for local in tensors]
+        return None if None in states else (tensor._version, *states)
+    if isinstance(tensor, RankTensor):  # written as one, or rank by rank
+        states = [state_of(shard) for shard in tensor.shards]
+        return None if None in states else (tensor._version, *states)
+    return id(tensor.untyped_storage()), tensor.storage_offset(), tensor._version
