@@ -19,7 +19,7 @@ from ..ops.collectives import FUNCTIONAL_NAMESPACES, CollectiveOp
 from ..world import RankTensor, current_world, values_of
 
 
-def public_op(op: Any) -> Any:
+def public_op(op: object) -> object:
     """Return the packet of an op, from the public namespace if it has one; anything else unchanged."""
     packet = op.overloadpacket if isinstance(op, OpOverload) else op
     if not isinstance(packet, OpOverloadPacket):
@@ -30,7 +30,7 @@ def public_op(op: Any) -> Any:
     return getattr(torch.ops.c10d_functional, name, packet)
 
 
-def group_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def group_of(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
     """Return the name of the group among the arguments of a collective."""
     named = [kwargs[name] for name in ("group_name", "process_group") if name in kwargs]
     for value in named or reversed(args):  # the reduction is a string too, and comes before the group
@@ -40,7 +40,7 @@ def group_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     raise AssertionError("every collective that is counted names its group")
 
 
-def received_bytes(op: CollectiveOp, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+def received_bytes(op: CollectiveOp, args: Sequence[Any], kwargs: Mapping[str, object], result: object) -> int:
     """Return the bytes that a rank receives: among simulated ranks, the most that any of them receives."""
     group = group_of(args, kwargs)
     ranks = len(ranks_of_group(group)[0])
@@ -73,7 +73,7 @@ def _positions(group: str, count: int) -> list[int | None]:
     return [next((ranks.index(rank) for ranks in groups if rank in ranks), None) for rank in own]
 
 
-def _bytes(value: Any) -> list[int]:
+def _bytes(value: object) -> list[int]:
     """Return the bytes of all tensors in an argument, for each rank that this process runs."""
     per_tensor = [[local.nbytes for local in _locals(tensor)] for tensor in _tensors(value)]
     return [sum(of_rank) for of_rank in zip(*per_tensor, strict=True)] or [0]
@@ -83,7 +83,7 @@ def _locals(tensor: Tensor) -> Sequence[Tensor]:
     return tensor.shards if isinstance(tensor, RankTensor) else (tensor,)
 
 
-def _tensors(value: Any) -> Iterable[Tensor]:
+def _tensors(value: object) -> Iterable[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

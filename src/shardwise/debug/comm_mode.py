@@ -65,12 +65,12 @@ class CommDebugMode(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *args: Any) -> None:
+    def __exit__(self, *args: object) -> None:
         super().__exit__(*args)
         self._tracking.close()
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         """Record an op, then run it; for tensor subclasses in their own code, whose ops this mode records too."""
         kwargs = kwargs or {}
@@ -86,7 +86,7 @@ class CommDebugMode(TorchDispatchMode):
         return result
 
     def _count(
-        self, func: OpOverload, op: CollectiveOp, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+        self, func: OpOverload, op: CollectiveOp, args: Sequence[Any], kwargs: dict[str, object], result: object
     ) -> None:
         over = axes_of_group(group_of(args, kwargs))
         nbytes = received_bytes(op, args, kwargs, result)

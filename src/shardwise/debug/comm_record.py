@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,10 +17,10 @@ from .collectives import public_op
 from .module_calls import Moment
 
 
-class OpCounts(Counter[Any]):
+class OpCounts(Counter[object]):
     """Numbers by collective, under the op's public name; looking up one of its other names finds it too."""
 
-    def __missing__(self, op: Any) -> int:
+    def __missing__(self, op: object) -> int:
         return self.get(public_op(op), 0)
 
 
@@ -52,7 +51,7 @@ class Operation:
 class Collective:
     """One collective: the op as users name it, its kind, its mesh axes, and the bytes that a rank receives."""
 
-    op: Any
+    op: object
     kind: str
     over: str
     received: int

@@ -10,7 +10,6 @@ gather serves all of them, and one reduction in the backward pass.
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,8 @@ from .last_input import LAST_INPUT
 from .sizes import GlobalSizes, record_output_size
 
 _MAX_TARGETS = 4096
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
 
 
 class InputConverter:
@@ -51,7 +52,7 @@ class InputConverter:
         self.last = LAST_INPUT.of(axis.mesh_info.runtime)
         self.key = (id(axis.mesh_info), layout, desired, use_local)
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: object) -> object:
         """Return the tensor that the module gets; values of other types unchanged."""
         if not isinstance(value, Tensor):
             return value
@@ -98,7 +99,7 @@ class OutputConverter:
         self.inputs = InputConverter(axis, layout, None)
         self.targets: dict[DTensorSpec, DTensorSpec] = {}
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: object) -> object:
         """Return the tensor that the caller gets; values of other types unchanged."""
         tensor = self.inputs.distribute(value) if isinstance(value, Tensor) else value
         if not isinstance(tensor, DTensor):
@@ -145,13 +146,13 @@ def register_input_hook(module: nn.Module, leading: list[InputConverter], others
     """Convert the leading arguments of a module's calls, each with its converter, and other tensors with `others`."""
     names = list(inspect.signature(module.forward).parameters)[: len(leading)]
 
-    def prepare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def prepare(_: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         if len(args) == 1 and not kwargs:
             return (leading[0](args[0]),), kwargs
         # A tensor that is passed twice stays one tensor: attention tests whether its query is its key.
-        converted: dict[tuple[int, InputConverter], Any] = {}
+        converted: dict[tuple[int, InputConverter], object] = {}
 
-        def convert(value: Any, converter: InputConverter | None) -> Any:
+        def convert(value: object, converter: InputConverter | None) -> object:
             if converter is None or not isinstance(value, Tensor):
                 return value
             key = (id(value), converter)
@@ -170,7 +171,7 @@ def register_input_hook(module: nn.Module, leading: list[InputConverter], others
 def register_output_hook(module: nn.Module, converter: OutputConverter) -> None:
     """Convert what a module returns: a tensor, or the tensors in a tuple, list or dict."""
 
-    def finish(_: nn.Module, __: Any, output: Any) -> Any:
+    def finish(_: nn.Module, __: object, output: object) -> object:
         if isinstance(output, Tensor):
             return converter(output)
         return pytree.tree_map_only(Tensor, converter, output)

@@ -20,7 +20,11 @@ class _LossParallel(TorchFunctionMode):
     """Treats plain targets and weights as replicated, and reduces the loss over the axes that shard the classes."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         scores = args[0] if args else kwargs.get("input")
@@ -31,7 +35,7 @@ class _LossParallel(TorchFunctionMode):
         return _reduced_over_classes(func(*args, **kwargs), scores)
 
 
-def _replicated(value: Any, like: DTensor) -> Any:
+def _replicated(value: object, like: DTensor) -> object:
     if not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     return DTensor.from_local(value, like.device_mesh, [Replicate()] * like.device_mesh.ndim)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import InputError
 from ..sharding.placement import Placement
 from .axis import StyleAxis
-from .hooks import InputConverter, OutputConverter
+from .hooks import Args, InputConverter, Kwargs, OutputConverter
 from .style import ParallelStyle
 
 Layouts = Placement | tuple[Placement | None, ...] | None
@@ -57,9 +56,7 @@ class PrepareModuleInput(ParallelStyle):
         named = self._converters(axis, self.input_kwarg_layouts.values(), self.desired_input_kwarg_layouts.values())
         by_name = dict(zip(self.input_kwarg_layouts, named, strict=True))
 
-        def prepare(
-            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def prepare(_: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
             if converters and len(args) != len(converters):
                 raise InputError(
                     f"{len(args)} positional arguments for input_layouts={self.input_layouts}",
@@ -74,7 +71,7 @@ class PrepareModuleInput(ParallelStyle):
 
     def _converters(
         self, axis: StyleAxis, layouts: Iterable[Placement | None], desired: Iterable[Placement | None]
-    ) -> list[Callable[[Any], Any]]:
+    ) -> list[Callable[[object], object]]:
         return [
             _unchanged if of is to is None else InputConverter(axis, of, to, self.use_local_output)
             for of, to in zip(layouts, desired, strict=True)
@@ -107,16 +104,15 @@ class PrepareModuleOutput(ParallelStyle):
             _unchanged if to is None else OutputConverter(axis, of, to, self.use_local_output) for of, to in pairs
         ]
 
-        def finish(_: nn.Module, __: Any, output: Any) -> Any:
-            several = isinstance(output, (tuple, list))
-            outputs = output if several else (output,)
+        def finish(_: nn.Module, __: object, output: object) -> object:
+            outputs = output if isinstance(output, (tuple, list)) else (output,)
             if len(outputs) != len(converters):
                 raise InputError(
                     f"{len(outputs)} outputs for output_layouts={self.output_layouts}",
                     "give one layout for each output, None for those to leave unchanged",
                 )
             done = [convert(value) for convert, value in zip(converters, outputs, strict=True)]
-            return tuple(done) if several else done[0]
+            return tuple(done) if outputs is output else done[0]
 
         module.register_forward_hook(finish)
         return module
@@ -157,7 +153,7 @@ class PrepareModuleInputOutput(ParallelStyle):
         return module
 
 
-def _unchanged(value: Any) -> Any:
+def _unchanged(value: object) -> object:
     return value
 
 
