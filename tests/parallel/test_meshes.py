@@ -1,4 +1,4 @@
-"""dp x tp: the way that is recommended, PyTorch's way on mesh["tp"], and local outputs on a mesh of two axes."""
+"""dp x tp: the recommended way, PyTorch's way on mesh["tp"], and local outputs on a mesh of two axes."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_each_dp_rank_its_own_program_as_in_pytorch() -> None:
                 torch.testing.assert_close(whole, expected[rank // 4][1][name])
 
 
-def test_what_cannot_be_meant_is_refused() -> None:
+def test_errors() -> None:
     with simulate(8):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         whole = parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel())

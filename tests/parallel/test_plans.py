@@ -1,4 +1,4 @@
-"""Plans: which modules they name, how styles are spelled, and what they say when they cannot."""
+"""Plans: which modules they match, the names of styles, and their errors."""
 
 from __future__ import annotations
 
