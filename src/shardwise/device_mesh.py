@@ -1,4 +1,4 @@
-"""The mesh names at the path where programs for `torch.distributed` look for them."""
+"""The names of `torch.distributed.device_mesh`: DeviceMesh and init_device_mesh."""
 
 from .sharding.mesh import DeviceMesh, init_device_mesh
 

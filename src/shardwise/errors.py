@@ -1,7 +1,7 @@
 """The errors shardwise raises, one class for each kind of mistake.
 
 Each also derives from the built-in type that plain PyTorch would raise, so programs that catch `ValueError`
-or `RuntimeError` keep working. Messages follow one pattern: what was asked, why it is impossible, what to do.
+or `RuntimeError` keep working. A message says what was asked, why it is impossible, and what to write instead.
 
 >>> raise PlacementError("Shard(dim=3) on a tensor of 2 dims", "use a dim in [-2, 1]")
 Traceback (most recent call last):
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 
 class ShardwiseError(Exception):
-    """Base of every error raised here. `fix` is the part that says what to do."""
+    """The base class of all errors: `problem` says what is impossible and why, `fix` what to write instead."""
 
     def __init__(self, problem: str, fix: str = "") -> None:
         self.problem = problem
@@ -26,15 +26,15 @@ class PlacementError(ShardwiseError, ValueError):
 
 
 class MeshError(ShardwiseError, ValueError):
-    """A mesh that is missing, is another one than the tensor's, or does not hold this rank."""
+    """A mesh that is missing, differs from the tensor's mesh, or does not contain this rank."""
 
 
 class ShapeError(ShardwiseError, ValueError):
-    """Local shapes that cannot belong to one tensor."""
+    """Local shapes that cannot be shards of one tensor."""
 
 
 class LayoutError(ShardwiseError, ValueError):
-    """A cut that no layout can express, or a layout that no placement list can express."""
+    """A sharding that no layout can express, or a layout that no list of placements can express."""
 
 
 class InputError(ShardwiseError, TypeError):
@@ -42,11 +42,11 @@ class InputError(ShardwiseError, TypeError):
 
 
 class MixedTensorError(ShardwiseError, RuntimeError):
-    """Plain and distributed tensors in one op. No TypeError: operators would swallow it and its advice."""
+    """Plain and distributed tensors in one op. Not a TypeError: the operators of Tensor replace those by their own."""
 
 
 class WorldError(ShardwiseError, RuntimeError):
-    """Ranks that disagree, or a call that makes no sense in the world it was made in."""
+    """Ranks that disagree, or a call that is not valid in the world it was made in."""
 
 
 class CommunicationError(ShardwiseError, RuntimeError):

@@ -1,4 +1,4 @@
-"""What `torch.distributed.tensor.experimental` has: extension points and the switch for plain tensors."""
+"""The names of `torch.distributed.tensor.experimental`: implicit_replication, local_map and register_sharding."""
 
 from .dispatch.modes import implicit_replication
 from .extend import local_map, register_sharding

@@ -1,4 +1,4 @@
-"""To and from PyTorch's own DTensor, without a copy.
+"""Convert to and from PyTorch's own DTensor, without a copy.
 
 >>> ours = from_torch(theirs)          # a shardwise.DTensor on the same mesh, in the same memory
 >>> to_torch(ours)                     # and back
@@ -14,8 +14,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from ._torch.async_tensors import wait_for_data
 from .comm.groups import adopt
 from .errors import InputError, LayoutError
 from .sharding.placement import REDUCE_OPS, InterleavedShard, Partial, Placement, Replicate, Shard, ShardOrder
@@ -30,9 +30,9 @@ __all__ = ["from_torch", "to_torch"]
 
 
 def from_torch(dtensor: TorchDTensor) -> DTensor:
-    """PyTorch's distributed tensor as one of shardwise, on the same mesh and in the same memory. Differentiable.
+    """Return a DTensor of PyTorch as one of shardwise, on the same mesh and in the same memory. Differentiable.
 
-    A Partial that only PyTorch has, and strided shards of sizes that do not divide, are refused.
+    Raises for a Partial that only PyTorch has, and for strided shards of uneven sizes.
     """
     from torch.distributed.tensor import DTensor as TorchDTensor
 
@@ -42,23 +42,23 @@ def from_torch(dtensor: TorchDTensor) -> DTensor:
 
 
 def to_torch(dtensor: DTensor) -> TorchDTensor:
-    """A distributed tensor as one of PyTorch, on the same mesh and in the same memory. Differentiable.
+    """Return a DTensor of shardwise as one of PyTorch, on the same mesh and in the same memory. Differentiable.
 
-    A cut that PyTorch's placements cannot say is refused: redistribute first. So are tensors of a simulated world.
+    Raises for a layout that PyTorch's placements cannot express, and for tensors of a simulated world.
     """
     if not isinstance(dtensor, DTensor):
         raise InputError(f"to_torch got a {type(dtensor).__name__}", "pass a shardwise.DTensor")
     return _ToTorch.apply(dtensor, _their_placements(dtensor.spec))
 
 
-# A gradient goes the other way as it came: the cotangent of Partial is Replicate in both libraries.
+# A gradient takes the opposite conversion: the cotangent of Partial is Replicate in both libraries.
 
 
 class _FromTorch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, theirs: TorchDTensor, spec: DTensorSpec) -> DTensor:
         ctx.spec = spec
-        return DTensor(_arrived(theirs.to_local()), spec)
+        return DTensor(wait_for_data(theirs.to_local()), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Any, None]:
@@ -78,11 +78,6 @@ class _ToTorch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: TorchDTensor) -> tuple[Any, None]:
         return _as_gradient(from_torch(grad), ctx.spec), None
-
-
-def _arrived(local: torch.Tensor) -> torch.Tensor:
-    """A local tensor of which no collective is under way any more."""
-    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def _as_gradient(grad: DTensor, spec: DTensorSpec) -> DTensor:
@@ -114,25 +109,26 @@ def _our_spec(theirs: TorchDTensor) -> DTensorSpec:
     held, expected = tuple(theirs.to_local().shape), spec.local_shape(mesh_info.coordinate)
     if held != expected:
         raise InputError(
-            f"from_torch of {spec!r}: this rank holds a part of shape {list(held)}, not {list(expected)}",
-            "its global shape does not fit its parts: give from_local the right shape",
+            f"from_torch of {spec!r}: the local shard of this rank has shape {list(held)}, not {list(expected)}",
+            "its global shape does not fit its shards: give PyTorch's from_local the right shape",
         )
     return spec
 
 
 def _ours(placement: Any, theirs: TorchDTensor) -> Placement:
     from torch.distributed import tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
 
     if isinstance(placement, tensor.Replicate):
         return Replicate()
     if type(placement) is tensor.Shard:
         return Shard(placement.dim)
-    if hasattr(placement, "split_factor"):
+    if isinstance(placement, _StridedShard):
         return InterleavedShard(placement.dim, int(placement.split_factor))
     if type(placement) is tensor.Partial and placement.reduce_op in REDUCE_OPS:
         return Partial(placement.reduce_op)
     raise InputError(
-        f"from_torch of {list(theirs.placements)}: {placement!r} has no like in shardwise",
+        f"from_torch of {list(theirs.placements)}: {placement!r} has no counterpart in shardwise",
         "redistribute it to Shard or Replicate first",
     )
 
@@ -148,36 +144,36 @@ def _their_placements(spec: DTensorSpec) -> list[Any]:
         if isinstance(placement, Partial):
             found.append(tensor.Partial(placement.reduce_op))
         elif isinstance(placement, Shard):
-            whole = tensor.Shard(placement.dim)
-            found.append(_StridedShard(placement.dim, split_factor=blocks) if blocks > 1 else whole)
+            strided = blocks > 1
+            found.append(_StridedShard(placement.dim, split_factor=blocks) if strided else tensor.Shard(placement.dim))
         else:
             found.append(tensor.Replicate())
     return found
 
 
 def _blocks(spec: DTensorSpec) -> list[int]:
-    """In how many blocks each axis cuts its dim, so that cuts made in the order of the axes give this layout.
+    """Return the split factor of each axis with which PyTorch, sharding in the order of the axes, gives this layout.
 
-    An axis that cuts a dim after a later axis of the mesh cuts each of that one's pieces: they are its blocks.
+    An axis that shards a dim after a later axis of the mesh shards each of that axis's pieces: they are its blocks.
     """
     blocks = [p.blocks if isinstance(p, InterleavedShard) else 1 for p in spec.placements]
     for _, axes in spec.shard_order:
         for place, axis in enumerate(axes):
             blocks[axis] *= math.prod(spec.mesh_info.sizes[major] for major in axes[:place] if major > axis)
-    cut = [
+    strided = [
         InterleavedShard(p.dim, count) if isinstance(p, Shard) else p
         for p, count in zip(spec.placements, blocks, strict=True)
     ]
     uneven = any(count > 1 for count in blocks) and not spec.layout.is_even()
-    if uneven or not _says(cut, spec):
+    if uneven or not _expresses(strided, spec):
         raise InputError(
-            f"to_torch of {spec!r} on {spec.mesh_info!r}: PyTorch's placements cannot say this cut",
-            "redistribute to placements that cut each dim evenly, in the order of the mesh's axes",
+            f"to_torch of {spec!r} on {spec.mesh_info!r}: PyTorch's placements cannot express this layout",
+            "redistribute to placements that shard each dim evenly, in the order of the mesh's axes",
         )
     return blocks
 
 
-def _says(placements: list[Placement], spec: DTensorSpec) -> bool:
+def _expresses(placements: list[Placement], spec: DTensorSpec) -> bool:
     try:
         return DTensorSpec(spec.mesh, placements, spec.tensor_meta).layout is spec.layout
     except LayoutError:

@@ -1,4 +1,4 @@
-"""The placements at the path where programs for `torch.distributed.tensor` look for them."""
+"""The names of `torch.distributed.tensor.placement_types`: Placement, Shard, Replicate and Partial."""
 
 from .sharding.placement import Partial, Placement, Replicate, Shard
 

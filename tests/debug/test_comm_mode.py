@@ -1,4 +1,4 @@
-"""CommDebugMode counts collectives and bytes, in both worlds, and knows the module and the pass they belong to."""
+"""CommDebugMode counts collectives and bytes by module and pass, on processes and simulated ranks."""
 
 import inspect
 import json
@@ -269,7 +269,7 @@ TABLE = """\
 └──────────┴──────────────────────────────────┴──────────────────────────────────┘"""
 
 
-def test_entering_again_starts_from_nothing() -> None:
+def test_entering_again_resets_the_counts() -> None:
     with simulate(2):
         mesh = init_device_mesh("cpu", (2,))
         x = distribute_tensor(torch.ones(4), mesh, [Partial()])

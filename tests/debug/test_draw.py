@@ -170,7 +170,7 @@ def test_aliases():
 
 
 def test_module() -> None:
-    """Parameters that are alike in numbered modules share a row; plain ones are held whole."""
+    """Parameters that are alike in numbered modules share a row; every rank holds all of a plain one."""
     with simulate(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(8, 5) for _ in range(2)), "norm": nn.LayerNorm(8)})

@@ -1,4 +1,4 @@
-"""Functions on local tensors, made functions on distributed ones."""
+"""local_map: functions on distributed tensors from functions on local ones."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -54,7 +54,7 @@ def test_values(mesh: DeviceMesh, given: Any, result: Any) -> None:
 
 
 def test_gradients(mesh: DeviceMesh) -> None:
-    """A replicated operand of a cut product gets a gradient from each rank; in_grad_placements says: they add up."""
+    """Each rank computes a term of the gradient of a replicated operand: in_grad_placements has a Partial for it."""
     mapped = local_map(product, out_placements=ROW, in_placements=(ROW, WHOLE), in_grad_placements=(ROW, SUM))
     x, w = on(mesh, X, ROW, grad=True), on(mesh, W, WHOLE, grad=True)
     plain = X.clone().requires_grad_(), W.clone().requires_grad_()
@@ -156,7 +156,7 @@ def test_without_in_placements_anything_goes(mesh: DeviceMesh) -> None:
             (ROW, WHOLE),
             InputError,
             "2 out_placements for 1 results of product: give a tuple with one placement list for each result, "
-            "None for those that are no tensors",
+            "None for those that are not tensors",
         ),
         (
             {"out_placements": None},

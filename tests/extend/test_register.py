@@ -1,4 +1,4 @@
-"""Rules for ops of one's own, in the notation and in PyTorch's form."""
+"""register_sharding: rules for custom ops, as one line and in PyTorch's form."""
 
 import warnings
 from collections.abc import Iterator
@@ -87,7 +87,7 @@ def test_a_function_of_the_call() -> None:
     check(weighted, X, WEIGHT, limit=4, grad=False)
 
 
-def test_without_a_rule_it_runs_whole() -> None:
+def test_without_a_rule_it_runs_on_gathered_inputs() -> None:
     with pytest.warns(GatherWarning, match=r"shardwise.register_sharding\(torch.ops.shardwise_tests.weighted.default"):
         check(weighted, X, WEIGHT, limit=2, grad=False, meshes=((2,),))
 
@@ -103,7 +103,7 @@ def test_without_a_rule_it_runs_whole() -> None:
         ("m n, m -> n ; kernel m", "kernel"),
     ],
 )
-def test_a_rule_that_cannot_be_meant_is_refused(rule: str, reason: str) -> None:
+def test_rules_that_do_not_fit_the_op(rule: str, reason: str) -> None:
     before = registry.rule_for(OP)
     with pytest.raises(RuleError, match=reason.replace(".", r"\.")):
         shardwise.register_sharding(OP, rule)
@@ -140,7 +140,7 @@ def test_pytorchs_form_for_an_op_that_has_a_rule() -> None:
     check(torch.softmax, torch.randn(5, 3, 4), dim=1, limit=8)
 
 
-def test_rows_that_no_factor_can_say_are_left_out() -> None:
+def test_rows_that_no_rule_can_express_are_left_out() -> None:
     @shardwise.experimental.register_sharding(OP)
     def strange(x, weight):
         return [

@@ -1,4 +1,4 @@
-"""To PyTorch's DTensor and back: same memory, same parts, and gradients flow."""
+"""To PyTorch's DTensor and back: same memory, same shards, and gradients flow."""
 
 import pytest
 import torch
@@ -84,7 +84,7 @@ def test_every_reduction() -> None:
 def test_layouts_that_only_one_side_has() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     uneven = distribute_tensor(torch.arange(7.0), mesh, P(("tp", "dp")))
-    with pytest.raises(shardwise.errors.InputError, match="cannot say this cut: redistribute"):
+    with pytest.raises(shardwise.errors.InputError, match="cannot express this layout: redistribute"):
         to_torch(uneven)
     strided = [_StridedShard(0, split_factor=2), SHARD_0]
     for size in (6, 7):
@@ -94,12 +94,12 @@ def test_layouts_that_only_one_side_has() -> None:
 
 
 @on_processes
-def test_a_part_that_does_not_fit() -> None:
+def test_a_shard_that_does_not_fit() -> None:
     mesh = init_device_mesh("cpu", (4,))
     wrong = torch_tensor.DTensor.from_local(torch.ones(2), mesh, [SHARD_0], shape=torch.Size([7]), stride=(1,))
     rank = torch.distributed.get_rank()
     if rank == 3:
-        with pytest.raises(shardwise.errors.InputError, match=r"a part of shape \[2\], not \[1\]"):
+        with pytest.raises(shardwise.errors.InputError, match=r"has shape \[2\], not \[1\]"):
             from_torch(wrong)
     else:
         assert from_torch(wrong).shape == (7,)
@@ -167,7 +167,7 @@ def test_weights_of_a_fully_sharded_tensor_parallel_module() -> None:
 
 
 @on_processes
-def test_data_that_is_still_on_its_way() -> None:
+def test_data_that_has_not_arrived() -> None:
     mesh = init_device_mesh("cpu", (4,))
     theirs = torch_tensor.distribute_tensor(torch.arange(8.0), mesh, [SHARD_0])
     coming = theirs.redistribute(placements=[torch_tensor.Replicate()], async_op=True)

@@ -17,7 +17,7 @@ from tests.training.parameters import whole_of
 
 
 def random_placements(tensor: Tensor, mesh: DeviceMesh, rng: random.Random, partial: bool = False) -> list[Placement]:
-    """One placement for each axis. Any dim may be cut, by any axes."""
+    """One placement for each axis. Any dim may be sharded, over any axes."""
     choices: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(tensor.dim()) if tensor.shape[dim])]
     if partial and tensor.is_floating_point():
         choices.append(Partial())
@@ -25,7 +25,7 @@ def random_placements(tensor: Tensor, mesh: DeviceMesh, rng: random.Random, part
 
 
 def distributed(module: nn.Module, mesh: DeviceMesh, rng: random.Random) -> nn.Module:
-    """A copy whose parameters and buffers are cut at random; tied ones stay tied."""
+    """A copy whose parameters and buffers are sharded at random; tied ones stay tied."""
     module = copy.deepcopy(module)
     made: dict[int, Any] = {}
     for part in module.modules():
@@ -40,7 +40,7 @@ def distributed(module: nn.Module, mesh: DeviceMesh, rng: random.Random) -> nn.M
 
 
 def spread(values: Any, mesh: DeviceMesh, rng: random.Random) -> Any:
-    """Inputs, cut at random."""
+    """Inputs, sharded at random."""
 
     def place(tensor: Tensor) -> Tensor:
         cut = distribute_tensor(tensor.detach(), mesh, random_placements(tensor, mesh, rng, partial=True))

@@ -1,4 +1,4 @@
-"""Every module of PyTorch's module database, its parameters and inputs cut at random: the one-device answer.
+"""Every module of PyTorch's module database, its parameters and inputs sharded at random: the one-device answer.
 
 A few samples of each; SHARDWISE_ALL_MODULES=1 takes all of them, on both meshes and with several placements.
 """

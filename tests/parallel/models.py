@@ -27,7 +27,7 @@ class Mlp(nn.Module):
 
 
 class Attention(nn.Module):
-    """Heads are counted from what the projections return, so that it works on local parts, too."""
+    """The number of heads follows from the projections' outputs, so that it works on local shards too."""
 
     def __init__(self, width: int = WIDTH, head: int = 4) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Attention(nn.Module):
 
 
 class Half(nn.Module):
-    """Half a transformer block: a norm, a module, and the way around both."""
+    """Half a transformer block: a norm, a module, and a residual connection around both."""
 
     def __init__(self, inner: nn.Module, affine: bool = True, width: int = WIDTH) -> None:
         super().__init__()
@@ -64,14 +64,14 @@ def line_of(ranks: int) -> Any:
 
 
 def first(tensor: Tensor) -> Tensor:
-    """What the first rank that is here holds."""
+    """The value of a tensor on the first rank of this process."""
     tensor = tensor.detach()
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return tensor.shards[0] if hasattr(tensor, "shards") else tensor
 
 
 def counts(comm: CommDebugMode) -> dict[str, int]:
-    return {op._qualified_op_name.partition("::")[2]: n for op, n in comm.get_comm_counts().items()}
+    return {str(op).partition(".")[2]: n for op, n in comm.get_comm_counts().items()}
 
 
 def follows_one_device(
@@ -79,13 +79,14 @@ def follows_one_device(
     parallelize: Callable[[nn.Module, DeviceMesh], object],
     mesh: DeviceMesh,
     x: Tensor,
-    cut: int | None = None,
-    output_cut: int | None = None,
+    sharded: int | None = None,
+    output_sharded: int | None = None,
     distributed: bool = False,
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Check output and gradients; return the counts of collectives, forward and backward.
 
-    The input is local, replicated or cut in a dim, or `distributed` likewise. A local output is cut in `output_cut`.
+    The input is local, or a DTensor if `distributed`; it is sharded in the dim `sharded`, else replicated. A local
+    output is sharded in `output_sharded`.
     """
     alone = made(make)
     whole = x.clone().requires_grad_(x.is_floating_point())
@@ -95,12 +96,12 @@ def follows_one_device(
 
     model = made(make)
     parallelize(model, mesh)
-    placements = [Replicate() if cut is None else Shard(cut)]
+    placements = [Replicate() if sharded is None else Shard(sharded)]
     leaf = distribute_tensor(x, mesh, placements).requires_grad_(x.is_floating_point())
     given = leaf if distributed else leaf.to_local()
     with CommDebugMode() as forward:
         out = model(given)
-    of_output = [Replicate() if output_cut is None else Shard(output_cut)]
+    of_output = [Replicate() if output_sharded is None else Shard(output_sharded)]
     result = out if isinstance(out, DTensor) else DTensor.from_local(out, mesh, of_output, shape=expected.shape)
     torch.testing.assert_close(first(result), expected.detach())
     cotangent = distribute_tensor(weight, mesh, result.placements)

@@ -1,6 +1,6 @@
-"""What styles make of parameters, inputs and outputs, beside torch.distributed.tensor.parallel.
+"""Parameters, inputs and outputs under each style have the placements of torch.distributed.tensor.parallel.
 
-One rank of four, with a process group that moves nothing: kinds, placements and shapes can be told from it.
+One rank of four, with a process group that moves nothing: enough for types, placements and shapes.
 """
 
 from __future__ import annotations

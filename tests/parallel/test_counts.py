@@ -1,4 +1,4 @@
-"""How often a parallelized model communicates: once where once is enough."""
+"""How often a parallelized model communicates: never twice for the same data."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def test_half_a_block_under_sequence_parallel(inner, local) -> None:
 
     with line_of(4) as mesh:
         x = torch.randn(2, 8, 16)
-        at = {"cut": 1, "output_cut": 1, "distributed": not local}
+        at = {"sharded": 1, "output_sharded": 1, "distributed": not local}
         forward, backward = follows_one_device(half(affine=False), parallelize, mesh, x, **at)
         assert forward == backward == ONE_OF_EACH
-        # A norm's own parameters see a part of the sequence on each rank: their gradients are summed, once each.
+        # On each rank a norm sees a shard of the sequence: the gradients of its parameters are summed, once each.
         forward, backward = follows_one_device(half(affine=True), parallelize, mesh, x, **at)
         assert forward == ONE_OF_EACH
         assert backward == ONE_OF_EACH | {"all_reduce": 2}
@@ -83,7 +83,7 @@ def test_blocks_in_a_row() -> None:
             lambda m, mesh: parallelize_module(m, mesh, plan),
             mesh,
             torch.randn(2, 8, 16),
-            cut=1,
+            sharded=1,
             distributed=True,
         )
         assert forward == backward == {name: 3 * n for name, n in ONE_OF_EACH.items()}
@@ -120,9 +120,9 @@ class Tokens(nn.Module):
 
 
 @on_processes
-def test_local_parts_of_a_sequence_are_not_asked_for_again() -> None:
-    # Between modules the program works on local parts, from which a rank cannot tell the length of the sequence.
-    # Each norm asks once; after that it knows by what the modules before it handed out, whatever the length.
+def test_ranks_ask_once_for_the_length_of_a_local_sequence() -> None:
+    # Between modules the program works on local shards, and a rank does not know the global length of the sequence.
+    # Each norm asks once; after that it infers the length from the recorded outputs of other modules.
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     model = Tokens()
     parallelize_module(
@@ -138,7 +138,7 @@ def test_local_parts_of_a_sequence_are_not_asked_for_again() -> None:
             model(torch.randint(0, 12, (2, length)))
         assert counts(comm) == {"all_gather_into_tensor": 2 + asked, "reduce_scatter_tensor": 3}
     for asked, length in ((2, 7), (2, 8), (2, 7), (0, 12)):
-        # 7 = 2 + 2 + 2 + 1: on three of four ranks it cannot be told from 8, so all ask.
+        # 7 = 2 + 2 + 2 + 1: on three of four ranks the shard is that of 8, so all ask.
         with CommDebugMode() as comm:
             model(torch.randint(0, 12, (2, length)))
         moved = 5 if length % 4 else 0
@@ -148,7 +148,7 @@ def test_local_parts_of_a_sequence_are_not_asked_for_again() -> None:
 
 
 @on_processes
-def test_local_parts_from_elsewhere_are_always_asked_for() -> None:
+def test_ranks_always_ask_about_local_tensors_of_other_origin() -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     norm = parallelize_module(nn.LayerNorm(4), mesh, SequenceParallel())
     for length in (8, 8, 7, 2, 8):

@@ -1,4 +1,4 @@
-"""Losses over cut classes: right, without gathering the scores, on meshes of any rank."""
+"""Losses over sharded classes are right and never gather the scores, on meshes of any number of axes."""
 
 from __future__ import annotations
 

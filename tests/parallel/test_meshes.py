@@ -1,4 +1,4 @@
-"""dp x tp: the way that is recommended, PyTorch's way on mesh["tp"], and local outputs on a mesh of two axes."""
+"""dp x tp: the recommended way, PyTorch's way on mesh["tp"], and local outputs on a mesh of two axes."""
 
 from __future__ import annotations
 
@@ -102,11 +102,11 @@ def test_each_dp_rank_its_own_program_as_in_pytorch() -> None:
                 torch.testing.assert_close(whole, expected[rank // 4][1][name])
 
 
-def test_what_cannot_be_meant_is_refused() -> None:
+def test_errors() -> None:
     with simulate(8):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         whole = parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel())
-        with pytest.raises(InputError, match=r"how the other axes cut it is not known: distribute the model's inputs"):
+        with pytest.raises(InputError, match=r"the placements on the other axes are not known: distribute the model's"):
             whole(torch.randn(2, 8))
         uneven = parallelize_module(nn.Linear(8, 6), mesh, ColwiseParallel())
         with pytest.raises(InputError, match=r"differ in size.*use_local_output=False"):

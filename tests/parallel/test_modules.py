@@ -1,4 +1,4 @@
-"""distribute_module, and what parallelizing keeps: ties, requires_grad, buffers, modules on the meta device."""
+"""distribute_module; parallelizing keeps ties, requires_grad, buffers and modules on the meta device."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_tied_weights_stay_one(mesh, plan) -> None:
     torch.testing.assert_close(first(model.head.weight.grad), alone.head.weight.grad)
 
 
-def test_tied_weights_that_are_to_be_cut_in_two_ways(mesh) -> None:
+def test_tied_weights_cannot_be_sharded_in_two_ways(mesh) -> None:
     with pytest.raises(PlacementError, match=r"module 'head': 'weight' is distributed already, as f32\[10, 8@tp\]"):
         parallelize_module(Tied(), mesh, {"embedding": "colwise", "head": "colwise"})
 
@@ -124,7 +124,7 @@ def test_from_the_meta_device(mesh) -> None:
     for module in (model.norm, model.inner.up, model.inner.down):
         module.reset_parameters()
     assert {name: p.placements for name, p in model.named_parameters()} == placements
-    # The numbers are those of the same modules without any cut.
+    # The numbers are those of the same modules with replicated parameters.
     whole = distribute_module(Half(Mlp()), mesh)
     torch.manual_seed(3)
     for module in (whole.norm, whole.inner.up, whole.inner.down):

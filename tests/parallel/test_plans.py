@@ -1,4 +1,4 @@
-"""Plans: which modules they name, how styles are spelled, and what they say when they cannot."""
+"""Plans: which modules they match, the names of styles, and their errors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_mesh_of_the_context(mesh) -> None:
         assert cut(parallelize_module(nn.Linear(8, 8), parallelize_plan=RowwiseParallel())) == {"weight"}
 
 
-def test_no_plan_and_entries_that_match_nothing_are_told(mesh) -> None:
+def test_a_missing_plan_and_entries_without_a_match_are_warned_about(mesh) -> None:
     with pytest.warns(UserWarning, match="no plan"):
         parallelize_module(model(), mesh)
     text = r"'layers.\*.inner.upp' matches no module: in 'layers.0.inner' there is no 'upp' among down, up; .*skipped"
@@ -70,24 +70,26 @@ def test_no_plan_and_entries_that_match_nothing_are_told(mesh) -> None:
         assert cut(parallelize_module(model(), mesh, {"layers.*.inner.upp": "colwise"})) == set()
     with pytest.warns(UserWarning, match="in the ModuleDict there is no 'heat' among head, layers"):
         assert cut(parallelize_module(model(), mesh, {"heat": "colwise", "head": "rowwise"})) == {"head.weight"}
-    with pytest.warns(UserWarning, match="weight is a parameter, and styles are for modules"):
+    with pytest.warns(UserWarning, match="weight is a parameter, and styles apply to modules"):
         parallelize_module(model(), mesh, {"head.weight": "colwise"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         parallelize_module(model(), mesh, {})
 
 
-def test_styles_that_cannot_serve_name_the_module_its_type_and_whom_they_serve(mesh) -> None:
-    with pytest.raises(InputError, match=r"module 'layers.0.norm': ColwiseParallel on a LayerNorm: it serves"):
+def test_an_unsupported_module_is_named_with_its_type_and_the_supported_ones(mesh) -> None:
+    with pytest.raises(
+        InputError, match=r"'layers.0.norm': ColwiseParallel cannot be applied to a LayerNorm: it supports"
+    ):
         parallelize_module(model(), mesh, {"layers.*.norm": "colwise"})
-    with pytest.raises(InputError, match=r"module 'layers': RowwiseParallel on a ModuleList: it serves"):
+    with pytest.raises(InputError, match="module 'layers': RowwiseParallel cannot be applied to a ModuleList: it supp"):
         parallelize_module(model(), mesh, {"layers": RowwiseParallel()})
-    with pytest.raises(InputError, match="RowwiseParallel on a MultiheadAttention"):
+    with pytest.raises(InputError, match="RowwiseParallel cannot be applied to a MultiheadAttention"):
         parallelize_module(nn.MultiheadAttention(8, 2), mesh, "rowwise")
 
 
-def test_dims_that_cannot_be_cut(mesh) -> None:
-    with pytest.raises(PlacementError, match=r"RowwiseParallel cannot cut the in_channels of a Conv2d with groups=2"):
+def test_dims_that_cannot_be_sharded(mesh) -> None:
+    with pytest.raises(PlacementError, match=r"RowwiseParallel cannot shard the in_channels of a Conv2d with groups=2"):
         parallelize_module(nn.Conv2d(4, 4, 3, groups=2), mesh, RowwiseParallel())
     with pytest.raises(PlacementError, match=r"out_channels of a ConvTranspose1d with groups=2"):
         parallelize_module(nn.ConvTranspose1d(4, 4, 3, groups=2), mesh, ColwiseParallel())
@@ -96,9 +98,9 @@ def test_dims_that_cannot_be_cut(mesh) -> None:
         linear(distribute_tensor(torch.randn(2, 8), mesh, [Replicate()]))
 
 
-def test_what_is_no_style(mesh) -> None:
+def test_entries_that_are_not_styles(mesh) -> None:
     known = "colwise, colwise_rep, colwise_gather_output, rowwise, rowwise_rep"
-    with pytest.raises(InputError, match=f"the style 'columns' is not known: use a ParallelStyle, or one of {known}"):
+    with pytest.raises(InputError, match=f"there is no style named 'columns': use a ParallelStyle, or one of {known}"):
         parallelize_module(model(), mesh, {"head": "columns"})
     with pytest.raises(InputError, match=r"import the styles from shardwise\.parallel"):
         parallelize_module(model(), mesh, {"head": theirs.ColwiseParallel()})
@@ -164,7 +166,7 @@ def test_a_style_of_ones_own_and_the_source_of_data() -> None:
 def test_axes_of_a_larger_mesh() -> None:
     with simulate(8):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "model"))
-        with pytest.raises(MeshError, match=r"none of whose axes is named 'tp'.*style.over\('model'\)"):
+        with pytest.raises(MeshError, match=r"on the axis 'tp', and .* has none of that name: .*style.over\('model'\)"):
             parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel())
         linear = parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel().over("model"))
         assert linear.weight.placements == (Replicate(), Shard(0))

@@ -53,20 +53,20 @@ def mlp_plans(local: bool) -> dict[str, dict[str, object]]:
 @pytest.mark.parametrize("kind", ["tensor", "sequence"])
 def test_mlp(kind, local, ranks) -> None:
     plan = mlp_plans(local)[kind]
-    cut = 1 if kind == "sequence" else None
+    dim = 1 if kind == "sequence" else None
     with line_of(ranks) as mesh:
         follows_one_device(
             lambda: Half(Mlp(hidden=20)),
             lambda m, mesh: parallelize_module(m, mesh, plan),
             mesh,
             torch.randn(2, 7, 16),
-            cut=cut,
-            output_cut=cut,
+            sharded=dim,
+            output_sharded=dim,
             distributed=not local,
         )
 
 
-# Heads need not be as many as ranks: then what cannot stay cut by heads is moved.
+# The number of heads need not divide by the ranks: tensors that cannot stay sharded by heads are redistributed.
 @pytest.mark.parametrize(("ranks", "width", "local"), [(4, 16, True), (4, 16, False), (4, 20, False), (3, 16, False)])
 def test_attention_of_ones_own(ranks, width, local) -> None:
     use = {"use_local_output": local}
@@ -82,8 +82,8 @@ def test_attention_of_ones_own(ranks, width, local) -> None:
             lambda m, mesh: parallelize_module(m, mesh, plan),
             mesh,
             torch.randn(2, 6, width),
-            cut=1,
-            output_cut=1,
+            sharded=1,
+            output_sharded=1,
             distributed=not local,
         )
 
@@ -103,7 +103,7 @@ class SelfAttention(nn.Module):
 @pytest.mark.parametrize(
     "options", [{}, {"batch_first": True}, {"bias": False}, {"batch_first": True, "need_weights": True}], ids=str
 )
-def test_multihead_attention_is_cut_by_heads(options, ranks) -> None:
+def test_multihead_attention_is_sharded_by_heads(options, ranks) -> None:
     with line_of(ranks) as mesh:
 
         def parallelize(model, mesh):
@@ -194,7 +194,7 @@ class UserNorm(nn.Module):
 
 
 @pytest.mark.parametrize("make", [UserNorm, partial(nn.RMSNorm, 16), partial(nn.LayerNorm, 16), nn.Identity], ids=str)
-def test_norms_on_a_cut_sequence(make) -> None:
+def test_norms_on_a_sharded_sequence(make) -> None:
     with line_of(4) as mesh:
         for local in (True, False):
             style = SequenceParallel(use_local_output=local)
@@ -203,13 +203,13 @@ def test_norms_on_a_cut_sequence(make) -> None:
                 lambda m, mesh, style=style: parallelize_module(m, mesh, style),
                 mesh,
                 torch.randn(2, 7, 16),
-                cut=1,
-                output_cut=1,
+                sharded=1,
+                output_sharded=1,
                 distributed=not local,
             )
 
 
-def test_batch_norm_over_a_cut_batch_keeps_its_statistics() -> None:
+def test_batch_norm_over_a_sharded_batch_keeps_its_statistics() -> None:
     alone = nn.BatchNorm1d(4)
     x = torch.randn(10, 4)
     alone(x)
@@ -221,7 +221,7 @@ def test_batch_norm_over_a_cut_batch_keeps_its_statistics() -> None:
 
 
 class TwoInputs(nn.Module):
-    """Any code: what it is given shows in `seen`."""
+    """A module that keeps its inputs in `seen`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ def test_prepare_input_by_position_and_name_and_output() -> None:
         torch.testing.assert_close(out[2].shards[0], b * scale)
 
 
-def test_prepare_input_can_hand_out_local_tensors() -> None:
+def test_prepare_input_can_give_the_module_local_tensors() -> None:
     with line_of(4) as mesh:
         style = PrepareModuleInput(input_layouts=S1, desired_input_layouts=Shard(0), use_local_output=True)
         model = parallelize_module(nn.Identity(), mesh, style)
@@ -265,7 +265,7 @@ def test_prepare_input_can_hand_out_local_tensors() -> None:
         assert out.shards[0].shape == (2, 8)
 
 
-def test_a_distributed_input_is_brought_to_what_is_desired_whatever_it_was() -> None:
+def test_a_distributed_input_is_redistributed_from_any_placement() -> None:
     with line_of(4) as mesh:
         style = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
         model = parallelize_module(nn.Identity(), mesh, style)
@@ -307,7 +307,7 @@ def test_a_module_that_looks_like_a_linear() -> None:
             lambda m, mesh: parallelize_module(m, mesh, ColwiseParallel()),
             mesh,
             torch.randn(3, 8),
-            output_cut=1,
+            output_sharded=1,
         )
 
 
@@ -321,7 +321,7 @@ def test_the_same_input_prepared_once_until_it_changes() -> None:
             x.add_(1.0)
             assert not torch.equal(first(before), first(b(x)))
             before = a(x)
-            x.to_local().add_(1.0)  # behind its back
+            x.to_local().add_(1.0)  # not through the DTensor
             assert not torch.equal(first(before), first(b(x)))
         x.requires_grad_()
         assert b(x).requires_grad
@@ -333,15 +333,15 @@ def test_the_same_input_prepared_once_until_it_changes() -> None:
 def test_mlp_on_processes(kind, local) -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     plan = mlp_plans(local)[kind]
-    cut = 1 if kind == "sequence" else None
+    dim = 1 if kind == "sequence" else None
     for length in (8, 7):
         follows_one_device(
             lambda: nn.Sequential(Half(Mlp(hidden=20)), Half(Mlp(hidden=20))),
             lambda m, mesh: [parallelize_module(half, mesh, plan) for half in m],
             mesh,
             torch.randn(2, length, 16),
-            cut=cut,
-            output_cut=cut,
+            sharded=dim,
+            output_sharded=dim,
             distributed=not local,
         )
 
@@ -376,8 +376,8 @@ def test_activation_checkpointing(local, reentrant) -> None:
             lambda m, mesh: parallelize_module(m, mesh, plan),
             mesh,
             torch.randn(2, 8, 16),
-            cut=1,
-            output_cut=1,
+            sharded=1,
+            output_sharded=1,
             distributed=not local,
         )
 

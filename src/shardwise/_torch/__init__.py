@@ -7,6 +7,9 @@
     symint          symbolic integers with nodes of ours
     c10d            the tables of process groups, and the fake backend
     bindings        the quickest Python binding of an op
+    autograd_graph  nodes of the autograd graph, and the one that runs now
+    async_tensors   results of functional collectives whose data is under way
+    script_objects  process groups boxed in script objects
     above_autograd  kernels that run before autograd takes a function apart
 
 `docs/internals.md` lists every name, what relies on it, and the test that fails when PyTorch changes it.

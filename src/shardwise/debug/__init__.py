@@ -1,8 +1,8 @@
-"""Looking at distributed tensors and programs.
+"""Inspect distributed tensors and the communication of programs.
 
-visualize_sharding    prints who holds what of a tensor
-draw                  the same picture as a string
-CommDebugMode         counts and draws the communication in a block, module by module
+visualize_sharding    prints which ranks hold which shards of a tensor
+draw                  returns the same picture as a string
+CommDebugMode         counts and prints the communication in a block, module by module
 """
 
 from .comm_mode import CommDebugMode

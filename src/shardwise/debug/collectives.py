@@ -1,155 +1,91 @@
-"""What counts as a collective, and how many bytes it brings to a rank.
+"""The bytes that a collective brings to a rank, the group it runs in, and the op that users name.
 
-Collectives are told by the names that users write: `torch.ops.c10d_functional.all_reduce` for the functional ones,
-whichever of PyTorch's namespaces was called, and `torch.ops.c10d.allreduce_` for those behind `dist.all_reduce`.
+Collectives have the names that users write: `torch.ops.c10d_functional.all_reduce` for the functional ones, in
+whichever namespace of PyTorch the op was called, and `torch.ops.c10d.allreduce_` for those behind `dist.all_reduce`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._torch.ops import OpOverload, OpOverloadPacket
+from .._torch.script_objects import boxed_group_name
 from ..comm.groups import ranks_of_group
+from ..ops.collectives import FUNCTIONAL_NAMESPACES, CollectiveOp
 from ..world import RankTensor, current_world, values_of
 
-_FUNCTIONAL = ("c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
 
-# What a collective is called in tables, by the op's name, and how the bytes that a rank receives are counted.
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
-ALL_TO_ALL, BROADCAST = "all-to-all", "broadcast"
-_KINDS = {
-    "all_reduce": ALL_REDUCE,
-    "all_reduce_": ALL_REDUCE,
-    "all_reduce_coalesced": ALL_REDUCE,
-    "all_reduce_coalesced_": ALL_REDUCE,
-    "all_gather_into_tensor": ALL_GATHER,
-    "all_gather_into_tensor_out": ALL_GATHER,
-    "all_gather_into_tensor_coalesced": ALL_GATHER,
-    "reduce_scatter_tensor": REDUCE_SCATTER,
-    "reduce_scatter_tensor_coalesced": REDUCE_SCATTER,
-    "all_to_all_single": ALL_TO_ALL,
-    "broadcast": BROADCAST,
-    "broadcast_": BROADCAST,
-}
-_IN_PLACE_KINDS = {
-    "allreduce_": ALL_REDUCE,
-    "allreduce_coalesced_": ALL_REDUCE,
-    "allgather_": ALL_GATHER,
-    "_allgather_base_": ALL_GATHER,
-    "allgather_coalesced_": ALL_GATHER,
-    "allgather_into_tensor_coalesced_": ALL_GATHER,
-    "reduce_scatter_": REDUCE_SCATTER,
-    "_reduce_scatter_base_": REDUCE_SCATTER,
-    "reduce_scatter_tensor_coalesced_": REDUCE_SCATTER,
-    "alltoall_": ALL_TO_ALL,
-    "alltoall_base_": ALL_TO_ALL,
-    "broadcast_": BROADCAST,
-    "reduce_": "reduce",
-    "gather_": "gather",
-    "scatter_": "scatter",
-}
-
-
-def public_op(op: Any) -> Any:
-    """The op that users name: its packet, of the public namespace where there is one."""
+def public_op(op: object) -> object:
+    """Return the packet of an op, from the public namespace if it has one; anything else unchanged."""
     packet = op.overloadpacket if isinstance(op, OpOverload) else op
     if not isinstance(packet, OpOverloadPacket):
         return op
-    namespace, _, name = packet._qualified_op_name.partition("::")
-    if namespace not in _FUNCTIONAL:
+    namespace, _, name = str(packet).partition(".")
+    if namespace not in FUNCTIONAL_NAMESPACES:
         return packet
     return getattr(torch.ops.c10d_functional, name, packet)
 
 
-def kind_of(op: OpOverload) -> str | None:
-    """What kind of collective an op is; None for other ops."""
-    if op.namespace in _FUNCTIONAL:
-        return _KINDS.get(op._schema.name.partition("::")[2])
-    if op.namespace == "c10d":
-        return _IN_PLACE_KINDS.get(op._schema.name.partition("::")[2])
-    return None
-
-
-def group_of(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    """The name of the group that a collective's arguments speak of."""
-    for value in (*reversed(args), *kwargs.values()):
-        if isinstance(value, str) and value.lower() not in _REDUCTIONS:
-            return value
-        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-            return torch.distributed.ProcessGroup.unbox(value).group_name
+def group_of(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+    """Return the name of the group among the arguments of a collective."""
+    named = [kwargs[name] for name in ("group_name", "process_group") if name in kwargs]
+    for value in named or reversed(args):  # the reduction is a string too, and comes before the group
+        name = value if isinstance(value, str) else boxed_group_name(value)
+        if name is not None:
+            return name
     raise AssertionError("every collective that is counted names its group")
 
 
-_REDUCTIONS = {"sum", "avg", "product", "min", "max", "band", "bor", "bxor", "unused", "premul_sum"}
+def received_bytes(op: CollectiveOp, args: Sequence[Any], kwargs: Mapping[str, object], result: object) -> int:
+    """Return the bytes that a rank receives: among simulated ranks, the most that any of them receives."""
+    group = group_of(args, kwargs)
+    ranks = len(ranks_of_group(group)[0])
+    got = _bytes(args[0] if op.writes_first else result)
+    if op.received is None:
+        splits = args[op.splits] if op.splits is not None else None
+        return _exchanged(splits or [1] * ranks, got, group)
+    return max(op.received(sent, its, ranks) for sent, its in zip(_bytes(args[op.input]), got, strict=False))
 
 
-def received_bytes(op: OpOverload, kind: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
-    """The bytes that a rank receives: of simulated ranks, the one that receives most.
-
-    Reductions are counted as rings do them: an all-reduce is a reduce-scatter and an all-gather.
-    """
-    ranks = len(ranks_of_group(group_of(args, kwargs))[0])
-    in_place = op.namespace == "c10d"
-    sent = _bytes(args[1] if in_place and len(args) > 1 and _has_tensors(args[1]) else args[0])
-    got = _bytes(args[0] if in_place else result)
-    if kind == ALL_TO_ALL:
-        return _exchanged(op, args, kwargs, got, ranks)
-    counts: dict[str, Callable[[int, int], int]] = {
-        ALL_REDUCE: lambda sent, got: 2 * got * (ranks - 1) // ranks,
-        ALL_GATHER: lambda sent, got: got - sent,
-        REDUCE_SCATTER: lambda sent, got: got * (ranks - 1),
-        "gather": lambda sent, got: max(got - sent, 0),
-    }
-    count = counts.get(kind, lambda sent, got: got)
-    return max(map(count, sent, got))
-
-
-def _exchanged(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], got: list[int], ranks: int) -> int:
-    """What an all-to-all brings from others: everything but what a rank sends to itself."""
-    base = op._schema.name == "c10d::alltoall_base_"
-    splits = args[3] if base else args[1] if op.namespace in _FUNCTIONAL else None
-    rows = [[_value(size, rank) for size in splits or [1] * ranks] for rank in range(len(got))]
-    places = _places(group_of(args, kwargs), len(got))
+def _exchanged(splits: Sequence[int], got: list[int], group: str) -> int:
+    """Return what an all-to-all brings from other ranks: its result without what a rank sends to itself."""
+    rows = [[_value(size, rank) for size in splits] for rank in range(len(got))]
     return max(
-        size * (sum(row) - row[place]) // max(sum(row), 1)
-        for size, row, place in zip(got, rows, places, strict=True)
-        if place is not None
+        size * (sum(row) - row[position]) // max(sum(row), 1)
+        for size, row, position in zip(got, rows, _positions(group, len(got)), strict=True)
+        if position is not None
     )
 
 
-def _value(size: Any, rank: int) -> int:
+def _value(size: int, rank: int) -> int:
     values = values_of(size)
     return size if values is None else values[rank]
 
 
-def _places(group: str, count: int) -> list[int | None]:
-    """The place in its group of each rank that this process stands for."""
+def _positions(group: str, count: int) -> list[int | None]:
+    """Return the position in its group of each rank that this process runs; None for a rank outside."""
     groups = ranks_of_group(group)
     own = range(count) if current_world() is not None else [torch.distributed.get_rank()]
     return [next((ranks.index(rank) for ranks in groups if rank in ranks), None) for rank in own]
 
 
-def _bytes(value: Any) -> list[int]:
-    """The bytes of all tensors in an argument, for each rank that this process stands for."""
-    per_tensor = [[shard.nbytes for shard in _shards(tensor)] for tensor in _tensors(value)]
-    return [sum(column) for column in zip(*per_tensor, strict=True)] or [0]
+def _bytes(value: object) -> list[int]:
+    """Return the bytes of all tensors in an argument, for each rank that this process runs."""
+    per_tensor = [[local.nbytes for local in _locals(tensor)] for tensor in _tensors(value)]
+    return [sum(of_rank) for of_rank in zip(*per_tensor, strict=True)] or [0]
 
 
-def _shards(tensor: Tensor) -> Sequence[Tensor]:
+def _locals(tensor: Tensor) -> Sequence[Tensor]:
     return tensor.shards if isinstance(tensor, RankTensor) else (tensor,)
 
 
-def _tensors(value: Any) -> Iterable[Tensor]:
+def _tensors(value: object) -> Iterable[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for element in value:
             yield from _tensors(element)
-
-
-def _has_tensors(value: Any) -> bool:
-    return next(iter(_tensors(value)), None) is not None

@@ -1,4 +1,4 @@
-"""CommDebugMode: the communication of a program, counted and drawn, module by module.
+"""CommDebugMode: count and print the communication of a program, module by module.
 
 >>> comm = CommDebugMode()
 >>> with comm:
@@ -15,7 +15,7 @@
 │     down │   1 all-reduce over tp     192 B │                                  │
 └──────────┴──────────────────────────────────┴──────────────────────────────────┘
 
-It works in both worlds. What the ranks of a simulated world do together counts once.
+It works on processes and on simulated ranks. A collective of simulated ranks counts once.
 """
 
 from __future__ import annotations
@@ -26,88 +26,90 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._torch import pytree
 from .._torch.modes import TorchDispatchMode
 from .._torch.ops import OpOverload
+from ..ops.collectives import CollectiveOp, collective_of
 from ..sharding.mesh import axes_of_group
 from ..sharding.placement import Placement
 from ..tensor.dtensor import DTensor
 from ..world import RankTensor
-from .collectives import group_of, kind_of, public_op, received_bytes
+from .collectives import group_of, public_op, received_bytes
 from .comm_record import Collective, ModuleRecord, OpCounts, Operation, counts, received
 from .comm_table import draw_table, json_tree, list_modules
 from .module_calls import ModuleCalls
 
 
 class CommDebugMode(TorchDispatchMode):
-    """Counts the collectives in its block, and the bytes that they bring to a rank.
+    """Counts the collectives inside its `with` block, and the bytes that a rank receives in them.
 
-    Entering it again starts from nothing. A module's figures include those of the modules in it. What a backward pass
-    communicates counts for the module whose forward pass made it necessary.
+    Entering it again resets the counts. The counts of a module include those of its submodules. A collective of the
+    backward pass counts for the module whose forward pass made the autograd node that runs it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._calls = ModuleCalls()
         self.collectives: list[Collective] = []
         self.operations: list[Operation | Collective] = []
 
     def __enter__(self) -> CommDebugMode:
-        self._forget()
-        self._following = ExitStack()
-        self._following.enter_context(self._calls.following())
+        self._reset()
+        self._tracking = ExitStack()
+        self._tracking.enter_context(self._calls.track())
         super().__enter__()
         return self
 
-    def __exit__(self, *args: Any) -> None:
+    def __exit__(self, *args: object) -> None:
         super().__exit__(*args)
-        self._following.close()
+        self._tracking.close()
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
-        """Write an op down and let it go on: to a subclass's own code, in which this mode still watches."""
+        """Record an op, then run it; for tensor subclasses in their own code, whose ops this mode records too."""
         kwargs = kwargs or {}
         tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         inputs = tuple((tuple(t.shape), t._spec if isinstance(t, DTensor) else None) for t in tensors)
         self.operations.append(Operation(func, inputs, self._calls.now()))
         if any(not issubclass(kind, RankTensor) for kind in types):
             return NotImplemented
-        # Simulated ranks are one: what happens inside the op is not seen.
-        result = func(*args, **kwargs)
-        kind = kind_of(func)
-        if kind is not None:
-            self._count(func, kind, args, kwargs, result)
+        result = func(*args, **kwargs)  # on all simulated ranks at once: the ops of each rank are not recorded
+        op = collective_of(func)
+        if op is not None:
+            self._count(func, op, args, kwargs, result)
         return result
 
-    def _count(self, func: OpOverload, kind: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _count(
+        self, func: OpOverload, op: CollectiveOp, args: Sequence[Any], kwargs: dict[str, object], result: object
+    ) -> None:
         over = axes_of_group(group_of(args, kwargs))
-        nbytes = received_bytes(func, kind, args, kwargs, result)
-        collective = Collective(public_op(func), kind, over, nbytes, self._calls.now())
+        nbytes = received_bytes(op, args, kwargs, result)
+        collective = Collective(public_op(func), op.kind, over, nbytes, self._calls.now())
         self.collectives.append(collective)
         self.operations[-1] = collective
 
-    # ---- what was counted ---------------------------------------------------------------------------------------
+    # ---- counts ---------------------------------------------------------------------------------------------------
 
     def get_total_counts(self) -> int:
-        """The number of collectives."""
+        """Return the number of collectives."""
         return len(self.collectives)
 
     def get_comm_counts(self) -> OpCounts:
-        """The number of collectives by op: `counts[torch.ops.c10d_functional.all_reduce]`."""
+        """Return the number of collectives by op: `counts[torch.ops.c10d_functional.all_reduce]`."""
         return counts(self.collectives)
 
     def get_total_bytes(self) -> int:
-        """The bytes that a rank receives in all collectives."""
+        """Return the bytes that a rank receives in all collectives."""
         return sum(collective.received for collective in self.collectives)
 
     def get_comm_bytes(self) -> OpCounts:
-        """The bytes that a rank receives, by op."""
+        """Return the bytes that a rank receives, by op."""
         return received(self.collectives)
 
     @property
@@ -125,14 +127,14 @@ class CommDebugMode(TorchDispatchMode):
                 passes["backward" if collective.moment.backward else "forward"].append(collective)
         return {module: {name: counts(each) for name, each in passes.items()} for module, passes in found.items()}
 
-    # ---- what the modules are -----------------------------------------------------------------------------------
+    # ---- modules --------------------------------------------------------------------------------------------------
 
-    def get_parameter_info(self) -> dict[str, dict[str, Any]]:
-        """The parameters of each module called that owns some, by the module's name and theirs."""
+    def get_parameter_info(self) -> dict[str, dict[str, nn.Parameter]]:
+        """Return the own parameters of each called module that has any, by the names of module and parameter."""
         return {module.name: module.parameters for module in self._modules() if module.parameters}
 
     def get_sharding_info(self) -> dict[str, tuple[Placement, ...]]:
-        """The placements of all distributed parameters of the modules called, by full name."""
+        """Return the placements of all distributed parameters of the called modules, by full name."""
         return {
             f"{module.name}.{name}": placements
             for module in self._modules()
@@ -147,10 +149,10 @@ class CommDebugMode(TorchDispatchMode):
             for own in [dict(module.named_parameters(recurse=False))]
         ]
 
-    # ---- as text ------------------------------------------------------------------------------------------------
+    # ---- text -----------------------------------------------------------------------------------------------------
 
     def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
-        """A table of the collectives of each module, and from level 1 on a list of what happened in each.
+        """Return a table of the collectives of each module, and from level 1 on a list of the ops in each.
 
         0. the collectives of each module that has any
         1. also its class, its parameters, and its ops on distributed tensors
@@ -167,5 +169,5 @@ class CommDebugMode(TorchDispatchMode):
         Path(file_name).write_text(self.generate_comm_debug_tracing_table(noise_level) + "\n")
 
     def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
-        """Write the tree of modules with what happened in each to a file, as JSON; for the levels see the table."""
+        """Write the tree of modules, with the collectives and ops of each, to a JSON file; levels as for the table."""
         Path(file_name).write_text(json.dumps(json_tree(self._modules(), self.operations, noise_level), indent=4))

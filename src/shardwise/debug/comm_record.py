@@ -1,15 +1,15 @@
-"""What a CommDebugMode writes down: calls of ops and collectives, each with its place in the program."""
+"""The records of a CommDebugMode: calls of ops and collectives, each with the module and pass it belongs to."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from .._torch.ops import OpOverload
+from ..ops.trivial import computes_nothing
 from ..sharding.placement import Placement
 from ..sharding.spec import DTensorSpec
 from ..tensor.dtensor import DTensor
@@ -17,10 +17,10 @@ from .collectives import public_op
 from .module_calls import Moment
 
 
-class OpCounts(Counter[Any]):
-    """Numbers by collective. An op counts under its public name, and is found by its other names too."""
+class OpCounts(Counter[object]):
+    """Numbers by collective, under the op's public name; looking up one of its other names finds it too."""
 
-    def __missing__(self, op: Any) -> int:
+    def __missing__(self, op: object) -> int:
         return self.get(public_op(op), 0)
 
 
@@ -39,32 +39,19 @@ class Operation:
 
     @property
     def trivial(self) -> bool:
-        """Whether the op computes nothing: it makes a view or empty memory, or waits."""
-        schema = self.op._schema
-        views = any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns)
-        return views or schema.name in _TRIVIAL
+        """Whether the op computes nothing: it returns a view or memory without values, or waits."""
+        return computes_nothing(self.op)
 
     def __str__(self) -> str:
         inputs = [repr(spec) if spec is not None else str(list(shape)) for shape, spec in self.inputs]
         return f"{self.op}({', '.join(inputs)})"
 
 
-_TRIVIAL = {
-    "aten::empty",
-    "aten::empty_like",
-    "aten::empty_strided",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-    "_c10d_functional::wait_tensor",
-    "_c10d_functional::_wrap_tensor_autograd",
-}
-
-
 @dataclass(frozen=True)
 class Collective:
-    """One collective: the op as users name it, what it is, over which mesh axes, and the bytes that a rank receives."""
+    """One collective: the op as users name it, its kind, its mesh axes, and the bytes that a rank receives."""
 
-    op: Any
+    op: object
     kind: str
     over: str
     received: int
@@ -76,25 +63,25 @@ class Collective:
 
 @dataclass(frozen=True)
 class ModuleRecord:
-    """A module that was called: its class, and the parameters that it owns itself."""
+    """A module that was called: its name, its class, and its own parameters."""
 
     name: str
     kind: str
     parameters: dict[str, torch.nn.Parameter]
 
     def placements(self) -> dict[str, tuple[Placement, ...]]:
-        """The placements of the parameters that are distributed."""
+        """Return the placements of the parameters that are distributed."""
         owned = self.parameters.items()
         return {name: parameter.placements for name, parameter in owned if isinstance(parameter, DTensor)}
 
 
 def counts(collectives: Iterable[Collective]) -> OpCounts:
-    """How often each collective was called."""
+    """Return how often each collective was called."""
     return OpCounts(collective.op for collective in collectives)
 
 
 def received(collectives: Iterable[Collective]) -> OpCounts:
-    """The bytes that each collective brought to a rank."""
+    """Return the bytes that a rank received in each kind of collective."""
     total = OpCounts()
     for collective in collectives:
         total[collective.op] += collective.received

@@ -1,4 +1,4 @@
-"""What a CommDebugMode wrote down, as a drawn table, as a list, and as a tree for JSON."""
+"""The records of a CommDebugMode as a drawn table, as a list, and as a tree for JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from ..comm.plan import bytes_text
+from ..tensor.dtensor import DTensor
 from .comm_record import Collective, ModuleRecord, Operation, counts
 from .module_calls import ROOT
 from .table import boxed
@@ -17,7 +20,7 @@ Record = Operation | Collective
 
 
 def draw_table(modules: Sequence[ModuleRecord], collectives: Sequence[Collective]) -> str:
-    """The number of collectives of each module that has any, and the bytes that a rank receives in them."""
+    """Return a table of the collectives of each module that has any, and the bytes that a rank receives in them."""
     parents = parents_of(modules)
     width = max([len(str(collective)) for collective in collectives], default=0)
     rows: list[list[str]] = []
@@ -39,7 +42,7 @@ def _totals(collectives: Sequence[Collective], width: int) -> list[str]:
 
 
 def parents_of(modules: Sequence[ModuleRecord]) -> dict[str, str]:
-    """The module that each called module lies in, by name, in the order of definition."""
+    """Return the name of the innermost called module around each called module, in the order of definition."""
     names = {module.name for module in modules}
     parents = {}
     for module in modules:
@@ -64,7 +67,7 @@ def _label(name: str, parents: dict[str, str]) -> str:
 
 
 def list_modules(modules: Sequence[ModuleRecord], records: Sequence[Record], noise_level: int) -> list[str]:
-    """For each module its class, its parameters, and what happened in it and in no module within it, in order."""
+    """Return a text for each module: its class, its parameters, and the ops that ran in none of its submodules."""
     texts = []
     for module in (ModuleRecord(ROOT, "", {}), *modules):
         lines = [f"{module.name}  {module.kind}".rstrip()]
@@ -82,7 +85,7 @@ def _pass(record: Record) -> str:
 
 
 def shows(record: Record, noise_level: int) -> bool:
-    """Whether a level shows a record."""
+    """Return whether a record is shown at this noise level."""
     if isinstance(record, Collective):
         return True
     if noise_level < 3 and record.trivial:
@@ -97,12 +100,12 @@ def _line(record: Record) -> str:
     return f"    {record}{again}"
 
 
-def _parameter_text(parameter: Any) -> str:
-    return repr(getattr(parameter, "_spec", list(parameter.shape)))
+def _parameter_text(parameter: Tensor) -> str:
+    return repr(parameter._spec if isinstance(parameter, DTensor) else list(parameter.shape))
 
 
 def json_tree(modules: Sequence[ModuleRecord], records: Sequence[Record], noise_level: int) -> dict[str, Any]:
-    """The tree of modules, each with its parameters, collectives and operations."""
+    """Return the tree of modules, each with its parameters, collectives and operations."""
     parents = parents_of(modules)
     nodes = {module.name: _json_node(module, records, noise_level) for module in (ModuleRecord(ROOT, "", {}), *modules)}
     for name, parent in parents.items():

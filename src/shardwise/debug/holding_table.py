@@ -1,4 +1,4 @@
-"""How the parameters and buffers of a module are cut, as a drawn table.
+"""A drawn table of how the parameters and buffers of a module are sharded.
 
 >>> print(draw_module(model))
 ┌──────────────────────┬───────────────────────────┬──────────┬──────────┐
@@ -22,49 +22,49 @@ from .table import boxed
 
 
 def draw_module(module: nn.Module) -> str:
-    """The parameters and buffers of a module: how each is cut, its bytes, and the most that one rank holds of them.
+    """Return a table of the parameters and buffers of a module: sharding, bytes, and the most that one rank holds.
 
     Those that are alike in numbered modules share a row.
     """
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     meshes = {repr(tensor.spec.mesh_info) for tensor in state.values() if isinstance(tensor, DTensor)}
-    cuts = {name: _cut_text(tensor, with_mesh=len(meshes) > 1) for name, tensor in state.items()}
+    shardings = {name: _sharding_text(tensor, with_mesh=len(meshes) > 1) for name, tensor in state.items()}
     rows: dict[tuple[str, str], list[int]] = {}
-    for name, shared in _row_names(cuts).items():
+    for name, shared in _row_names(shardings).items():
         tensor = state[name]
-        row = rows.setdefault((shared, cuts[name]), [0, 0, 0])
+        row = rows.setdefault((shared, shardings[name]), [0, 0, 0])
         row[:] = [row[0] + 1, row[1] + tensor.nbytes, row[2] + held_bytes(tensor)]
     cells = [
-        [name, f"{count} x {cut}" if count > 1 else cut, f"{bytes_text(whole):>8}", f"{bytes_text(held):>8}"]
-        for (name, cut), (count, whole, held) in rows.items()
+        [name, f"{count} x {text}" if count > 1 else text, f"{bytes_text(total):>8}", f"{bytes_text(held):>8}"]
+        for (name, text), (count, total, held) in rows.items()
     ]
-    total = [bytes_text(sum(row[column] for row in rows.values())) for column in (1, 2)]
-    cells.append(["together", "", *(f"{text:>8}" for text in total)])
+    sums = [bytes_text(sum(row[column] for row in rows.values())) for column in (1, 2)]
+    cells.append(["together", "", *(f"{text:>8}" for text in sums)])
     over = f"cut over {meshes.pop()}" if len(meshes) == 1 else "cut"
     return boxed(["parameter", over, "whole", "one rank"], cells)
 
 
-def _row_names(cuts: Mapping[str, str]) -> dict[str, str]:
-    """For each name that of its row: with stars for numbers, where all such names are cut alike."""
+def _row_names(shardings: Mapping[str, str]) -> dict[str, str]:
+    """Return the row of each name: with stars for numbers if all names of that form are sharded alike."""
     alike: dict[str, list[str]] = {}
-    for name in cuts:
+    for name in shardings:
         shared = ".".join("*" if part.isdigit() else part for part in name.split("."))
         alike.setdefault(shared, []).append(name)
     found = {}
     for shared, names in alike.items():
-        together = len(names) > 1 and len({cuts[name] for name in names}) == 1
+        together = len(names) > 1 and len({shardings[name] for name in names}) == 1
         found.update({name: shared if together else name for name in names})
-    return {name: found[name] for name in cuts}
+    return {name: found[name] for name in shardings}
 
 
-def _cut_text(tensor: Tensor, with_mesh: bool) -> str:
+def _sharding_text(tensor: Tensor, with_mesh: bool) -> str:
     if not isinstance(tensor, DTensor):
         return f"plain {list(tensor.shape)}"
     return f"{tensor.spec!r} on {tensor.spec.mesh_info!r}" if with_mesh else repr(tensor.spec)
 
 
 def held_bytes(tensor: Tensor) -> int:
-    """The most bytes that one rank holds of a tensor."""
+    """Return the most bytes that one rank holds of a tensor."""
     if not isinstance(tensor, DTensor):
         return tensor.nbytes
     return tensor.spec.layout.max_local_numel() * tensor.dtype.itemsize

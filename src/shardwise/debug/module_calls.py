@@ -1,8 +1,8 @@
-"""Which module a moment of a program belongs to, in the forward and in the backward pass.
+"""Track which module a program is in, in the forward and in the backward pass.
 
-Calls of modules are followed while they run. A node of the autograd graph carries a number that counts up as nodes are
-made, so the numbers made during a call tell, in the backward pass, which call a node comes from. Neither hooks on
-tensors nor a second pass is needed, and the communication of a module's own hooks is the module's.
+Calls of modules are tracked while they run. Autograd numbers its nodes as they are made, so the range of numbers made
+during a call tells, in the backward pass, which call a node comes from. This needs neither hooks on tensors nor a
+second pass, and the communication of a module's own hooks counts as the module's.
 """
 
 from __future__ import annotations
@@ -12,30 +12,31 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
+from .._torch.autograd_graph import accumulated_leaf, current_node, in_backward_pass, next_node_number, node_number
+
 ROOT = "Global"
-_next_number: Any = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 @dataclass
 class Call:
-    """One call of a module: the graph nodes made in it have numbers from `start` on, up to `stop` without it."""
+    """One call of a module. Autograd nodes made in it have numbers in `[start, stop)`; `stop` is None while it runs."""
 
     module: str
     parent: Call | None
     start: int = 0
-    again: bool = False  # made in a backward pass, to compute activations again
+    recomputing: bool = False
+    """Whether the call is made in a backward pass, to recompute activations."""
     stop: int | None = None
     inner: list[Call] = field(default_factory=list)
 
     def path(self) -> tuple[str, ...]:
-        """The names of the modules that the call is in, outermost first, its own last."""
+        """Return the names of the modules that the call is in, outermost first and its own last."""
         return (*self.parent.path(), self.module) if self.parent else (self.module,)
 
     def at(self, number: int) -> Call:
-        """The innermost call in which a graph node was made."""
+        """Return the innermost call in which the autograd node of this number was made."""
         for call in reversed(self.inner):
             if call.start <= number and (call.stop is None or number < call.stop):
                 return call.at(number)
@@ -44,7 +45,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Moment:
-    """Where a program is: in which modules, in which pass, and whether it computes activations again."""
+    """A position in a program: the modules it is in, the pass, and whether it recomputes activations."""
 
     modules: tuple[str, ...]
     backward: bool
@@ -52,41 +53,44 @@ class Moment:
 
 
 class ModuleCalls:
-    """Follows the calls of modules inside `following`, and remembers the modules by name."""
+    """Tracks the calls of modules inside `track`, and the modules by name."""
 
     def __init__(self) -> None:
-        self.everything = Call(ROOT, None)
-        self.current = self.everything
-        self.modules: dict[str, nn.Module] = {}  # those called and all in them
+        self.root = Call(ROOT, None)
+        self.current = self.root
+        self.modules: dict[str, nn.Module] = {}
+        """All modules that were called, and their submodules."""
         self.called: set[str] = set()
         self._names: dict[nn.Module, str] = {}
         self._owners: dict[int, tuple[str, ...]] = {}
 
     @contextmanager
-    def following(self) -> Iterator[None]:
-        """Follow all calls of modules inside the block."""
-        call = nn.Module.__call__
+    def track(self) -> Iterator[None]:
+        """Track all calls of modules inside the block.
 
-        def followed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        Replaces `nn.Module.__call__`: global module hooks would leave out the time of the module's own hooks.
+        """
+        original = nn.Module.__call__
+
+        def tracked(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             before = self.current
-            self.current = self._entered(module)
+            self.current = self._enter(module)
             try:
-                return call(module, *args, **kwargs)
+                return original(module, *args, **kwargs)
             finally:
-                self.current.stop = _next_number()
+                self.current.stop = next_node_number()
                 self.current = before
 
-        nn.Module.__call__ = followed  # type: ignore[method-assign]
+        nn.Module.__call__ = tracked  # type: ignore[method-assign]
         try:
             yield
         finally:
-            nn.Module.__call__ = call  # type: ignore[method-assign]
+            nn.Module.__call__ = original  # type: ignore[method-assign]
 
-    def _entered(self, module: nn.Module) -> Call:
+    def _enter(self, module: nn.Module) -> Call:
         if module not in self._names:
             self._name(module)
-        again = torch._C._current_graph_task_id() != -1
-        call = Call(self._names[module], self.current, _next_number(), again)
+        call = Call(self._names[module], self.current, next_node_number(), in_backward_pass())
         self.current.inner.append(call)
         self.called.add(call.module)
         for parameter in module.parameters(recurse=False):
@@ -94,25 +98,25 @@ class ModuleCalls:
         return call
 
     def _name(self, module: nn.Module) -> None:
-        """Name a module that no called module contains by its class, and all modules in it by their path."""
-        inside = self.current.module + "." if self.current is not self.everything else ""
-        name = inside + type(module).__name__
+        """Name a module that is part of no called module by its class, and its submodules by their paths."""
+        prefix = self.current.module + "." if self.current is not self.root else ""
+        name = prefix + type(module).__name__
         taken = sum(known == name or known.rpartition("_")[0] == name for known in self.modules)
         name = f"{name}_{taken}" if taken else name
-        for path, part in module.named_modules():
-            known = self._names.setdefault(part, f"{name}.{path}" if path else name)
-            self.modules.setdefault(known, part)
+        for path, submodule in module.named_modules():
+            known = self._names.setdefault(submodule, f"{name}.{path}" if path else name)
+            self.modules.setdefault(known, submodule)
 
     def now(self) -> Moment:
-        """Where the program is at this moment."""
-        if torch._C._current_graph_task_id() == -1:
+        """Return the current position in the program."""
+        if not in_backward_pass():
             return Moment(self.current.path(), False, False)
-        if self.current.again:
+        if self.current.recomputing:
             return Moment(self.current.path(), True, True)
-        node: Any = torch._C._current_autograd_node()
+        node = current_node()
         if node is None:
             return Moment((ROOT,), True, False)
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) in self._owners:  # a parameter's gradient arrives
-            return Moment(self._owners[id(variable)], True, False)
-        return Moment(self.everything.at(node._sequence_nr()).path(), True, False)
+        leaf = accumulated_leaf(node)
+        if leaf is not None and id(leaf) in self._owners:  # the gradient of a parameter belongs to its module
+            return Moment(self._owners[id(leaf)], True, False)
+        return Moment(self.root.at(node_number(node)).path(), True, False)

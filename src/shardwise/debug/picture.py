@@ -1,4 +1,4 @@
-"""Pictures of who holds what: a grid for tensors of one or two dims, else a list.
+"""Pictures of which ranks hold which shards: a grid for tensors of one or two dims, a list for others.
 
 >>> print(draw(distribute_tensor(torch.zeros(4, 6), mesh, P("dp", "tp"))))
 f32[4@dp, 6@tp] on mesh(dp=2, tp=2)
@@ -19,7 +19,7 @@ from torch import nn
 from ..sharding.spec import DTensorSpec
 from ..tensor.dtensor import DTensor
 from .holding_table import draw_module
-from .holdings import Grid, grid, holders_text, holdings, members, part_text, ranks_text, run_text
+from .holdings import Grid, grid, holders_text, holdings, members, ranks_text, run_text, shard_text
 
 _MAX_WIDTH = 120
 _MAX_CELLS = 2000
@@ -27,12 +27,13 @@ _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", 
 
 
 def draw(dtensor: DTensor | DTensorSpec | nn.Module) -> str:
-    """Who holds what of a tensor, as text. Each cell of the grid is a block of the tensor with the ranks that hold it.
+    """Return a picture of which ranks hold which shards of a tensor, or a table of a module's parameters.
 
-    Tensors of other than one or two dims, and grids too large for a terminal, are listed instead. Nothing is
-    communicated. Of a mesh sliced from another, the instance of this process's rank is drawn.
+    Each cell of the grid is a block of the tensor with the ranks that hold it. Tensors of other than one or two dims,
+    and grids too large for a terminal, are listed instead. Nothing is communicated. For a mesh sliced from another, the
+    instance of this process's rank is drawn.
 
-    Of a module it is a table of its parameters and buffers: how each is cut, and the most that one rank holds of it.
+    The table of a module shows how each parameter and buffer is sharded, and the most that one rank holds of it.
     """
     if isinstance(dtensor, nn.Module):
         return draw_module(dtensor)
@@ -43,7 +44,7 @@ def draw(dtensor: DTensor | DTensorSpec | nn.Module) -> str:
 
 
 def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
-    """Print who holds what of a tensor, on the first rank of its mesh; in colour if `use_rich` and rich is there."""
+    """Print which ranks hold which shards, on the first rank of the mesh: in colour with `use_rich`, if installed."""
     spec = _spec_of(dtensor)
     if any(spec.mesh_info.coordinate or ()):
         return
@@ -60,7 +61,7 @@ def _spec_of(value: DTensor | DTensorSpec) -> DTensorSpec:
 
 
 def _small_grid(spec: DTensorSpec) -> Grid | None:
-    """The grid, where there is one that fits on a page."""
+    """Return the grid; None for tensors of other than one or two dims, empty ones, and grids of too many cells."""
     if spec.ndim not in (1, 2) or spec.shape.numel() == 0:
         return None
     picture = grid(spec)
@@ -73,7 +74,7 @@ def _holds_nothing(spec: DTensorSpec) -> str:
 
 
 def _grid_lines(spec: DTensorSpec) -> list[str]:
-    """The grid as lines; none where it would not fit."""
+    """Return the grid as lines; no lines if it is too wide."""
     picture = _small_grid(spec)
     if picture is None:
         return []
@@ -95,10 +96,10 @@ def _grid_lines(spec: DTensorSpec) -> list[str]:
 
 
 def _list_lines(spec: DTensorSpec) -> list[str]:
-    """One line for each part: its ranks and its index."""
-    rows = [(holders_text(spec, ranks), part_text(spec, part)) for part, ranks in holdings(spec).items()]
+    """Return one line for each shard: its ranks and its index."""
+    rows = [(holders_text(spec, ranks), shard_text(spec, shard)) for shard, ranks in holdings(spec).items()]
     width = max(len(ranks) for ranks, _ in rows)
-    return [f"  {ranks:>{width}}  {part}" for ranks, part in rows]
+    return [f"  {ranks:>{width}}  {shard}" for ranks, shard in rows]
 
 
 def _print_rich(spec: DTensorSpec, picture: Grid) -> None:

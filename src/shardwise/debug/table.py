@@ -1,4 +1,4 @@
-"""Drawn tables."""
+"""Tables drawn with box characters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def boxed(head: list[str], rows: list[list[str]]) -> str:
-    """Rows of cells under a head, with a frame."""
+    """Return rows of cells under a head, with a frame."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
 
     def line(cells: Sequence[str], left: str, between: str, right: str, fill: str = " ") -> str:

@@ -1,4 +1,4 @@
-"""Modules whose parameters are distributed."""
+"""distribute_module: modules with distributed parameters."""
 
 from .distribute import distribute_module
 

@@ -1,4 +1,4 @@
-"""distribute_module: the parameters of any module on a mesh, and what to do with its inputs and outputs."""
+"""distribute_module: distribute the parameters of any module, and convert its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InputError
 from ..sharding.mesh import current_mesh
-from .parameters import replicate_rest, tied_in
+from .parameters import keep_ties, replicate_rest
 
 PartitionFn = Callable[[str, nn.Module, DeviceMesh], None]
 HookFn = Callable[[nn.Module, Any, DeviceMesh], Any]
@@ -24,32 +24,34 @@ def distribute_module(
     input_fn: HookFn | None = None,
     output_fn: HookFn | None = None,
 ) -> nn.Module:
-    """Make all parameters and buffers of a module distributed.
+    """Distribute all parameters and buffers of a module over a mesh.
 
     `partition_fn(name, submodule, mesh)` is called for the module and each of its submodules, and may replace their
-    parameters by distributed ones. What is not distributed after that is replicated. `input_fn(module, inputs, mesh)`
-    and `output_fn(module, outputs, mesh)` see what goes in and comes out, and may return something else.
+    parameters by distributed ones. Parameters and buffers that are still plain after that are replicated.
+    `input_fn(module, inputs, mesh)` and `output_fn(module, outputs, mesh)` run before and after each forward call, and
+    may return other inputs or outputs.
 
-    >>> distribute_module(model, mesh)                        # replicate whatever a plan left plain
+    >>> distribute_module(model, mesh)                        # replicate the parameters that no plan has sharded
     """
     mesh = device_mesh if device_mesh is not None else current_mesh()
-    with tied_in(module) as ties:
+    with keep_ties(module) as ties:
         if partition_fn is not None:
             for name, submodule in module.named_modules():
                 partition_fn(name, submodule, mesh)
-            ties.renew()
+            ties.propagate()
         for submodule in module.modules():
             replicate_rest(submodule, mesh)
     if input_fn is not None:
-        prepare = _with_three_arguments("input_fn", input_fn)
+        prepare = _checked("input_fn", input_fn)
         module.register_forward_pre_hook(lambda mod, inputs: prepare(mod, inputs, mesh))
     if output_fn is not None:
-        finish = _with_three_arguments("output_fn", output_fn)
+        finish = _checked("output_fn", output_fn)
         module.register_forward_hook(lambda mod, _, outputs: finish(mod, outputs, mesh))
     return module
 
 
-def _with_three_arguments(name: str, function: HookFn) -> HookFn:
+def _checked(name: str, function: HookFn) -> HookFn:
+    """Return the function, or raise if it does not take three arguments."""
     count = len(inspect.signature(function).parameters)
     if count != 3:
         raise InputError(f"{name} takes {count} arguments", f"it is called as {name}(module, values, device_mesh)")

@@ -1,8 +1,8 @@
-"""Parameters and buffers of a module become distributed, each once, however many modules hold it.
+"""Replace the parameters and buffers of a module by distributed ones; tied parameters stay tied.
 
->>> with tied_in(model):
+>>> with keep_ties(model):
 ...     distribute_parameter(model.embedding, "weight", mesh, [Shard(0)])
->>> model.head.weight is model.embedding.weight        # they were one, and still are
+>>> model.head.weight is model.embedding.weight        # as before
 True
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,53 +22,51 @@ from ..tensor.dtensor import DTensor
 
 
 class Ties:
-    """Which modules hold which parameter or buffer, and by what name."""
+    """For each parameter and buffer below a root module: the modules that own it, and its name in each."""
 
     def __init__(self, root: nn.Module) -> None:
-        self.owners: dict[int, list[tuple[nn.Module, str]]] = {}
-        self._alive: list[Tensor] = []  # ids stay theirs while the tensors live
+        self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
+        self._alive: list[Tensor] = []  # an id is unique only while its tensor lives
         for module in root.modules():
-            for name, tensor in _own_tensors(module):
+            for name, tensor in own_tensors(module).items():
                 self._alive.append(tensor)
-                self.owners.setdefault(id(tensor), []).append((module, name))
+                self._owners.setdefault(id(tensor), []).append((module, name))
 
-    def put(self, old: Tensor, new: Tensor, module: nn.Module, name: str) -> None:
-        """Replace a tensor of a module, and of all modules that hold it."""
-        for owner, its_name in self.owners.get(id(old), [(module, name)]):
-            _put(owner, its_name, new)
+    def replace(self, old: Tensor, new: Tensor, module: nn.Module, name: str) -> None:
+        """Replace a tensor of `module` in every module that owns it."""
+        for owner, its_name in self._owners.get(id(old), [(module, name)]):
+            setattr(owner, its_name, new)
 
-    def renew(self) -> None:
-        """Where one owner of a tensor now has a distributed one, give it to those that still hold the plain one."""
-        for key, owners in self.owners.items():
-            held = [(module, name, dict(_own_tensors(module)).get(name)) for module, name in owners]
+    def propagate(self) -> None:
+        """Where one owner of a tensor has replaced it by a distributed one, give that to its other owners."""
+        for key, owners in self._owners.items():
+            held = [(module, name, own_tensors(module).get(name)) for module, name in owners]
             new = next((tensor for _, _, tensor in held if isinstance(tensor, DTensor) and id(tensor) != key), None)
             for module, name, tensor in held:
                 if new is not None and id(tensor) == key:
-                    _put(module, name, new)
+                    setattr(module, name, new)
 
 
-def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    named = [*module._parameters.items(), *module._buffers.items()]
-    return [(name, tensor) for name, tensor in named if tensor is not None]
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers that a module itself owns, by name."""
+    return {
+        **dict(module.named_parameters(recurse=False, remove_duplicate=False)),
+        **dict(module.named_buffers(recurse=False, remove_duplicate=False)),
+    }
 
 
-def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
-    table = module._parameters if name in module._parameters else module._buffers
-    table[name] = tensor  # type: ignore[assignment]
-
-
-_scopes: list[Ties] = []
+_ties: ContextVar[Ties | None] = ContextVar("ties", default=None)
 
 
 @contextmanager
-def tied_in(root: nn.Module) -> Iterator[Ties]:
-    """Inside, a parameter that several modules of `root` hold is replaced in all of them."""
+def keep_ties(root: nn.Module) -> Iterator[Ties]:
+    """Inside, `distribute_parameter` replaces a parameter in all modules below `root` that own it."""
     ties = Ties(root)
-    _scopes.append(ties)
+    token = _ties.set(ties)
     try:
         yield ties
     finally:
-        _scopes.pop()
+        _ties.reset(token)
 
 
 def distribute_parameter(
@@ -77,8 +76,11 @@ def distribute_parameter(
     placements: tuple[Placement, ...],
     src_data_rank: int | None = 0,
 ) -> None:
-    """Replace a parameter or buffer of a module, and of those it is tied to, by a distributed one."""
-    old = module._parameters.get(name, module._buffers.get(name))
+    """Replace a parameter or buffer of a module, and of those it is tied to, by a distributed one.
+
+    Does nothing if the module has none of this name.
+    """
+    old = own_tensors(module).get(name)
     if old is None:
         return
     if isinstance(old, DTensor):
@@ -88,12 +90,12 @@ def distribute_parameter(
     new.__dict__.update(old.__dict__)
     if old.grad is not None:
         new.grad = distribute_tensor(old.grad, mesh, placements, src_data_rank=src_data_rank)
-    ties = _scopes[-1] if _scopes else Ties(module)
-    ties.put(old, new, module, name)
+    ties = _ties.get() or Ties(module)
+    ties.replace(old, new, module, name)
 
 
 def _check_same(tensor: DTensor, name: str, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
-    """Refuse to cut in a second way what is distributed already."""
+    """Raise if a parameter is distributed already, with other placements or on another mesh."""
     spec = tensor._spec
     try:
         same = distribute_tensor(tensor, mesh, placements) is tensor
@@ -102,14 +104,14 @@ def _check_same(tensor: DTensor, name: str, mesh: DeviceMesh, placements: tuple[
     if not same:
         raise PlacementError(
             f"{name!r} is distributed already, as {spec!r} on {spec.mesh_info!r}, "
-            f"and is to be cut by {list(placements)}",
-            "cut it once; modules that share a parameter cut it in the same way",
+            f"and cannot also have the placements {list(placements)}",
+            "give all modules that share a parameter the same placements for it",
         )
 
 
 def replicate_rest(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None = 0) -> None:
     """Replicate the module's own parameters and buffers that are not distributed yet."""
-    everywhere = (Replicate(),) * mesh.ndim
-    for name, tensor in _own_tensors(module):
+    replicated = (Replicate(),) * mesh.ndim
+    for name, tensor in own_tensors(module).items():
         if not isinstance(tensor, DTensor):
-            distribute_parameter(module, name, mesh, everywhere, src_data_rank)
+            distribute_parameter(module, name, mesh, replicated, src_data_rank)

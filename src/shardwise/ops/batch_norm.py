@@ -18,8 +18,9 @@ from .call import Call
 from .kernel import Cut, Kernel, KernelRun, LocalCall, Reduce
 from .norm import TRAFFIC, cast_results, kernel_clause
 from .op import Local
-from .reduce_kernels import moments, wide
+from .reduce import wide
 from .registry import definitions_in
+from .variance import moments
 
 define = definitions_in(__name__)
 aten = torch.ops.aten

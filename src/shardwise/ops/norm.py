@@ -17,8 +17,9 @@ from ..notation.build import dims_text, join, normalized
 from .call import Call
 from .kernel import Cut, Kernel, KernelRun, LocalCall, Reduce
 from .op import Local
-from .reduce_kernels import moments, wide
+from .reduce import wide
 from .registry import definitions_in
+from .variance import moments
 
 define = definitions_in(__name__)
 

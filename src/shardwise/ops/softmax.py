@@ -11,8 +11,7 @@ from ..notation import dims_text, reduction
 from ..notation.build import join, normalized
 from .call import Call
 from .kernel import Cut, Gather, Kernel, KernelRun, LocalCall, Reduce
-from .reduce import merged
-from .reduce_kernels import over, wide
+from .reduce import merged, over, wide
 from .registry import definitions_in
 
 define = definitions_in(__name__)

@@ -1,10 +1,10 @@
 """Parallelize modules by a plan, as `torch.distributed.tensor.parallel` does.
 
-plan        parallelize_module
-parameters  ColwiseParallel, RowwiseParallel, SequenceParallel
-values      PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput
-your own    ParallelStyle
-loss        loss_parallel
+plan                parallelize_module
+parameters          ColwiseParallel, RowwiseParallel, SequenceParallel
+inputs and outputs  PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput
+your own            ParallelStyle
+loss                loss_parallel
 """
 
 from .loss import loss_parallel

@@ -1,8 +1,7 @@
-"""The mesh axis that a style speaks of. The other axes of the mesh keep what they do to a tensor.
+"""The mesh axis that a style acts on. On the other axes of the mesh a tensor keeps its placements.
 
-On a mesh (dp, tp) a style's `Shard(-1)` means: tp cuts the last dim, and dp does what it did before. Parameters are
-replicated over dp. What is local to the style's axis is distributed over the others: dropping tp from a tensor on
-(dp, tp) gives one on dp.
+On a mesh (dp, tp) a style's `Shard(-1)` shards the last dim over tp and leaves dp alone. Parameters are replicated over
+dp. A tensor that is local with respect to tp is still distributed over dp: it is a DTensor on the mesh (dp).
 """
 
 from __future__ import annotations
@@ -22,21 +21,22 @@ DEFAULT_AXIS = "tp"
 
 
 class StyleAxis:
-    """One axis of a mesh."""
+    """One axis of a mesh, with `from_local` and `to_local` for this axis alone."""
 
     def __init__(self, mesh: DeviceMesh, name: str | None = None) -> None:
         self.mesh = mesh
         self.mesh_info = adopt(mesh)
         self.index = _index(self.mesh_info, name)
         self.size = self.mesh_info.sizes[self.index]
+        self.name = self.mesh_info.names[self.index]
 
     @property
-    def alone(self) -> bool:
+    def is_only_axis(self) -> bool:
         """Whether the mesh has no other axis."""
         return len(self.mesh_info.sizes) == 1
 
     @cached_property
-    def others(self) -> DeviceMesh:
+    def other_axes(self) -> DeviceMesh:
         """The mesh of the other axes."""
         names = tuple(name for axis, name in enumerate(self.mesh_info.names) if axis != self.index)
         if self.mesh.mesh_dim_names is None:
@@ -44,57 +44,61 @@ class StyleAxis:
         return self.mesh[names]
 
     @cached_property
-    def _others_view(self) -> MeshInfo:
-        return mesh_info_of(self.others)
+    def _other_axes_info(self) -> MeshInfo:
+        return mesh_info_of(self.other_axes)
 
-    def parameter(self, placement: Placement) -> tuple[Placement, ...]:
-        """Placements of a parameter: replicated over the other axes."""
+    def parameter_placements(self, placement: Placement) -> tuple[Placement, ...]:
+        """Return the placements of a parameter: this one on the axis, replicated over the others."""
         return tuple(placement if axis == self.index else Replicate() for axis in range(len(self.mesh_info.sizes)))
 
-    def placed(self, tensor: DTensor, placement: Placement) -> tuple[Placement, ...]:
-        """The tensor's placements with this axis doing something else."""
-        if self.alone:
+    def placements_with(self, tensor: DTensor, placement: Placement) -> tuple[Placement, ...]:
+        """Return the tensor's placements with this one on the axis."""
+        if self.is_only_axis:
             return (placement,)
         return tuple(placement if axis == self.index else p for axis, p in enumerate(tensor.placements))
 
-    def attach(self, tensor: Tensor, placement: Placement, shape: tuple[int, ...] | None = None) -> DTensor:
-        """The tensor of which this axis holds parts: the reverse of `detach`."""
-        if self.alone:
+    def from_local(self, tensor: Tensor, placement: Placement, shape: tuple[int, ...] | None = None) -> DTensor:
+        """Return the DTensor on the full mesh whose local tensor along this axis is `tensor`.
+
+        `tensor` is plain, or distributed over the other axes if there are any.
+        """
+        if self.is_only_axis:
             return DTensor.from_local(tensor, self.mesh, (placement,), shape=shape)
         if not isinstance(tensor, DTensor):
             raise InputError(
-                f"a plain tensor of shape {list(tensor.shape)} on {self.mesh_info!r}: "
-                f"only {self.mesh_info.names[self.index]} is spoken of, and how the other axes cut it is not known",
+                f"the module got a plain tensor of shape {list(tensor.shape)} on {self.mesh_info!r}: its style gives "
+                f"the placement on {self.name}, but the placements on the other axes are not known",
                 "distribute the model's inputs over the mesh, e.g. distribute_tensor(x, mesh, P('dp'))",
             )
         rest = tensor.placements
         placements = (*rest[: self.index], placement, *rest[self.index :])
-        whole = [
+        global_shape = [
             size * self.size if isinstance(placement, Shard) and dim == placement.dim % tensor.dim() else size
             for dim, size in enumerate(tensor.shape)
         ]
-        return DTensor.from_local(tensor.to_local(), self.mesh, placements, shape=shape or whole)
+        return DTensor.from_local(tensor.to_local(), self.mesh, placements, shape=shape or global_shape)
 
-    def detach(self, tensor: DTensor) -> Tensor:
-        """What this axis holds of a tensor: plain, or distributed over the other axes."""
-        if self.alone:
+    def to_local(self, tensor: DTensor) -> Tensor:
+        """Return the local tensor along this axis: plain, or distributed over the other axes if there are any."""
+        if self.is_only_axis:
             return tensor.to_local()
-        mine = tensor.placements[self.index]
+        placement = tensor.placements[self.index]
         rest = tuple(p for axis, p in enumerate(tensor.placements) if axis != self.index)
-        part = list(tensor.shape)
-        if isinstance(mine, Shard):
-            if part[mine.dim] % self.size:
+        shape = list(tensor.shape)
+        if isinstance(placement, Shard):
+            if shape[placement.dim] % self.size:
                 raise InputError(
-                    f"a local output of {tensor._spec!r}: parts over {self.mesh_info.names[self.index]} "
-                    "differ in size, so they are no tensor on the other axes",
+                    f"a local output of {tensor._spec!r}: its shards over {self.name}, {self.size} of dim "
+                    f"{placement.dim} with size {shape[placement.dim]}, differ in size, and a DTensor on the other "
+                    "axes has one shape",
                     "keep outputs distributed: use_local_output=False",
                 )
-            part[mine.dim] //= self.size
-        return DTensor.from_local(tensor.to_local(), self.others, rest, shape=part)
+            shape[placement.dim] //= self.size
+        return DTensor.from_local(tensor.to_local(), self.other_axes, rest, shape=shape)
 
-    def is_detached(self, tensor: DTensor) -> bool:
-        """Whether a tensor is on the mesh of the other axes."""
-        return not self.alone and tensor._spec.mesh_info is self._others_view
+    def is_local(self, tensor: DTensor) -> bool:
+        """Return whether a tensor is on the mesh of the other axes: local with respect to this one."""
+        return not self.is_only_axis and tensor._spec.mesh_info is self._other_axes_info
 
 
 def _index(mesh_info: MeshInfo, name: str | None) -> int:
@@ -105,6 +109,6 @@ def _index(mesh_info: MeshInfo, name: str | None) -> int:
     if DEFAULT_AXIS in mesh_info.names:
         return mesh_info.names.index(DEFAULT_AXIS)
     raise MeshError(
-        f"a style on {mesh_info!r}, none of whose axes is named {DEFAULT_AXIS!r}",
+        f"a style acts on the axis {DEFAULT_AXIS!r}, and {mesh_info!r} has none of that name",
         f"slice the mesh, e.g. mesh[{mesh_info.names[-1]!r}], or name the axis: style.over({mesh_info.names[-1]!r})",
     )

@@ -1,19 +1,20 @@
-"""What happens to a tensor on its way into a module, and out of it.
+"""Forward hooks that convert a module's inputs and outputs: distribute, redistribute, or take the local tensor.
 
-Plain tensors become distributed by the layout that the style says they have; distributed ones are brought to the layout
-that is desired. Both are worked out once for each spec: a tensor that is right already passes at the cost of a look-up.
+A plain tensor becomes a DTensor with the layout that the style gives for it; a DTensor is redistributed to the desired
+layout. The target is computed once for each spec, so a tensor that has the desired layout costs one look-up.
 
-Several modules often take the same input: q, k and v of an attention. The last tensor that was prepared is remembered,
-so that one gather serves all of them, and one reduction in the backward.
+Several modules often get the same input: q, k and v of an attention. The last converted input is kept, so that one
+gather serves all of them, and one reduction in the backward pass.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from .._torch import pytree
 from ..errors import MeshError
 from ..sharding.placement import Placement, Shard
 from ..sharding.spec import DTensorSpec, contiguous_meta, normalize_placements
@@ -21,13 +22,20 @@ from ..tensor.autograd import to_spec
 from ..tensor.dtensor import DTensor
 from .axis import StyleAxis
 from .last_input import LAST_INPUT
-from .sizes import KnownSizes, mark_exposed
+from .sizes import GlobalSizes, record_output_size
 
 _MAX_TARGETS = 4096
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
 
 
-class Entrance:
-    """One tensor's way into a module. `layout` is that of plain tensors, `desired` what the module gets."""
+class InputConverter:
+    """Converts one input of a module: a plain tensor has `layout`, and the module gets `desired`.
+
+    None as `layout` leaves plain tensors plain; None as `desired` keeps the layout of the input. With `use_local` the
+    module gets the local tensor. `dim_size` is the global size of the dim in which a plain tensor is sharded, if the
+    module determines it.
+    """
 
     def __init__(
         self,
@@ -38,74 +46,77 @@ class Entrance:
         dim_size: int | None = None,
     ) -> None:
         self.axis, self.layout, self.desired, self.use_local = axis, layout, desired, use_local
-        self.dim_size = dim_size  # of the dim that a plain tensor is cut in, where the module knows it
+        self.dim_size = dim_size
         self.targets: dict[DTensorSpec, DTensorSpec] = {}
-        cut = isinstance(layout, Shard) and axis.alone
-        self.sizes = KnownSizes(axis.mesh_info, layout) if cut else None  # type: ignore[arg-type]
+        infers = isinstance(layout, Shard) and axis.is_only_axis
+        self.sizes = GlobalSizes(axis.mesh_info, layout) if infers else None  # type: ignore[arg-type]
+        self.last = LAST_INPUT.of(axis.mesh_info.runtime)
         self.key = (id(axis.mesh_info), layout, desired, use_local)
 
-    def __call__(self, value: Any) -> Any:
-        """The tensor as the module gets it. Other values pass."""
+    def __call__(self, value: object) -> object:
+        """Return the tensor that the module gets; values of other types unchanged."""
         if not isinstance(value, Tensor):
             return value
         if isinstance(value, DTensor) and not self.use_local and self.targets.get(value._spec) is value._spec:
             return value
-        last = LAST_INPUT.of(self.axis.mesh_info.runtime)
         key = (self.key, torch.is_grad_enabled())
-        found = last.find(value, key)
+        found = self.last.find(value, key)
         if found is None:
-            found = self._prepare(value)
-            last.keep(value, key, found)
+            found = self._convert(value)
+            self.last.keep(value, key, found)
         return found
 
-    def _prepare(self, value: Tensor) -> Tensor:
-        tensor = self._distributed(value)
+    def _convert(self, value: Tensor) -> Tensor:
+        tensor = self.distribute(value)
         if not isinstance(tensor, DTensor):
             return tensor
         if self.desired is not None:
-            tensor = moved(tensor, self.axis, self.desired, self.targets)
-        return self.axis.detach(tensor) if self.use_local else tensor
+            tensor = redistribute_axis(tensor, self.axis, self.desired, self.targets)
+        return self.axis.to_local(tensor) if self.use_local else tensor
 
-    def _distributed(self, value: Tensor) -> Tensor:
-        if isinstance(value, DTensor) and not self.axis.is_detached(value):
+    def distribute(self, value: Tensor) -> Tensor:
+        """Return a local tensor as a DTensor with `layout`; a DTensor, or any tensor without a layout, unchanged."""
+        if isinstance(value, DTensor) and not self.axis.is_local(value):
             return value
         if self.layout is None:
             return value
         if self.sizes is None:
-            return self.axis.attach(value, self.layout)
+            return self.axis.from_local(value, self.layout)
         if self.dim_size is not None:
             shape = list(value.shape)
             shape[self.layout.dim] = self.dim_size  # type: ignore[attr-defined]
-            return self.axis.attach(value, self.layout, tuple(shape))
-        tensor = self.axis.attach(value, self.layout, self.sizes.whole_shape(value))
-        self.sizes.learn(tensor)
+            return self.axis.from_local(value, self.layout, tuple(shape))
+        tensor = self.axis.from_local(value, self.layout, self.sizes.global_shape(value))
+        self.sizes.observe(tensor)
         return tensor
 
 
-class Exit:
-    """One tensor's way out of a module. `layout` is that of plain tensors, `desired` what comes out."""
+class OutputConverter:
+    """Converts one output of a module: a plain tensor has `layout`, and the caller gets `desired`."""
 
     def __init__(self, axis: StyleAxis, layout: Placement | None, desired: Placement, use_local: bool) -> None:
         self.axis, self.desired, self.use_local = axis, desired, use_local
-        self.hands_out = use_local and axis.alone and isinstance(desired, Shard)
-        self.enter = Entrance(axis, layout, None)
+        self.records_size = use_local and axis.is_only_axis and isinstance(desired, Shard)
+        self.inputs = InputConverter(axis, layout, None)
         self.targets: dict[DTensorSpec, DTensorSpec] = {}
 
-    def __call__(self, value: Any) -> Any:
-        """The tensor as the caller gets it. Other values pass."""
-        tensor = self.enter._distributed(value) if isinstance(value, Tensor) else value
+    def __call__(self, value: object) -> object:
+        """Return the tensor that the caller gets; values of other types unchanged."""
+        tensor = self.inputs.distribute(value) if isinstance(value, Tensor) else value
         if not isinstance(tensor, DTensor):
             return tensor
-        tensor = moved(tensor, self.axis, self.desired, self.targets)
+        tensor = redistribute_axis(tensor, self.axis, self.desired, self.targets)
         if not self.use_local:
             return tensor
-        if self.hands_out:
-            mark_exposed(tensor._spec)
-        return self.axis.detach(tensor)
+        if self.records_size:
+            record_output_size(tensor._spec)
+        return self.axis.to_local(tensor)
 
 
-def moved(tensor: DTensor, axis: StyleAxis, placement: Placement, targets: dict[DTensorSpec, DTensorSpec]) -> DTensor:
-    """The tensor with one axis doing this to it. `targets` remembers where each spec goes."""
+def redistribute_axis(
+    tensor: DTensor, axis: StyleAxis, placement: Placement, targets: dict[DTensorSpec, DTensorSpec]
+) -> DTensor:
+    """Return the tensor redistributed to this placement on one axis. `targets` caches the target of each spec."""
     spec = tensor._spec
     target = targets.get(spec)
     if target is None:
@@ -116,14 +127,54 @@ def moved(tensor: DTensor, axis: StyleAxis, placement: Placement, targets: dict[
             )
         if len(targets) >= _MAX_TARGETS:
             targets.clear()
-        target = targets[spec] = _placed(spec, axis.placed(tensor, placement))
+        target = targets[spec] = _with_placements(spec, axis.placements_with(tensor, placement))
     return tensor if target is spec else to_spec(tensor, target)
 
 
-def _placed(spec: DTensorSpec, placements: tuple[Placement, ...]) -> DTensorSpec:
-    """The same spec where these are its placements already: then there is nothing to do, in the backward neither."""
+def _with_placements(spec: DTensorSpec, placements: tuple[Placement, ...]) -> DTensorSpec:
+    """Return the spec with these placements: itself if the layout is the same, so that no autograd node is made."""
     normal, order = normalize_placements(spec.mesh_info, placements, spec.ndim)
     target = DTensorSpec(spec.mesh, normal, spec.tensor_meta, order)
     if target.layout is spec.layout:
         return spec
     return target.with_meta(contiguous_meta(spec.shape, spec.dtype))
+
+
+# ---- hooks -----------------------------------------------------------------------------------------------------------
+
+
+def register_input_hook(module: nn.Module, leading: list[InputConverter], others: InputConverter | None) -> None:
+    """Convert the leading arguments of a module's calls, each with its converter, and other tensors with `others`."""
+    names = list(inspect.signature(module.forward).parameters)[: len(leading)]
+
+    def prepare(_: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        if len(args) == 1 and not kwargs:
+            return (leading[0](args[0]),), kwargs
+        # A tensor that is passed twice stays one tensor: attention tests whether its query is its key.
+        converted: dict[tuple[int, InputConverter], object] = {}
+
+        def convert(value: object, converter: InputConverter | None) -> object:
+            if converter is None or not isinstance(value, Tensor):
+                return value
+            key = (id(value), converter)
+            if key not in converted:
+                converted[key] = converter(value)
+            return converted[key]
+
+        converters = [*leading, *[others] * len(args)]
+        new_args = tuple(map(convert, args, converters))
+        by_name = dict(zip(names, leading, strict=False))
+        return new_args, {name: convert(value, by_name.get(name, others)) for name, value in kwargs.items()}
+
+    module.register_forward_pre_hook(prepare, with_kwargs=True)
+
+
+def register_output_hook(module: nn.Module, converter: OutputConverter) -> None:
+    """Convert what a module returns: a tensor, or the tensors in a tuple, list or dict."""
+
+    def finish(_: nn.Module, __: object, output: object) -> object:
+        if isinstance(output, Tensor):
+            return converter(output)
+        return pytree.tree_map_only(Tensor, converter, output)
+
+    module.register_forward_hook(finish)

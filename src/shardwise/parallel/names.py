@@ -20,7 +20,7 @@ NAMED: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_rowwise": RowwiseParallel,
     "vocab_parallel_rowwise": RowwiseParallel,
     "local_colwise": ColwiseParallel,
-    "local_rowwise": lambda: RowwiseParallel(output_layouts=Partial()),  # left unsummed, for a "gather" further up
+    "local_rowwise": lambda: RowwiseParallel(output_layouts=Partial()),  # a "gather" of an outer module sums it
     "gather": lambda: PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate()),
     "sequence_parallel": SequenceParallel,
     "replicate": ReplicateParallel,
@@ -28,7 +28,7 @@ NAMED: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def named_style(name: str) -> ParallelStyle:
-    """The style of a name."""
+    """Return a new style of this name."""
     if name not in NAMED:
-        raise InputError(f"the style {name!r} is not known", f"use a ParallelStyle, or one of {', '.join(NAMED)}")
+        raise InputError(f"there is no style named {name!r}", f"use a ParallelStyle, or one of {', '.join(NAMED)}")
     return NAMED[name]()

@@ -1,4 +1,4 @@
-"""parallelize_module: a plan says by name which module is parallelized in which style.
+"""parallelize_module: parallelize the modules that a plan names, each with its style.
 
 >>> parallelize_module(model, mesh["tp"], {"layers.*.mlp.up": ColwiseParallel(), "layers.*.mlp.down": "rowwise"})
 """
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InputError, ShardwiseError
-from ..nn.parameters import tied_in
+from ..nn.parameters import keep_ties
 from ..sharding.mesh import current_mesh
 from .names import named_style
 from .style import ParallelStyle
@@ -30,18 +30,18 @@ def parallelize_module(
 ) -> nn.Module:
     """Parallelize a module, or those of its submodules that a plan names.
 
-    A plan is a style for the module itself, or a dict from paths to styles. In a path each part between dots may hold
+    A plan is a style for the module itself, or a dict from paths to styles. Each component of a path may contain
     wildcards (`*`, `?`, `[0-3]`), and "" is the module itself. A style may be given by its name on model hubs.
 
     On a mesh of several axes styles act on the axis named "tp"; over the others, parameters are replicated and inputs
-    stay as they are. `src_data_rank` says whose data parameters take, as in `distribute_tensor`.
+    keep their placements. `src_data_rank` is the rank whose values the parameters take, as in `distribute_tensor`.
     """
     mesh = device_mesh if device_mesh is not None else current_mesh()
     if parallelize_plan is None:
-        warnings.warn("parallelize_module got no plan, and does nothing", stacklevel=2)
+        warnings.warn("parallelize_module got no plan and does nothing", stacklevel=2)
         return module
     entries = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
-    with tied_in(module):
+    with keep_ties(module):
         for pattern, style in entries.items():
             found = list(_matches(module, pattern))
             if not found:
@@ -58,7 +58,7 @@ def _as_style(style: object, pattern: str) -> ParallelStyle:
         kind = f"{type(style).__module__}.{type(style).__name__}"
         theirs = kind.startswith("torch.distributed")
         fix = "import the styles from shardwise.parallel" if theirs else "give a ParallelStyle, or the name of one"
-        raise InputError(f"the plan for {pattern!r} is {style!r}, a {kind}", fix)
+        raise InputError(f"the plan for {pattern!r} is {style!r}, a {kind} and not a style of shardwise", fix)
     return style
 
 
@@ -71,7 +71,7 @@ def _apply(style: ParallelStyle, path: str, module: nn.Module, mesh: DeviceMesh,
 
 
 def _matches(root: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that a path with wildcards names, with their own paths."""
+    """Yield the modules that match a path with wildcards, each with its own path."""
     found = [("", root)]
     for part in pattern.split(".") if pattern else []:
         found = [
@@ -84,16 +84,17 @@ def _matches(root: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _no_match(root: nn.Module, pattern: str) -> str:
-    """Which part of a path matches nothing, and what there is in its place."""
+    """Return a warning that names the first component of a path without a match, and the names that exist there."""
     parts = pattern.split(".")
     for depth in range(1, len(parts) + 1):
         parents = list(_matches(root, ".".join(parts[: depth - 1])))
         if any(True for _ in _matches(root, ".".join(parts[:depth]))):
             continue
         names = sorted({name for _, module in parents for name, _ in module.named_children()})
-        own = sorted({name for _, module in parents for name in module._parameters if fnmatch(name, parts[depth - 1])})
+        parameters = {name for _, module in parents for name, _ in module.named_parameters(recurse=False)}
+        own = sorted(name for name in parameters if fnmatch(name, parts[depth - 1]))
         where = f"in {parents[0][0]!r}" if parents[0][0] else f"in the {type(root).__name__}"
-        has = f"; {', '.join(own)} is a parameter, and styles are for modules" if own else ""
+        has = f"; {', '.join(own)} is a parameter, and styles apply to modules" if own else ""
         return (
             f"the plan's {pattern!r} matches no module: {where} there is no {parts[depth - 1]!r} "
             f"among {', '.join(names) or 'nothing'}{has}; the entry is skipped"

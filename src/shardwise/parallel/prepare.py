@@ -1,12 +1,11 @@
-"""Styles that leave a module's parameters alone and lay out what goes in and comes out.
+"""Styles that convert a module's inputs and outputs and leave its parameters unchanged.
 
 >>> PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None))
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,25 +13,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import InputError
 from ..sharding.placement import Placement
 from .axis import StyleAxis
-from .hooks import Entrance, Exit
+from .hooks import Args, InputConverter, Kwargs, OutputConverter
 from .style import ParallelStyle
 
 Layouts = Placement | tuple[Placement | None, ...] | None
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Make a module's inputs distributed, and bring them to the layouts it wants.
+    """Distribute a module's inputs, and redistribute them to the desired layouts.
 
-    `input_layouts` says what each positional argument is, as plain tensor; None: leave it as it is.
-    `desired_input_layouts` says what the module gets. `input_kwarg_layouts` and `desired_input_kwarg_layouts` do the
-    same by name. With `use_local_output=True` the module gets local tensors.
+    `input_layouts` are the layouts of the positional arguments that are plain tensors; None leaves an argument
+    unchanged. The module gets `desired_input_layouts`. `input_kwarg_layouts` and `desired_input_kwarg_layouts` do the
+    same for keyword arguments. With `use_local_output=True` the module gets local tensors.
     """
 
     def __init__(
         self,
         *,
-        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
-        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        input_layouts: Layouts = None,
+        desired_input_layouts: Layouts = None,
         input_kwarg_layouts: dict[str, Placement] | None = None,
         desired_input_kwarg_layouts: dict[str, Placement] | None = None,
         use_local_output: bool = False,
@@ -53,38 +52,37 @@ class PrepareModuleInput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         axis = StyleAxis(device_mesh, self.axis)
-        entrances = self._entrances(axis, self.input_layouts or (), self.desired_input_layouts or ())
-        named = self._entrances(axis, self.input_kwarg_layouts.values(), self.desired_input_kwarg_layouts.values())
+        converters = self._converters(axis, self.input_layouts or (), self.desired_input_layouts or ())
+        named = self._converters(axis, self.input_kwarg_layouts.values(), self.desired_input_kwarg_layouts.values())
         by_name = dict(zip(self.input_kwarg_layouts, named, strict=True))
 
-        def prepare(
-            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            if entrances and len(args) != len(entrances):
+        def prepare(_: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+            if converters and len(args) != len(converters):
                 raise InputError(
                     f"{len(args)} positional arguments for input_layouts={self.input_layouts}",
-                    "give one layout for each positional argument, None for those to be left as they are",
+                    "give one layout for each positional argument, None for those to leave unchanged",
                 )
-            if entrances:
-                args = tuple(enter(value) for enter, value in zip(entrances, args, strict=True))
+            if converters:
+                args = tuple(convert(value) for convert, value in zip(converters, args, strict=True))
             return args, {name: by_name[name](value) if name in by_name else value for name, value in kwargs.items()}
 
         module.register_forward_pre_hook(prepare, with_kwargs=True)
         return module
 
-    def _entrances(self, axis: StyleAxis, layouts: Any, desired: Any) -> list[Callable[[Any], Any]]:
-        pairs = zip(layouts, desired, strict=True)
-        return [_as_it_is if of is to is None else Entrance(axis, of, to, self.use_local_output) for of, to in pairs]
-
-    def __repr__(self) -> str:
-        return _text(self)
+    def _converters(
+        self, axis: StyleAxis, layouts: Iterable[Placement | None], desired: Iterable[Placement | None]
+    ) -> list[Callable[[object], object]]:
+        return [
+            _unchanged if of is to is None else InputConverter(axis, of, to, self.use_local_output)
+            for of, to in zip(layouts, desired, strict=True)
+        ]
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Make a module's outputs distributed, and bring them to the layouts that are wanted.
+    """Distribute a module's outputs, and redistribute them to the desired layouts.
 
-    `output_layouts` says what each output is, as plain tensor; None: leave it as it is. The outputs have
-    `desired_output_layouts`, as local tensors, or as DTensors with `use_local_output=False`.
+    `output_layouts` are the layouts of the outputs that are plain tensors; None leaves a plain output unchanged. The
+    caller gets `desired_output_layouts`, as local tensors, or as DTensors with `use_local_output=False`.
     """
 
     def __init__(
@@ -102,34 +100,32 @@ class PrepareModuleOutput(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         axis = StyleAxis(device_mesh, self.axis)
         pairs = zip(self.output_layouts or (), self.desired_output_layouts or (), strict=True)
-        exits = [_as_it_is if to is None else Exit(axis, of, to, self.use_local_output) for of, to in pairs]
+        converters = [
+            _unchanged if to is None else OutputConverter(axis, of, to, self.use_local_output) for of, to in pairs
+        ]
 
-        def finish(_: nn.Module, __: Any, output: Any) -> Any:
-            several = isinstance(output, (tuple, list))
-            outputs = output if several else (output,)
-            if len(outputs) != len(exits):
+        def finish(_: nn.Module, __: object, output: object) -> object:
+            outputs = output if isinstance(output, (tuple, list)) else (output,)
+            if len(outputs) != len(converters):
                 raise InputError(
                     f"{len(outputs)} outputs for output_layouts={self.output_layouts}",
-                    "give one layout for each output, None for those to be left as they are",
+                    "give one layout for each output, None for those to leave unchanged",
                 )
-            done = [leave(value) for leave, value in zip(exits, outputs, strict=True)]
-            return tuple(done) if several else done[0]
+            done = [convert(value) for convert, value in zip(converters, outputs, strict=True)]
+            return tuple(done) if outputs is output else done[0]
 
         module.register_forward_hook(finish)
         return module
 
-    def __repr__(self) -> str:
-        return _text(self)
-
 
 class PrepareModuleInputOutput(ParallelStyle):
-    """`PrepareModuleInput` and `PrepareModuleOutput` in one."""
+    """Convert a module's inputs and outputs: `PrepareModuleInput` and `PrepareModuleOutput` in one."""
 
     def __init__(
         self,
         *,
-        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
-        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        input_layouts: Layouts = None,
+        desired_input_layouts: Layouts = None,
         input_kwarg_layouts: dict[str, Placement] | None = None,
         desired_input_kwarg_layouts: dict[str, Placement] | None = None,
         use_local_input: bool = False,
@@ -156,11 +152,8 @@ class PrepareModuleInputOutput(ParallelStyle):
             style._apply(module, device_mesh)
         return module
 
-    def __repr__(self) -> str:
-        return _text(self)
 
-
-def _as_it_is(value: Any) -> Any:
+def _unchanged(value: object) -> object:
     return value
 
 
@@ -171,8 +164,3 @@ def _as_tuple(layouts: Layouts) -> tuple[Placement | None, ...] | None:
 def _check_pairs(name: str, layouts: Layouts, desired: Layouts) -> None:
     if not isinstance(layouts, tuple) or not isinstance(desired, tuple) or len(layouts) != len(desired):
         raise InputError(f"{name}={layouts} and desired_{name}={desired}", "give both, with one layout for each tensor")
-
-
-def _text(style: ParallelStyle) -> str:
-    said = {name: value for name, value in vars(style).items() if value not in (None, {}) and name != "src_data_rank"}
-    return f"{type(style).__name__}({', '.join(f'{name}={value!r}' for name, value in said.items())})"

@@ -1,109 +1,115 @@
-"""How large a dim is of which a module is handed a local part, without asking the other ranks each time.
+"""Infer the global size of a sharded dim from a local shard, without asking the other ranks on every call.
 
-A rank sees its own part. `DTensor.from_local` asks the others for theirs: a collective, and a wait for its result. But
-most local parts that go into a module came out of another one, and what comes out is known in whole. So the sizes that
-were handed out are remembered, alike on all ranks, and a part that can come from just one of them is a part of that.
+A rank sees its own shard only, so `DTensor.from_local` without a shape asks the other ranks: a collective, and a wait
+for its result. But most local tensors that enter a module are the local output of another one, whose global size is
+known. So the global sizes of local outputs are recorded, the same on all ranks, and an input whose local size matches
+exactly one of them is taken for a shard of that size.
 
-A module asks on its first call. If the size is the one handed out last, it relies on what is handed out from then on: a
-part that fits none of it is an error on that rank. Otherwise its inputs come from elsewhere, and it asks on every call.
-In a simulated world all parts are at hand, and nobody need ask.
+A module asks the other ranks on its first call. If the answer is the size recorded last, its inputs are taken to be
+outputs of other modules from then on, and a shard that matches no recorded size is an error on that rank. Otherwise its
+inputs come from elsewhere, and it asks on every call. The simulated world has all shards at hand and never asks.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from torch import Tensor
 
 from ..errors import ShapeError
-from ..sharding.from_placements import from_placements
+from ..sharding.layout import chunk_range
 from ..sharding.mesh import MeshInfo
 from ..sharding.placement import Shard
+from ..sharding.runtime import WorldState
 from ..sharding.spec import DTensorSpec
 from ..tensor.dtensor import DTensor
 
 _RECENT = 10_000
-"""A size is forgotten after so many others were handed out: else one odd batch would make all later ones ask."""
+"""A size is forgotten after so many later outputs. Otherwise one odd batch would make all later calls ambiguous."""
 
-_Key = tuple[MeshInfo, int, int]  # a mesh of one axis; the number of dims; the cut dim
+Key = tuple[MeshInfo, int, int]
+"""A mesh of one axis, the number of dims of the tensor, and its sharded dim."""
 
 
-class _HandedOut:
-    """The sizes that left as local parts, and when they last did."""
+class OutputSizes:
+    """The global sizes of local outputs in one world, each with the number of the output that had it last."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self.last: dict[_Key, dict[int, int]] = {}
+        self._count = 0
+        self._last: dict[Key, dict[int, int]] = {}
 
-    def add(self, key: _Key, size: int) -> None:
-        self.count += 1
-        self.last.setdefault(key, {})[size] = self.count
+    def add(self, key: Key, size: int) -> None:
+        """Record that an output of this size was returned as local shards."""
+        self._count += 1
+        sizes = self._last.setdefault(key, {})
+        sizes[size] = self._count
+        if len(sizes) > 2 * _RECENT:
+            self._last[key] = {size: sizes[size] for size in self.recent(key)}
 
-    def recent(self, key: _Key) -> list[int]:
-        found = self.last.get(key, {})
-        return [size for size, when in found.items() if when > self.count - _RECENT]
+    def recent(self, key: Key) -> list[int]:
+        """Return the sizes that were recorded in the recent past."""
+        return [size for size, number in self._last.get(key, {}).items() if number > self._count - _RECENT]
 
-    def latest(self, key: _Key) -> int | None:
-        found = self.last.get(key)
-        return max(found, key=found.__getitem__) if found else None
-
-
-_handed_out = _HandedOut()
-
-
-def mark_exposed(spec: DTensorSpec) -> None:
-    """Remember what is about to leave as local parts of a mesh of one axis."""
-    found = _handed(spec)
-    if found is not None:
-        _handed_out.add(*found)
+    def latest(self, key: Key) -> int | None:
+        """Return the size that was recorded last."""
+        sizes = self._last.get(key)
+        return max(sizes, key=sizes.__getitem__) if sizes else None
 
 
-@lru_cache(maxsize=4096)
-def _handed(spec: DTensorSpec) -> tuple[_Key, int] | None:
+_OUTPUT_SIZES = WorldState(OutputSizes)
+
+
+def record_output_size(spec: DTensorSpec) -> None:
+    """Record the global size of a tensor on a mesh of one axis that is about to be returned as local shards."""
     (placement,) = spec.placements
-    if type(placement) is not Shard or spec.mesh_info.simulated:
-        return None
-    return (spec.mesh_info, spec.ndim, placement.dim), spec.shape[placement.dim]
+    if type(placement) is Shard and not spec.mesh_info.simulated:
+        key = spec.mesh_info, spec.ndim, placement.dim
+        _OUTPUT_SIZES.of(spec.mesh_info.runtime).add(key, spec.shape[placement.dim])
 
 
-class KnownSizes:
-    """What one module knows of the local parts it is handed."""
+class GlobalSizes:
+    """Infers the global shapes of the local tensors that one module gets as input."""
 
     def __init__(self, mesh_info: MeshInfo, placement: Shard) -> None:
         self.mesh_info, self.placement = mesh_info, placement
-        self.relies: bool | None = None  # on what was handed out; None before the first call
+        self.outputs = _OUTPUT_SIZES.of(mesh_info.runtime)
+        self.gets_outputs: bool | None = None
+        """Whether the inputs are local outputs of other modules; None before the first call."""
 
-    def whole_shape(self, local: Tensor) -> tuple[int, ...] | None:
-        """The whole tensor's shape; None where the ranks must ask each other."""
-        if self.mesh_info.simulated or not self.relies:
+    def global_shape(self, local: Tensor) -> tuple[int, ...] | None:
+        """Return the global shape of a local tensor; None if the ranks must ask each other."""
+        if self.mesh_info.simulated or not self.gets_outputs:
             return None
         dim = self.placement.dim % local.dim()
-        sizes, mine = _handed_out.recent((self.mesh_info, local.dim(), dim)), local.shape[dim]
-        fitting = [size for size in sizes if _parts(self.mesh_info, size)[self.mesh_info.coordinate[0]] == mine]
-        if not fitting:
+        sizes, local_size = self.outputs.recent((self.mesh_info, local.dim(), dim)), local.shape[dim]
+        (ranks,), (rank,) = self.mesh_info.sizes, self.mesh_info.coordinate
+        matching = [size for size in sizes if _local_size(size, ranks, rank) == local_size]
+        if not matching:
             raise ShapeError(
-                f"a local part of size {mine} in dim {dim}, of none of the tensors {sorted(sizes)} that were cut over "
-                f"{self.mesh_info!r}, where earlier inputs of this module came from",
-                "pass a DTensor: DTensor.from_local(part, mesh, placements)",
+                f"cannot infer the global size of dim {dim}: the local size is {local_size}, and no tensor sharded "
+                f"over {self.mesh_info!r} has such a shard on this rank (their sizes: {sorted(sizes)})",
+                "pass a DTensor: DTensor.from_local(local, mesh, placements)",
             )
-        if any(_mistakable(self.mesh_info, fitting[0], other) for other in sizes):
+        if any(_ambiguous(matching[0], other, ranks) for other in sizes):
             return None
-        return (*local.shape[:dim], fitting[0], *local.shape[dim + 1 :])
+        return (*local.shape[:dim], matching[0], *local.shape[dim + 1 :])
 
-    def learn(self, whole: DTensor) -> None:
-        """What the first call showed."""
-        if self.relies is None and not self.mesh_info.simulated:
-            dim = self.placement.dim % whole.dim()
-            self.relies = whole.shape[dim] == _handed_out.latest((self.mesh_info, whole.dim(), dim))
-
-
-@lru_cache(maxsize=1024)
-def _parts(mesh_info: MeshInfo, size: int) -> tuple[int, ...]:
-    layout = from_placements(mesh_info.sizes, (size,), (Shard(0),))
-    return tuple(layout.local_shape((index,))[0] for index in range(mesh_info.sizes[0]))
+    def observe(self, tensor: DTensor) -> None:
+        """Note after the first call whether the input was the local output of another module."""
+        if self.gets_outputs is None and not self.mesh_info.simulated:
+            dim = self.placement.dim % tensor.dim()
+            self.gets_outputs = tensor.shape[dim] == self.outputs.latest((self.mesh_info, tensor.dim(), dim))
 
 
-@lru_cache(maxsize=1024)
-def _mistakable(mesh_info: MeshInfo, size: int, other: int) -> bool:
-    """Whether some rank cannot tell a part of one from a part of another. All ranks answer alike."""
-    return size != other and any(a == b for a, b in zip(_parts(mesh_info, size), _parts(mesh_info, other), strict=True))
+def _local_size(size: int, ranks: int, rank: int) -> int:
+    start, stop = chunk_range(0, size, ranks, rank)
+    return stop - start
+
+
+def _ambiguous(size: int, other: int, ranks: int) -> bool:
+    """Return whether some rank has equal shards of both sizes. All ranks compute the same answer."""
+    if size == other:
+        return False
+    # Shards are full up to some rank, then one may be smaller, and the rest are empty. So between these ranks
+    # neither size has a different shard.
+    full = [s // max(_local_size(s, ranks, 0), 1) for s in (size, other)]
+    changes = {0, *full, *(rank + 1 for rank in full)}
+    return any(_local_size(size, ranks, r) == _local_size(other, ranks, r) for r in changes if r < ranks)

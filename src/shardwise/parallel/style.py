@@ -1,4 +1,4 @@
-"""What a parallel style is: a way to distribute one module, and to treat what goes in and comes out."""
+"""The base class of parallel styles."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class ParallelStyle(ABC):
-    """How one module is parallelized. Subclasses say it in `_apply`, which `parallelize_module` calls.
+    """How one module is parallelized. Subclasses implement `_apply`, which `parallelize_module` calls.
 
-    A style speaks of one mesh axis: the only one of its mesh, or the one named "tp". `style.over("model")` is the same
+    A style acts on one mesh axis: the only one of its mesh, or the one named "tp". `style.over("model")` is the same
     style for another axis.
     """
 
@@ -22,10 +22,14 @@ class ParallelStyle(ABC):
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Distribute the module's parameters, hang the hooks, and return it."""
+        """Distribute the module's parameters, register hooks on it, and return it."""
 
     def over(self, axis: str) -> Self:
-        """The same style for the axis of this name."""
+        """Return the same style for the mesh axis of this name."""
         style = copy.copy(self)
         style.axis = axis
         return style
+
+    def __repr__(self) -> str:
+        options = {n: v for n, v in vars(self).items() if v not in (None, {}) and n != "src_data_rank"}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in options.items())})"

@@ -1,30 +1,27 @@
-"""The styles that cut or replicate a module's parameters.
+"""The styles that shard or replicate a module's parameters.
 
 >>> parallelize_module(mlp, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..nn.parameters import distribute_parameter, replicate_rest
 from ..sharding.placement import Placement, Replicate, Shard
-from . import cuts
+from . import partition
 from .axis import StyleAxis
-from .hooks import Entrance, Exit
+from .hooks import InputConverter, OutputConverter, register_input_hook, register_output_hook
 from .style import ParallelStyle
 
 
-class _CutStyle(ParallelStyle):
-    """What styles that cut a module's weight have in common. None stands for the module's own layout."""
+class _ShardingStyle(ParallelStyle):
+    """The common part of the styles that shard a module's weight. A layout of None is the partition's own."""
 
-    _cut: Callable[[nn.Module], cuts.Cut]
+    _partition: Callable[[nn.Module], partition.Partition]
 
     def __init__(
         self,
@@ -38,118 +35,73 @@ class _CutStyle(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         axis = StyleAxis(device_mesh, self.axis)
-        cut = type(self)._cut(module)
-        for name, placement in cut.parameters.items():
+        found = type(self)._partition(module)
+        for name, placement in found.parameters.items():
             path, _, own = name.rpartition(".")
-            owner = module.get_submodule(path)
-            distribute_parameter(owner, own, device_mesh, axis.parameter(placement), self.src_data_rank)
-        for part in module.modules():
-            replicate_rest(part, device_mesh, self.src_data_rank)
-        layout = self.input_layouts or cut.input
-        known = cut.input_size if layout == cut.input else None
-        enter = Entrance(axis, layout, cut.input, dim_size=known)
-        hang_inputs(module, [enter] * cut.inputs, Entrance(axis, Replicate(), Replicate()))
-        hang_outputs(module, Exit(axis, None, self.output_layouts or cut.output, self.use_local_output))
+            placements = axis.parameter_placements(placement)
+            distribute_parameter(module.get_submodule(path), own, device_mesh, placements, self.src_data_rank)
+        for submodule in module.modules():
+            replicate_rest(submodule, device_mesh, self.src_data_rank)
+        layout = self.input_layouts or found.input
+        dim_size = found.input_size if layout == found.input else None
+        converter = InputConverter(axis, layout, found.input, dim_size=dim_size)
+        register_input_hook(module, [converter] * found.inputs, InputConverter(axis, Replicate(), Replicate()))
+        desired = self.output_layouts or found.output
+        register_output_hook(module, OutputConverter(axis, None, desired, self.use_local_output))
         return module
 
-    def __repr__(self) -> str:
-        said = {name: value for name, value in vars(self).items() if value is not None and name != "src_data_rank"}
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in said.items())})"
 
+class ColwiseParallel(_ShardingStyle):
+    """Shard a module column-wise: each rank computes a shard of the output features.
 
-class ColwiseParallel(_CutStyle):
-    """Cut a module by the columns of its output: each rank makes a part of the features.
+    A plain input is taken to have `input_layouts` (default: replicated), and is replicated before use. The output has
+    `output_layouts` (default: sharded in the last dim, for a convolution in the channels). It is a local tensor, or a
+    DTensor with `use_local_output=False`.
 
-    Plain inputs are taken to have `input_layouts` (replicated unless said), and are replicated before use. The output
-    has `output_layouts`: cut in the last dim unless said, for a convolution in the channels. It is a local tensor, or
-    a DTensor with `use_local_output=False`.
-
-    nn.MultiheadAttention is cut by heads, its outer projection by rows, and its output is replicated unless said.
+    nn.MultiheadAttention is sharded by heads and its output projection row-wise; its output is replicated by default.
     """
 
-    _cut = staticmethod(cuts.colwise)
+    _partition = staticmethod(partition.colwise)
 
 
-class RowwiseParallel(_CutStyle):
-    """Cut a module by the rows of its transposed weight: each rank reads a part of the features; results are summed.
+class RowwiseParallel(_ShardingStyle):
+    """Shard a module row-wise: each rank reads a shard of the input features, and the results are summed.
 
-    Plain inputs are taken to have `input_layouts` (cut in the last dim unless said; an embedding's are replicated), and
-    are brought there before use. The output has `output_layouts`, replicated unless said: `Shard(1)` sums by a
-    reduce-scatter. It is a local tensor, or a DTensor with `use_local_output=False`.
+    A plain input is taken to have `input_layouts` (default: sharded in the last dim; replicated for an embedding), and
+    is redistributed to that default before use. The output has `output_layouts` (default: replicated); `Shard(1)` sums
+    with a reduce-scatter. It is a local tensor, or a DTensor with `use_local_output=False`.
     """
 
-    _cut = staticmethod(cuts.rowwise)
+    _partition = staticmethod(partition.rowwise)
 
 
 class SequenceParallel(ParallelStyle):
-    """Replicate a module's parameters and let it work on inputs that are cut in the sequence's dim.
+    """Replicate a module's parameters and run it on inputs that are sharded in the sequence dim.
 
-    For norms, dropout and whatever treats the elements of a sequence one by one. Plain inputs are taken to be cut
-    there. The output is cut there, too: a DTensor, or a local tensor with `use_local_output=True`.
+    For norms, dropout and other modules that treat the elements of a sequence one by one. A plain input is taken to be
+    sharded in that dim, and so is the output: a DTensor, or a local tensor with `use_local_output=True`.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
         self.sequence_dim, self.use_local_output = sequence_dim, use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _replicated(self, module, device_mesh, Shard(self.sequence_dim), self.use_local_output)
-
-    def __repr__(self) -> str:
-        return f"SequenceParallel(sequence_dim={self.sequence_dim}, use_local_output={self.use_local_output})"
+        return _replicate_parameters(self, module, device_mesh, Shard(self.sequence_dim), self.use_local_output)
 
 
 class ReplicateParallel(ParallelStyle):
-    """Replicate a module's parameters, its inputs and its outputs: every rank computes the same."""
+    """Replicate a module's parameters, inputs and outputs: every rank computes the same."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _replicated(self, module, device_mesh, Replicate(), use_local_output=True)
-
-    def __repr__(self) -> str:
-        return "ReplicateParallel()"
+        return _replicate_parameters(self, module, device_mesh, Replicate(), use_local_output=True)
 
 
-def _replicated(
+def _replicate_parameters(
     style: ParallelStyle, module: nn.Module, mesh: DeviceMesh, layout: Placement, use_local_output: bool
 ) -> nn.Module:
     axis = StyleAxis(mesh, style.axis)
-    for part in module.modules():
-        replicate_rest(part, mesh, style.src_data_rank)
-    hang_inputs(module, [Entrance(axis, layout, layout)], None)
-    hang_outputs(module, Exit(axis, layout, layout, use_local_output))
+    for submodule in module.modules():
+        replicate_rest(submodule, mesh, style.src_data_rank)
+    register_input_hook(module, [InputConverter(axis, layout, layout)], None)
+    register_output_hook(module, OutputConverter(axis, layout, layout, use_local_output))
     return module
-
-
-def hang_inputs(module: nn.Module, leading: list[Entrance], others: Entrance | None) -> None:
-    """Prepare the leading arguments of a module, and the other tensors with `others`."""
-    names = list(inspect.signature(module.forward).parameters)[: len(leading)]
-
-    def prepare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if len(args) == 1 and not kwargs:
-            return (leading[0](args[0]),), kwargs
-        seen: dict[tuple[int, Entrance | None], Any] = {}  # what was one argument stays one: attention asks for that
-
-        def enter(value: Any, entrance: Entrance | None) -> Any:
-            if entrance is None or not isinstance(value, Tensor):
-                return value
-            key = (id(value), entrance)
-            if key not in seen:
-                seen[key] = entrance(value)
-            return seen[key]
-
-        entrances = [*leading, *[others] * len(args)]
-        new_args = tuple(map(enter, args, entrances))
-        by_name = dict(zip(names, leading, strict=False))
-        return new_args, {name: enter(value, by_name.get(name, others)) for name, value in kwargs.items()}
-
-    module.register_forward_pre_hook(prepare, with_kwargs=True)
-
-
-def hang_outputs(module: nn.Module, leave: Exit) -> None:
-    """Lay out what a module returns: a tensor, or the tensors of a tuple, list or dict."""
-
-    def finish(_: nn.Module, __: Any, output: Any) -> Any:
-        if isinstance(output, Tensor):
-            return leave(output)
-        return torch.utils._pytree.tree_map_only(Tensor, leave, output)
-
-    module.register_forward_hook(finish)

@@ -1,0 +1,70 @@
+"""register_sharding: the rule of an op, as one line or in PyTorch's form."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import overload
+
+from .._torch.ops import OpOverload
+from ..notation import Rule, RuleError, parse, tensor_arguments
+from ..notation.rule import NO_DIMS
+from ..ops.call import Call
+from ..ops.kernel import Kernel
+from ..ops.registry import register
+from .placement_rows import RowsFunction, rule_from_rows
+
+
+@overload
+def register_sharding(
+    op: OpOverload | list[OpOverload],
+    rule: str | Callable[[Call], str],
+    *,
+    kernels: Mapping[str, Kernel] | None = None,
+) -> None: ...
+
+
+@overload
+def register_sharding(
+    op: OpOverload | list[OpOverload], rule: None = None, *, kernels: Mapping[str, Kernel] | None = None
+) -> Callable[[RowsFunction], RowsFunction]: ...
+
+
+def register_sharding(
+    op: OpOverload | list[OpOverload],
+    rule: str | Callable[[Call], str] | None = None,
+    *,
+    kernels: Mapping[str, Kernel] | None = None,
+) -> Callable[[RowsFunction], RowsFunction] | None:
+    """Register the sharding rule of an op, replacing the one it has.
+
+    `rule` is one line in the notation of `shardwise.rules`, or a function of the call that returns one. Without a rule
+    this is a decorator for a function in PyTorch's form: it takes the op's arguments and returns a list of acceptable
+    `(output placements, input placements)` on one mesh axis.
+    """
+    ops = op if isinstance(op, list) else [op]
+    if rule is not None:
+        if isinstance(rule, str):
+            for each in ops:
+                _check_rule(each, parse(rule))
+        for each in ops:
+            register(each, rule, kernels)
+        return None
+
+    def decorate(rows_of: RowsFunction) -> RowsFunction:
+        for each in ops:
+            register(each, functools.partial(rule_from_rows, rows_of))
+        return rows_of
+
+    return decorate
+
+
+def _check_rule(op: OpOverload, rule: Rule) -> None:
+    """Raise if a rule has more or fewer operands or results than the op has tensors."""
+    operands = sum(not argument.out for argument in tensor_arguments(op))
+    if not rule.fits(operands):
+        raise RuleError(f"the rule {rule!s} has {len(rule.inputs)} operands, {op} has {operands}", f"see {op._schema}")
+    results = sum("Tensor" in str(result.type) for result in op._schema.returns)
+    written = sum(argument.write for argument in tensor_arguments(op))
+    if len(rule.outputs) not in (results, results or written) and not (results == 0 and rule.outputs == (NO_DIMS,)):
+        raise RuleError(f"the rule {rule!s} has {len(rule.outputs)} results, {op} has {results}", f"see {op._schema}")

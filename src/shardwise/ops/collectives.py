@@ -1,0 +1,102 @@
+"""The collectives among PyTorch's ops: what each is called, and how many bytes it brings to a rank.
+
+>>> collective_of(torch.ops._c10d_functional.all_reduce.default).kind
+'all-reduce'
+
+The functional collectives return their result. Those in the namespace `c10d`, behind `torch.distributed.all_reduce` and
+others, write it into their first argument. No DTensor is an argument of either: the records are for tools that count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .._torch.ops import OpOverload
+
+FUNCTIONAL_NAMESPACES = frozenset(("c10d_functional", "_c10d_functional", "_c10d_functional_autograd"))
+_NAMESPACES = FUNCTIONAL_NAMESPACES | {"c10d"}
+
+Received = Callable[[int, int, int], int]
+"""From the bytes of a rank's input, those of its result, and the number of ranks, to the bytes that it receives."""
+
+
+@dataclass(frozen=True)
+class CollectiveOp:
+    """What is known about a collective. Reductions are counted as rings compute them."""
+
+    kind: str
+    """The name in tables."""
+    received: Received | None
+    """None for an all-to-all: it brings what the split sizes say."""
+    input: int = 0
+    """The position of the argument that is sent."""
+    splits: int | None = None
+    """The position of the split sizes of the result, if the op has them."""
+    writes_first: bool = False
+    """Whether the result is written into the first argument."""
+
+
+def collective_of(func: OpOverload) -> CollectiveOp | None:
+    """Return the record of a collective; None for other ops."""
+    return _COLLECTIVES.get(func._schema.name) if func.namespace in _NAMESPACES else None
+
+
+def _all_reduce(sent: int, got: int, ranks: int) -> int:
+    return 2 * got * (ranks - 1) // ranks  # a reduce-scatter and an all-gather
+
+
+def _all_gather(sent: int, got: int, ranks: int) -> int:
+    return got - sent
+
+
+def _reduce_scatter(sent: int, got: int, ranks: int) -> int:
+    return got * (ranks - 1)
+
+
+def _gather(sent: int, got: int, ranks: int) -> int:
+    return max(got - sent, 0)  # only one rank has a result
+
+
+def _result(sent: int, got: int, ranks: int) -> int:
+    return got
+
+
+_FUNCTIONAL = {
+    "all_reduce": CollectiveOp("all-reduce", _all_reduce),
+    "all_reduce_": CollectiveOp("all-reduce", _all_reduce),
+    "all_reduce_coalesced": CollectiveOp("all-reduce", _all_reduce),
+    "all_reduce_coalesced_": CollectiveOp("all-reduce", _all_reduce),
+    "all_gather_into_tensor": CollectiveOp("all-gather", _all_gather),
+    "all_gather_into_tensor_out": CollectiveOp("all-gather", _all_gather),
+    "all_gather_into_tensor_coalesced": CollectiveOp("all-gather", _all_gather),
+    "reduce_scatter_tensor": CollectiveOp("reduce-scatter", _reduce_scatter),
+    "reduce_scatter_tensor_out": CollectiveOp("reduce-scatter", _reduce_scatter),
+    "reduce_scatter_tensor_coalesced": CollectiveOp("reduce-scatter", _reduce_scatter),
+    "all_to_all_single": CollectiveOp("all-to-all", None, splits=1),
+    "broadcast": CollectiveOp("broadcast", _result),
+    "broadcast_": CollectiveOp("broadcast", _result),
+}
+
+_IN_PLACE = {
+    "allreduce_": CollectiveOp("all-reduce", _all_reduce, writes_first=True),
+    "allreduce_coalesced_": CollectiveOp("all-reduce", _all_reduce, writes_first=True),
+    "allgather_": CollectiveOp("all-gather", _all_gather, input=1, writes_first=True),
+    "_allgather_base_": CollectiveOp("all-gather", _all_gather, input=1, writes_first=True),
+    "allgather_coalesced_": CollectiveOp("all-gather", _all_gather, input=1, writes_first=True),
+    "allgather_into_tensor_coalesced_": CollectiveOp("all-gather", _all_gather, input=1, writes_first=True),
+    "reduce_scatter_": CollectiveOp("reduce-scatter", _reduce_scatter, input=1, writes_first=True),
+    "_reduce_scatter_base_": CollectiveOp("reduce-scatter", _reduce_scatter, input=1, writes_first=True),
+    "reduce_scatter_tensor_coalesced_": CollectiveOp("reduce-scatter", _reduce_scatter, input=1, writes_first=True),
+    "alltoall_": CollectiveOp("all-to-all", None, input=1, writes_first=True),
+    "alltoall_base_": CollectiveOp("all-to-all", None, input=1, splits=3, writes_first=True),
+    "broadcast_": CollectiveOp("broadcast", _result, writes_first=True),
+    "reduce_": CollectiveOp("reduce", _result, writes_first=True),
+    "gather_": CollectiveOp("gather", _gather, input=1, writes_first=True),
+    "scatter_": CollectiveOp("scatter", _result, writes_first=True),
+}
+
+_COLLECTIVES = {
+    **{f"{space}::{name}": op for space in FUNCTIONAL_NAMESPACES for name, op in _FUNCTIONAL.items()},
+    **{f"c10d::{name}": op for name, op in _IN_PLACE.items()},
+}

@@ -1,0 +1,115 @@
+"""How each kind of module is partitioned: which dim of which parameter is sharded, and the layouts that follow from it.
+
+| module | column-wise: outputs are sharded | row-wise: inputs are sharded, outputs are summed |
+|---|---|---|
+| Linear | `weight[0]`, `bias[0]` | `weight[1]` |
+| Embedding | `weight[1]` | `weight[0]`, the vocabulary |
+| Conv | `weight[0]`, `bias[0]` | `weight[1]` |
+| ConvTranspose | `weight[1]`, `bias[0]` | `weight[0]` |
+| MultiheadAttention | by heads: input projections column-wise, the output projection row-wise | |
+
+Any module with `in_features`, `out_features` and a weight of that shape counts as a Linear.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import nn
+
+from ..errors import InputError, PlacementError
+from ..nn.parameters import own_tensors
+from ..sharding.placement import InterleavedShard, Placement, Replicate, Shard
+
+SUPPORTED = "nn.Linear and modules like it, nn.Embedding, convolutions"
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+
+
+class Partition(NamedTuple):
+    """The placements of the parameters that are sharded, by name, and the layouts of inputs and outputs."""
+
+    parameters: dict[str, Placement]
+    input: Placement
+    output: Placement
+    input_size: int | None = None
+    """The global size of the dim in which the input is sharded, if the module determines it."""
+    inputs: int = 1
+    """How many of the leading arguments have the input's layout."""
+
+
+def colwise(module: nn.Module) -> Partition:
+    """Return the partition in which each rank computes a shard of the output features."""
+    if isinstance(module, nn.MultiheadAttention):
+        return _by_heads(module)
+    if is_linear(module):
+        return Partition({"weight": Shard(0), "bias": Shard(0)}, Replicate(), Shard(-1))
+    if isinstance(module, nn.Embedding):
+        return Partition({"weight": Shard(1)}, Replicate(), Shard(-1))
+    if isinstance(module, _CONVOLUTIONS):
+        output_dim = 1 if isinstance(module, _TRANSPOSED) else 0
+        if module.groups > 1 and output_dim == 1:
+            raise _grouped("ColwiseParallel", module, "out_channels")
+        return Partition({"weight": Shard(output_dim), "bias": Shard(0)}, Replicate(), Shard(_channel_dim(module)))
+    raise _not_supported("ColwiseParallel", module, f"{SUPPORTED}, nn.MultiheadAttention")
+
+
+def rowwise(module: nn.Module) -> Partition:
+    """Return the partition in which each rank reads a shard of the input features and computes a term of a sum."""
+    if is_linear(module):
+        return Partition({"weight": Shard(1)}, Shard(-1), Replicate(), int(module.in_features))  # type: ignore[arg-type]
+    if isinstance(module, nn.Embedding):
+        return Partition({"weight": Shard(0)}, Replicate(), Replicate())
+    if isinstance(module, _CONVOLUTIONS):
+        input_dim = 0 if isinstance(module, _TRANSPOSED) else 1
+        if module.groups > 1 and input_dim == 1:
+            raise _grouped("RowwiseParallel", module, "in_channels")
+        return Partition({"weight": Shard(input_dim)}, Shard(_channel_dim(module)), Replicate(), module.in_channels)
+    raise _not_supported("RowwiseParallel", module, SUPPORTED)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is an nn.Linear, or has its sizes and a weight of that shape."""
+    if isinstance(module, nn.Linear):
+        return True
+    weight = own_tensors(module).get("weight")
+    sizes = getattr(module, "out_features", None), getattr(module, "in_features", None)
+    return isinstance(weight, nn.Parameter) and None not in sizes and tuple(weight.shape) == sizes
+
+
+def _by_heads(module: nn.MultiheadAttention) -> Partition:
+    """Return the partition by heads.
+
+    The packed weight is [q; k; v]. Each of the three blocks is sharded, so that a rank holds the same heads of all.
+    """
+    if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
+        raise PlacementError(
+            "nn.MultiheadAttention with add_bias_kv or add_zero_attn cannot be sharded by heads",
+            "replicate it with SequenceParallel or distribute_module",
+        )
+    names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+    separate: dict[str, Placement] = {name: Shard(0) for name in names}
+    packed: dict[str, Placement] = {"in_proj_weight": InterleavedShard(0, 3), "in_proj_bias": InterleavedShard(0, 3)}
+    return Partition({**separate, **packed, "out_proj.weight": Shard(1)}, Replicate(), Replicate(), inputs=3)
+
+
+def _channel_dim(module: Convolution) -> int:
+    """Return the dim of the channels, counted from the end: inputs may lack a batch dim."""
+    return -1 - len(module.kernel_size)
+
+
+def _grouped(style: str, module: Convolution, dim: str) -> PlacementError:
+    return PlacementError(
+        f"{style} cannot shard the {dim} of a {type(module).__name__} with groups={module.groups}: "
+        "each group has its own, and a group may not be sharded",
+        "use the other of ColwiseParallel and RowwiseParallel, which shards by groups, or replicate the module",
+    )
+
+
+def _not_supported(style: str, module: nn.Module, supported: str) -> InputError:
+    return InputError(
+        f"{style} cannot be applied to a {type(module).__name__}",
+        f"it supports {supported}; for other modules use SequenceParallel, PrepareModuleInput and PrepareModuleOutput, "
+        "or distribute_module with a partition_fn",
+    )
