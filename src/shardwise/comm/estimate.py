@@ -31,7 +31,7 @@ def estimate(source: Layout, target: Layout, itemsize: int, links: Links) -> flo
     state, goal = slots.source, slots.target
     seconds = 0.0
     kept = set(goal.partial)
-    for op in {op for axis, op in state.partial if (axis, op) not in kept}:
+    for op in dict.fromkeys(op for axis, op in state.partial if (axis, op) not in kept):
         axes = tuple(axis for axis, its_op in state.partial if its_op == op and (axis, op) not in kept)
         seconds += _reduction(mesh_sizes, state, goal, axes, nbytes, links)
         state = _reduced(state, goal, axes)
