@@ -181,18 +181,18 @@ def _factors(rule: Rule) -> Iterator[tuple[str, str]]:
     for name, atom in seen.items():
         text = f"{name}.." if atom.many else name
         without = [i for i, side in enumerate(outputs) if name not in {a.name for a in side}]
-        if atom.whole:
-            yield text, "must be replicated"
+        if atom.replicated:
+            yield text, FactorKind.REPLICATED.value
         elif name in rule.kernel:
-            yield text, f"handled by a kernel{_after_kernel(rule, without)}"
+            yield text, f"{FactorKind.KERNEL.value}{_after_kernel(rule, without)}"
         elif name not in given:
-            yield text, "pass-through: its size comes from an argument"
+            yield text, f"{FactorKind.PASS_THROUGH.value}: its size comes from an argument"
         elif without:
-            yield text, f"reduced: {_reduced(rule, without)}"
+            yield text, f"{FactorKind.REDUCED.value}: {_reduced(rule, without)}"
         else:
-            yield text, "pass-through"
+            yield text, FactorKind.PASS_THROUGH.value
     if any(atom.name == "_" for side in inputs for atom in side):
-        yield "_", "must be replicated"
+        yield "_", FactorKind.REPLICATED.value
 
 
 def _after_kernel(rule: Rule, without: Sequence[int]) -> str:
