@@ -27,18 +27,17 @@ from ..ops.inverse import replacing
 from ..ops.registry import registry, resolve, rule_for
 from ..ops.resolve import ResolvedOp
 from ..ops.served import served_by
-from ..overrides.composites import made_by_pytorch
 from ..sharding.mesh import MeshInfo
 from ..sharding.placement import Replicate
 from ..sharding.spec import DTensorSpec, TensorMeta, contiguous_meta
-from ..world import RankTensor, replicate
 from .call_plan import LOCALIZE, Argument, CallPlan, Constant, plan_call
 from .explicit import redistributions
 from .gather_cache import Last, state_of
 from .hot_path import Ready, may_enter, ready, ready_list
 from .list_plan import ListPlan, plan_list, run_list
-from .modes import implicit_replication, modes
+from .modes import modes
 from .numbers import with_numbers
+from .provenance import as_replicated, record_replicated, taken_as_replicated
 from .result_meta import NEEDS_DATA, NoRule
 
 Wrap = Callable[[Tensor, DTensorSpec], Any]
@@ -87,6 +86,10 @@ class OpDispatcher:
         if modes.implicit_replication:
             args, kwargs = self._with_replicas(func, args, kwargs)
         by_type = _BY_TYPE[func]
+        for position in _INDICES[func]:
+            for index in args[position] if position < len(args) else ():
+                if isinstance(index, Tensor) and not isinstance(index, self.kind):
+                    record_replicated(index)
         parts = [self._key_of(v, i in by_type) for i, v in enumerate(args)]
         key = (func, *parts, *self._named(kwargs, by_type)) if kwargs else (func, *parts)
         plan = self.plans.get(key, _UNKNOWN)
@@ -94,9 +97,6 @@ class OpDispatcher:
             try:
                 plan = self._plan(func, args, kwargs)
             except (MeshError, MixedTensorError):
-                if made_by_pytorch(self.kind):
-                    with implicit_replication():
-                        return self.dispatch(func, args, kwargs)
                 numbers = with_numbers(args, kwargs, self.kind, _written(func, args, kwargs), _reduced)
                 if numbers is None:
                     raise
@@ -128,16 +128,14 @@ class OpDispatcher:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with plain tensors taken as replicated, but for those that are written."""
         flat, tree = pytree.tree_flatten((args, kwargs))
-        mesh_info = next(value._spec.mesh_info for value in flat if isinstance(value, self.kind))
+        like = next(value for value in flat if isinstance(value, self.kind))
         written = _written(func, args, kwargs)
 
         def replica(value: Any) -> Any:
             if not isinstance(value, Tensor) or isinstance(value, self.kind) or not value.dim() or value in written:
                 return value
-            local, spec = _as_whole(value.detach(), mesh_info)
-            if mesh_info.simulated and not isinstance(local, RankTensor):
-                local = replicate(local, mesh_info.world_size)
-            return self.wrap(local, spec)
+            record_replicated(value)
+            return as_replicated(value, like)
 
         found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(map(replica, flat), tree)
         return found
@@ -157,7 +155,10 @@ class OpDispatcher:
         if isinstance(value, Tensor):
             if isinstance(value, self.kind):
                 return kind, value._spec  # its data must be fetched or made again first: no plan of the hot path
-            return tuple(value.shape), value.dtype, _plain_is_replicated()
+            taken = value.dim() > 0 and taken_as_replicated(value)
+            if taken:
+                record_replicated(value)
+            return tuple(value.shape), value.dtype, taken
         if by_type or kind is torch.Generator:
             return kind
         return kind, value
@@ -200,7 +201,7 @@ class OpDispatcher:
         if isinstance(value, self.kind):
             return Argument(value._spec.tensor_meta, value._spec)
         if isinstance(value, Tensor):
-            if value.dim() > 0 and not _plain_is_replicated() and not _is_index(func, name):
+            if value.dim() > 0 and not taken_as_replicated(value) and not _is_index(func, name):
                 raise MixedTensorError(
                     f"{func} mixes distributed tensors with a plain tensor of shape {list(value.shape)}, "
                     f"its argument {name!r}",
@@ -417,14 +418,6 @@ def _moved(tensor: Any, target: DTensorSpec) -> Tensor:
     return found
 
 
-def _plain_is_replicated() -> bool:
-    """Whether plain tensors are the same on all ranks: the user said so, or PyTorch's backward formulas made them."""
-    if modes.implicit_replication:
-        return True
-    node = torch._C._current_autograd_node()
-    return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
-
-
 def _is_index(func: OpOverload, name: str) -> bool:
     """Whether an argument is one of a list of indices. A list in brackets arrives as a plain tensor: x[[0, 2]]."""
     types = {argument.name: str(argument.type) for argument in func._schema.arguments}
@@ -445,6 +438,18 @@ class _KeyedByType(dict[OpOverload, frozenset[int | str]]):
 
 
 _BY_TYPE = _KeyedByType()
+
+
+class _IndexPositions(dict[OpOverload, tuple[int, ...]]):
+    """The arguments that are lists of indices."""
+
+    def __missing__(self, func: OpOverload) -> tuple[int, ...]:
+        arguments = enumerate(func._schema.arguments)
+        self[func] = tuple(i for i, argument in arguments if str(argument.type) == "List[Optional[Tensor]]")
+        return self[func]
+
+
+_INDICES = _IndexPositions()
 
 
 class _Written(list[Any]):

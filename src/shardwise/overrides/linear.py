@@ -17,7 +17,7 @@ from .._torch.bindings import QuickFunction
 from .._torch.ops import OpOverload
 from ..ops.registry import resolve
 from ..ops.tables import IN_PYTHON, register
-from ..tensor.dtensor import DTensor
+from ..sharding.base import DTensorBase
 from .call import call, is_ours, needs_grad
 
 _linear = torch.ops.aten.linear.default
@@ -87,7 +87,7 @@ IN_PYTHON["aten::linear.default"] = linear
 
 class _Linear(QuickFunction):
     @staticmethod
-    def forward(ctx: Any, input: DTensor, weight: DTensor, bias: DTensor | None) -> DTensor:
+    def forward(ctx: Any, input: DTensorBase, weight: DTensorBase, bias: DTensorBase | None) -> DTensorBase:
         ctx.save_for_backward(input, weight)
         return call(_linear, input, weight, bias) if bias is not None else call(_linear, input, weight)
 

@@ -32,7 +32,7 @@ from ..dispatch.dispatcher import OpDispatcher, Replay
 from ..dispatch.gather_cache import mark_exposed
 from ..dispatch.hot_path import hot_path
 from ..errors import InputError, MeshError
-from ..overrides.composites import install_composites
+from ..overrides.install import install_overrides
 from ..sharding.base import DTensorBase
 from ..sharding.mesh import current_mesh, mesh_info_of
 from ..sharding.placement import (
@@ -420,7 +420,7 @@ DTensor.__torch_dispatch__ = staticmethod(
     hot_path(DTensor, DTensor._op_dispatcher.hot, DTensor._op_dispatcher.dispatch)
 )
 
-before_first_use(lambda: install_composites(DTensor))
+before_first_use(install_overrides)
 
 
 def _is_param(tensor: Tensor) -> bool:

@@ -1,0 +1,39 @@
+"""Values that belong to a thread, and to the threads in which autograd runs the backward passes it starts.
+
+>>> strict = ThreadValue("strict", False)
+>>> strict.set(True)          # seen by this thread, and by its backward passes on any device; by no other thread
+>>> strict.get()
+True
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+_stash = torch._C._stash_obj_in_tls
+_get = torch._C._get_obj_in_tls
+_has = torch._C._is_key_in_tls
+
+
+class ThreadValue(Generic[T]):
+    """A value of the current thread, which its backward passes inherit.
+
+    It relies on PyTorch's thread-local table of Python objects: a backward pass copies the table of the thread that
+    starts it into each thread it runs in. The copy shares the objects, so a value must not be changed in place.
+    """
+
+    def __init__(self, name: str, default: T) -> None:
+        self._key, self._default = f"shardwise.{name}", default
+
+    def get(self) -> T:
+        """The value of this thread, or the default where it has none."""
+        found: T = _get(self._key) if _has(self._key) else self._default
+        return found
+
+    def set(self, value: T) -> None:
+        """Change the value for this thread, and for backward passes that it starts from now on."""
+        _stash(self._key, value)
