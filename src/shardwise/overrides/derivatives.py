@@ -30,8 +30,10 @@ Gradients = tuple[Tensor | None, ...]
 def install_derivatives() -> None:
     """Mark the nodes of the ops whose formulas make tensors, from now on."""
     for name in MAKES_TENSORS:
-        for func in (*overloads(name), *overloads(f"{name}_")):
-            if not any(argument.is_out for argument in func._schema.arguments):
+        op, _, only = name.partition(".")
+        for func in (*overloads(op), *overloads(f"{op}_")):
+            is_meant = not only or func._overloadname == only
+            if is_meant and not any(argument.is_out for argument in func._schema.arguments):
                 override_above_autograd(func, _marking(func))
 
 
