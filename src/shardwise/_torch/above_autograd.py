@@ -1,13 +1,15 @@
-"""Kernels above autograd, for functions that PyTorch takes apart before a tensor class sees them.
+"""Kernels that run above autograd: they see a call before autograd records it, or decomposes it into other ops.
 
-They stand at the dispatch key that tensor classes have and plain tensors lack. A kernel sees the tensors of all such
-classes, and passes on what is not its own.
+A kernel is registered at the dispatch key `PythonTLSSnapshot`, which tensor subclasses have and plain tensors lack, so
+plain tensors pay nothing. It sees calls with tensors of any subclass, and passes on those that are not its own:
 
->>> stand_above(torch.ops.aten.linear.default, lambda keys, *args: pass_on(torch.ops.aten.linear.default, keys, *args))
+>>> linear = torch.ops.aten.linear.default
+>>> override_above_autograd(linear, lambda keys, *args: call_original(linear, keys, *args))
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,41 +18,78 @@ from torch import Tensor
 from torch._C import DispatchKey
 
 from . import pytree
-from .modes import pop_mode
+from .modes import count_modes, pop_mode
 from .ops import OpOverload
 
-_HERE = DispatchKey.PythonTLSSnapshot
-_modes = torch._C._len_torch_dispatch_stack
+_KEY = DispatchKey.PythonTLSSnapshot
+_transforms_active = torch._C._are_functorch_transforms_active
 _libraries: dict[str, torch.library.Library] = {}
 
 
 def override_above_autograd(func: OpOverload, kernel: Callable[..., Any]) -> None:
-    """Let this run in the place of a function, as `kernel(keys, *args, **kwargs)`."""
+    """Run `kernel(keys, *args, **kwargs)` in the place of an op whenever a tensor subclass is among its arguments."""
     space = func.namespace
     if space not in _libraries:
         _libraries[space] = torch.library.Library(space, "IMPL")
-    _libraries[space].impl(func.name(), kernel, _HERE.name, with_keyset=True)
+    _libraries[space].impl(func.name(), kernel, _KEY.name, with_keyset=True)
 
 
 def call_original(func: OpOverload, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    """The function, as if no kernel stood above it."""
-    below = keys.remove(_HERE)
-    if below.highestPriorityTypeId() != DispatchKey.Python:
+    """Call a composite op from its kernel as if it were not overridden: autograd decomposes it into other ops."""
+    below = keys.remove(_KEY)
+    if below.highestPriorityTypeId() == DispatchKey.Python:
+        return dispatch_to_subclass(func, args, kwargs)
+    return func.redispatch(below, *args, **kwargs)
+
+
+def call_with_autograd(func: OpOverload, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an op that has a derivative from its kernel as if it were not overridden: autograd records a node for it.
+
+    On its way to the tensors' class such a call needs a snapshot of PyTorch's dispatch state, which the fallback of the
+    overridden key takes; without it PyTorch 2.11 fails. So the call is made from inside an op of our own that goes
+    through this fallback.
+    """
+    below = keys.remove(_KEY)
+    if below.highestPriorityTypeId() == DispatchKey.Python:
+        return dispatch_to_subclass(func, args, kwargs)
+    if _transforms_active():  # they dispatch anew what they have unwrapped
         return func.redispatch(below, *args, **kwargs)
-    return dispatch_to_subclass(func, args, kwargs)
+    entered = next(value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor))
+    results: list[Any] = []
+    before = getattr(_call, "run", None)
+    _call.run = lambda: results.append(func.redispatch(below, *args, **kwargs))
+    try:
+        _with_snapshot(entered)
+    finally:
+        _call.run = before
+    return results[0]
+
+
+_call = threading.local()
+_library = torch.library.Library("shardwise_dispatch", "DEF")
+_library.define("with_snapshot(Tensor entered) -> ()")
+
+
+def _run_call(entered: Tensor) -> None:
+    _call.run()
+
+
+for _key in ("Autograd", "ADInplaceOrView"):  # the highest of the keys that a call may have left, in inference mode too
+    _library.impl("with_snapshot", _run_call, _key)
+_with_snapshot = torch.ops.shardwise_dispatch.with_snapshot.default
 
 
 def dispatch_to_subclass(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The function at the class of its tensors, or at the mode that comes first.
+    """Call `__torch_dispatch__` of the innermost dispatch mode, or of the most derived class among the arguments.
 
-    Dispatching to either from a kernel that stands here fails in PyTorch 2.11: it misses what it notes on entry.
+    A kernel above autograd cannot leave this to PyTorch 2.11, which fails for want of a snapshot of its dispatch state.
     """
     classes = dict.fromkeys(type(value) for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor))
     types = tuple(cls for cls in classes if cls.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl)
-    if _modes():
+    if count_modes():
         with pop_mode() as mode:
             result = mode.__torch_dispatch__(func, types, args, kwargs)
         if result is not NotImplemented:
             return result
-    most_special = next(cls for cls in types if not any(issubclass(other, cls) for other in types if other is not cls))
-    return most_special.__torch_dispatch__(func, types, args, kwargs)
+    most_derived = next(cls for cls in types if not any(issubclass(other, cls) for other in types if other is not cls))
+    return most_derived.__torch_dispatch__(func, types, args, kwargs)

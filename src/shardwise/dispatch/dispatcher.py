@@ -83,7 +83,7 @@ class OpDispatcher:
         planned = self.plans.get(shared)
         if planned is None:
             try:
-                replaced = None if op.variant == "foreach" else with_replicas(op, args, kwargs, self.kind)
+                replaced = None if op.variant == "foreach" else with_replicas(op, args, kwargs)
                 if replaced is None:
                     planned = self.plans[shared] = self._planned(op, args, kwargs)
             except (MeshError, MixedTensorError):

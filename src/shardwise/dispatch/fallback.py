@@ -22,7 +22,7 @@ from .arguments import Args, Kwargs, Written, distributed, written_arguments
 from .explicit import refuse_gathering
 from .gather_cache import after_write
 from .modes import modes
-from .plain import as_replicated
+from .provenance import as_replicated
 from .view_call import ViewCall
 
 
@@ -63,7 +63,6 @@ def _run_on_gathered(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTen
     if modes.explicit:
         refuse_gathering(op, args, kwargs)
     tensors = distributed(args, kwargs)
-    mesh_info = tensors[0]._spec.mesh_info
     gathered = {id(tensor): _gathered(tensor, writable=tensor in written) for tensor in tensors}
     flat, tree = pytree.tree_flatten((args, kwargs))
     local_args, local_kwargs = pytree.tree_unflatten([gathered.get(id(value), value) for value in flat], tree)
@@ -75,7 +74,7 @@ def _run_on_gathered(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTen
     def wrap(local: Tensor) -> Any:
         if id(local) in returned:
             return returned[id(local)]
-        made = as_replicated(local, mesh_info, kind)
+        made = as_replicated(local, tensors[0])
         if not op.is_view:
             return made
         index = None if isinstance(result, Tensor) else next(position)

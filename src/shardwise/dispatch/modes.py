@@ -1,4 +1,4 @@
-"""How ops treat what the user did not write: hidden communication, and plain tensors among distributed ones.
+"""Modes: whether an op may communicate, may run without a rule, and may take plain tensors as replicated.
 
 >>> with explicit():
 ...     y = x @ w          # an error if this needs communication; the message holds the redistribute that allows it
@@ -9,45 +9,63 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
+
+from .._torch.tls import ThreadValue
+
+
+class _Switches(NamedTuple):
+    explicit: bool = False
+    implicit_replication: bool = False
+    strict_ops: bool = False
+
+
+_current = ThreadValue("modes", _Switches())
 
 
 class Modes:
-    """The switches. One set for the process: autograd runs backward ops in threads of its own."""
+    """The modes of this thread. Backward passes have the modes of the thread that starts them, on any device."""
 
-    explicit = False
-    implicit_replication = False
-    strict_ops = False
+    @property
+    def explicit(self) -> bool:
+        """Whether an op that needs communication is an error."""
+        return _current.get().explicit
+
+    @property
+    def implicit_replication(self) -> bool:
+        """Whether plain tensors are taken as replicated."""
+        return _current.get().implicit_replication
+
+    @property
+    def strict_ops(self) -> bool:
+        """Whether an op without a rule is an error."""
+        return _current.get().strict_ops
 
 
 modes = Modes()
 
 
 @contextmanager
-def explicit(enabled: bool = True) -> Iterator[None]:
-    """Inside, an op that needs communication is an error; `redistribute` says where communication is wanted."""
-    before, modes.explicit = modes.explicit, enabled
+def _switched(**switches: bool) -> Iterator[None]:
+    before = _current.get()
+    _current.set(before._replace(**switches))
     try:
         yield
     finally:
-        modes.explicit = before
+        _current.set(before)
 
 
-@contextmanager
-def implicit_replication() -> Iterator[None]:
+def explicit(enabled: bool = True) -> AbstractContextManager[None]:
+    """Inside, an op that needs communication is an error; only `redistribute` and its like communicate."""
+    return _switched(explicit=enabled)
+
+
+def implicit_replication() -> AbstractContextManager[None]:
     """Inside, plain tensors that meet distributed ones are taken as replicated: the same on all ranks."""
-    before, modes.implicit_replication = modes.implicit_replication, True
-    try:
-        yield
-    finally:
-        modes.implicit_replication = before
+    return _switched(implicit_replication=True)
 
 
-@contextmanager
-def strict_ops() -> Iterator[None]:
-    """Inside, an op without a rule is an error instead of being run whole on gathered inputs."""
-    before, modes.strict_ops = modes.strict_ops, True
-    try:
-        yield
-    finally:
-        modes.strict_ops = before
+def strict_ops() -> AbstractContextManager[None]:
+    """Inside, an op without a rule is an error instead of running on gathered inputs."""
+    return _switched(strict_ops=True)

@@ -20,17 +20,14 @@ from ..comm.redistribute import redistribute_local
 from ..errors import CommunicationError, MixedTensorError
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
-from ..sharding.mesh import MeshInfo
-from ..sharding.placement import Replicate
-from ..sharding.spec import DTensorSpec, contiguous_meta
-from ..world import RankTensor, replicate
+from ..world import RankTensor
 from ..world.agreement import same
 from .arguments import Args, Kwargs, distributed, named_tensors, written_arguments
 from .modes import modes
-from .provenance import record_replicated, taken_as_replicated
+from .provenance import as_replicated, record_replicated, taken_as_replicated
 
 
-def with_replicas(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> tuple[Args, Kwargs] | None:
+def with_replicas(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
     """The arguments with plain tensors as replicated distributed ones; None where there are no plain tensors.
 
     Tensors that are written stay as they are. Raises MixedTensorError for a tensor that is not known to be replicated.
@@ -39,13 +36,13 @@ def with_replicas(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTensor
     plain = [(name, t) for name, t in named_tensors(op, args, kwargs) if is_plain(t) and t not in written]
     if not plain:
         return None
-    mesh_info = distributed(args, kwargs)[0]._spec.mesh_info
+    like = distributed(args, kwargs)[0]
     replicas: dict[int, DTensorBase] = {}
     for name, tensor in plain:
         if not (taken_as_replicated(tensor) or _is_index(op, name)):
             raise mixed_tensors(op, name, tensor)
         record_replicated(tensor)
-        replicas[id(tensor)] = as_replicated(tensor.detach(), mesh_info, kind)
+        replicas[id(tensor)] = as_replicated(tensor, like)
     flat, tree = pytree.tree_flatten((args, kwargs))
     found: tuple[Args, Kwargs] = pytree.tree_unflatten([replicas.get(id(value), value) for value in flat], tree)
     return found
@@ -69,15 +66,6 @@ def _is_index(op: ResolvedOp, name: str) -> bool:
     """Whether an argument is one of a list of indices. A list in brackets arrives as a plain tensor: x[[0, 2]]."""
     argument = op.func._schema.arguments[op.names.index(name.partition("[")[0])]
     return str(argument.type) == "List[Optional[Tensor]]"
-
-
-def as_replicated(local: Tensor, mesh_info: MeshInfo, kind: type[DTensorBase]) -> DTensorBase:
-    """The distributed tensor that holds this value on every rank."""
-    local = local.contiguous()
-    if mesh_info.simulated and not isinstance(local, RankTensor):
-        local = replicate(local, mesh_info.world_size)
-    replicated = (Replicate(),) * len(mesh_info.sizes)
-    return kind.wrap(local, DTensorSpec(mesh_info.mesh, replicated, contiguous_meta(local.shape, local.dtype)))
 
 
 # ---- numbers ------------------------------------------------------------------------------------------------------

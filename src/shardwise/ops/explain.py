@@ -25,7 +25,8 @@ from typing import Any
 from .._torch.decompositions import is_composite
 from .._torch.ops import OpOverload
 from ..notation import Rule, parse
-from ..notation.rule import Positions
+from ..notation.clauses import Positions
+from ..notation.kind import FactorKind
 from ..notation.schema import FOREACH, operands_of, overload_key, overloads, packet_name
 from .call import Call, is_list
 from .find import AnyOp, called_with, find_op

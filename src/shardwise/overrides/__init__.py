@@ -1,5 +1,10 @@
-"""Functions that PyTorch takes apart, kept whole on distributed tensors: fewer dispatches, and fewer nodes of autograd.
+"""Functions that are overridden on distributed tensors, above autograd or in Python.
 
-A kernel stands above autograd (`above_autograd`). It makes one call of the function, and a few of its backward, to ops
-that have rules. Transforms and autocast, which have their own idea of such a function, get it as it was.
+linear, rms_norm    one op and one node of autograd each, instead of several
+composites          functions in C++ that make plain tensors, or that read the memory of their tensors
+out_arguments       functions in C++ that write into results they are given
+recurrent           lstm, gru, rnn: step by step instead of in a fused kernel
+derivatives         derivative formulas that make plain tensors
+python_functions    functions in Python that make plain tensors
+install             puts them in place when the first mesh is used
 """

@@ -1,36 +1,38 @@
-"""What functions that are kept whole share: when they are, and how an op is called straight on distributed tensors."""
+"""What ops with a node of autograd of their own share: when they apply, and how they call ops below autograd."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from .._torch.above_autograd import dispatch_to_subclass
+from .._torch.modes import count_modes
 from .._torch.ops import OpOverload
-from ..tensor.dtensor import DTensor
-
-_modes = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._are_functorch_transforms_active
-_autocast = torch._C._is_any_autocast_enabled
-_dispatch: Callable[..., Any] = DTensor.__torch_dispatch__
-_OURS = {DTensor}
+from .._torch.transforms import anything_transforms
+from ..sharding.base import DTensorBase
 
 
 def is_ours(tensors: Sequence[Tensor]) -> bool:
-    """Whether a function of these tensors is kept whole: not where transforms or autocast have their own idea of it."""
-    ours = {type(tensor) for tensor in tensors} == _OURS
-    return ours and not (_autocast() or _transforms() or forward_ad._current_level >= 0)
+    """Whether all tensors are distributed, and neither transforms nor autocast treat the op in their own way."""
+    for tensor in tensors:
+        if not isinstance(tensor, DTensorBase):
+            return False
+    return not anything_transforms()
 
 
 def needs_grad(tensors: Sequence[Tensor]) -> bool:
-    """Whether autograd has to know of a function of these tensors."""
+    """Whether autograd has to record an op on these tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def call(op: OpOverload, *args: Any) -> Any:
-    """The op, below autograd, on distributed tensors; by way of the mode that wants to see it, if one does."""
-    return dispatch_to_subclass(op, args, {}) if _modes() else _dispatch(op, (), args)
+    """Call an op below autograd, its first argument being a distributed tensor; by way of a dispatch mode if any is on.
+
+    Without modes this is the hot path itself, not PyTorch's way to it.
+    """
+    if count_modes():
+        return dispatch_to_subclass(op, args, {})
+    return type(args[0]).__torch_dispatch__(op, (), args)

@@ -16,7 +16,7 @@ from .._torch.autograd import QuickFunction
 from .._torch.ops import OpOverload
 from ..ops.matmul import linear_input_gradient, linear_weight_gradient
 from ..ops.registry import resolve
-from ..tensor.dtensor import DTensor
+from ..sharding.base import DTensorBase
 from .call import call, is_ours, needs_grad
 
 _linear = torch.ops.aten.linear.default
@@ -24,7 +24,7 @@ _linear = torch.ops.aten.linear.default
 
 class _Linear(QuickFunction):
     @staticmethod
-    def forward(ctx: Any, input: DTensor, weight: DTensor, bias: DTensor | None) -> DTensor:
+    def forward(ctx: Any, input: DTensorBase, weight: DTensorBase, bias: DTensorBase | None) -> DTensorBase:
         ctx.save_for_backward(input, weight)
         return call(_linear, input, weight, bias) if bias is not None else call(_linear, input, weight)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from .._torch.above_autograd import call_original, override_above_autograd
 from .._torch.autograd import QuickFunction
 from ..ops.norm import rms_norm_gradients, rms_norm_rstd
-from ..tensor.dtensor import DTensor
+from ..sharding.base import DTensorBase
 from .call import call, is_ours, needs_grad
 
 _rms_norm = torch.ops.aten.rms_norm.default
@@ -26,8 +26,8 @@ _DTYPES = (torch.float32, torch.float64)
 class _RMSNorm(QuickFunction):
     @staticmethod
     def forward(
-        ctx: Any, input: DTensor, weight: DTensor | None, normalized_shape: list[int], eps: float | None
-    ) -> DTensor:
+        ctx: Any, input: DTensorBase, weight: DTensorBase | None, normalized_shape: list[int], eps: float | None
+    ) -> DTensorBase:
         result, factor = call(_forward, input, normalized_shape, weight, eps)
         ctx.save_for_backward(input, weight, factor)
         ctx.normalized_shape, ctx.eps = normalized_shape, eps

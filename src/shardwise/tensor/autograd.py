@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._torch.autograd import QuickFunction
+from .._torch.backward_pass import materialized
 from ..comm.redistribute import redistribute_local, start_redistribute
 from ..dispatch.gather_cache import mark_exposed
 from ..errors import InputError, MixedTensorError
@@ -83,13 +84,12 @@ def as_distributed_gradient(grad: Tensor, spec: DTensorSpec, kind: type[DTensorB
     """
     if isinstance(grad, DTensorBase):
         return grad
-    zero = grad._is_zerotensor()
-    if not zero and bool(grad.any()):
+    plain = materialized(grad.detach())
+    if bool(plain.any()):
         raise MixedTensorError(
             f"the gradient of {spec!r} is a plain tensor of shape {list(grad.shape)}",
             "return a DTensor from the hook or autograd function that made it: DTensor.from_local(...)",
         )
-    plain = torch.zeros_like(grad) if zero else grad.detach()
     replicated = spec.with_dtype(grad.dtype).replicated(row_major=True)
     return kind.wrap(on_mesh(plain, spec.mesh_info), replicated)
 

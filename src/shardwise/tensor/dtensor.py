@@ -27,7 +27,7 @@ from ..dispatch.dispatcher import OpDispatcher
 from ..dispatch.gather_cache import mark_exposed
 from ..dispatch.view_call import ViewCall
 from ..errors import InputError, MeshError
-from ..overrides.composites import install_composites
+from ..overrides.install import install_overrides
 from ..sharding.base import DTensorBase
 from ..sharding.mesh import current_mesh, mesh_info_of
 from ..sharding.placement import (
@@ -339,7 +339,7 @@ def _rebuild(local: Tensor, spec: DTensorSpec, requires_grad: bool, is_param: bo
     return tensor.requires_grad_(requires_grad)
 
 
-before_first_use(lambda: install_composites(DTensor))
+before_first_use(install_overrides)
 accept_class(DTensor)
 # What a file of distributed tensors names, so that torch.load(..., weights_only=True) reads it.
 torch.serialization.add_safe_globals(

@@ -1,0 +1,61 @@
+"""PyTorch's functions in Python that make plain tensors on their way, and how a wrapper takes the place of one."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._jit_internal import boolean_dispatched
+
+Function = Callable[..., Any]
+
+
+class Place(NamedTuple):
+    """An attribute of a module or class that holds a function. Several may hold the same one."""
+
+    owner: Any
+    name: str
+
+
+def functions_that_make_tensors() -> list[Place]:
+    """Where PyTorch keeps its functions in Python that make tensors from sizes and numbers alone.
+
+    An initial state of zeros, a count of elements, offsets of bags, a causal mask to compare with.
+    """
+    from torch import _lowrank
+    from torch.masked import _ops as masked
+    from torch.nn.modules import transformer
+
+    recurrent = (nn.RNN, nn.GRU, nn.LSTM, nn.RNNCell, nn.GRUCell, nn.LSTMCell)
+    pools = ("fractional_max_pool2d", "fractional_max_pool3d")
+    return [
+        Place(_lowrank, "get_approximate_basis"),
+        Place(masked, "mean"),
+        Place(torch.masked, "mean"),
+        Place(masked, "_std_var"),
+        Place(torch.functional, "_unravel_index"),
+        Place(F, "embedding_bag"),
+        Place(F, "multi_head_attention_forward"),
+        Place(transformer, "_detect_is_causal_mask"),
+        *(Place(F, name) for name in pools),
+        *(Place(F, f"{name}_with_indices") for name in pools),
+        *(Place(module, "forward") for module in recurrent),
+    ]
+
+
+def disguised(wrapper: Function, original: Function) -> Function:
+    """The wrapper with the name, the signature and, for `torch.jit.script`, the source and the globals of the original.
+
+    The script compiler reads the source of the function that was wrapped, and looks up names in the globals and the
+    closure of the wrapper. It knows functions with two signatures by a table.
+    """
+    code, closure = wrapper.__code__, wrapper.__closure__
+    made = types.FunctionType(code, original.__globals__, original.__name__, original.__defaults__, closure)
+    if original in boolean_dispatched:
+        boolean_dispatched[made] = boolean_dispatched[original]
+    return functools.wraps(original)(made)

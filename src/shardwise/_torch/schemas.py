@@ -1,0 +1,32 @@
+"""The table of all ops: their schemas by name, and which of them PyTorch composes of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch._C import DispatchKey
+
+from .ops import OpOverload
+
+
+def find_overload(name: str) -> OpOverload | None:
+    """The overload of this name, such as `aten::add.Tensor`; None where this PyTorch has none."""
+    space, _, op = name.partition("::")
+    packet, _, overload = op.partition(".")
+    return getattr(getattr(getattr(torch.ops, space), packet, None), overload or "default", None)
+
+
+def is_composite(func: OpOverload) -> bool:
+    """Whether autograd decomposes an op into others, and has no derivative of its own for it."""
+    return func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
+
+
+def composites_with_out() -> Iterator[OpOverload]:
+    """The ATen ops with `out=` arguments that are composed of other ops."""
+    for schema in torch._C._jit_get_all_schemas():
+        if "out" not in schema.overload_name or not schema.name.startswith("aten::"):  # most of them
+            continue
+        func = find_overload(f"{schema.name}.{schema.overload_name}")
+        if func is not None and is_composite(func) and any(argument.is_out for argument in schema.arguments):
+            yield func

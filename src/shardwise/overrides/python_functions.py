@@ -1,0 +1,74 @@
+"""PyTorch's functions in Python that make plain tensors on their way.
+
+`nn.LSTM` makes its first state, `F.embedding_bag` its offsets. On distributed tensors these are the same on all ranks,
+so such a function runs with plain tensors taken as replicated, unless it is given a plain tensor: that one may differ.
+
+>>> torch.masked.mean(x)                   # the count of elements, a plain tensor, is taken as replicated
+>>> torch.masked.mean(x, mask=plain)       # still an error: the plain tensor comes from outside
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._torch import pytree
+from .._torch.python_functions import Function, Place, disguised, functions_that_make_tensors
+from ..dispatch.modes import implicit_replication
+from ..sharding.base import DTensorBase
+
+_originals: dict[Place, Function] = {}
+
+
+def install_python_functions() -> None:
+    """Wrap these functions, in the modules and classes that hold them."""
+    wrappers: dict[Function, Function] = {}
+    for place in functions_that_make_tensors():
+        if place not in _originals:
+            original = _originals[place] = getattr(place.owner, place.name)
+            if original not in wrappers:  # one for all the places of a function: torch.compile knows it by identity
+                wrappers[original] = disguised(_wrapped(original), original)
+            setattr(place.owner, place.name, wrappers[original])
+
+
+def uninstall_python_functions() -> None:
+    """Put the original functions back."""
+    for place, original in _originals.items():
+        setattr(place.owner, place.name, original)
+    _originals.clear()
+
+
+def _wrapped(original: Function) -> Function:
+    # Only names of the closure: PyTorch's script compiler looks up global names in the original's module.
+    runs_distributed, replicating = _is_given_distributed_tensors_alone, implicit_replication
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not runs_distributed(args, kwargs):
+            return original(*args, **kwargs)
+        with replicating():
+            return original(*args, **kwargs)
+
+    return wrapper
+
+
+def _is_given_distributed_tensors_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether there are distributed tensors among the arguments, and no plain one but for numbers."""
+    found = False
+    for tensor in _tensors((args, kwargs)):
+        if isinstance(tensor, DTensorBase):
+            found = True
+        elif tensor.dim():
+            return False
+    return found
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """All tensors among these values, with the parameters and buffers of modules."""
+    for value in pytree.tree_leaves(values):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, nn.Module):
+            yield from value.parameters()
+            yield from value.buffers()

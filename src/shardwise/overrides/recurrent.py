@@ -1,0 +1,217 @@
+"""lstm, gru, rnn_tanh and rnn_relu, step by step, from ops that have rules.
+
+PyTorch picks a fused kernel for them before autograd sees the call. Such a kernel reads the memory of its tensors,
+which a distributed tensor has none of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._torch import pytree
+from .._torch.above_autograd import call_original, override_above_autograd
+from .._torch.ops import OpOverload
+from ..dispatch.provenance import as_replicated, taken_as_replicated
+from ..sharding.base import DTensorBase
+
+State = tuple[Tensor, ...]
+"""The state of one cell: (h,), or (h, c) for an lstm. Rows are the sequences of the batch."""
+
+
+class _Weights(NamedTuple):
+    """The parameters of one layer in one direction."""
+
+    input: Tensor
+    hidden: Tensor
+    input_bias: Tensor | None
+    hidden_bias: Tensor | None
+    projection: Tensor | None
+
+
+class _Options(NamedTuple):
+    """The arguments that all these functions end with."""
+
+    has_biases: bool
+    num_layers: int
+    dropout: float
+    train: bool
+    bidirectional: bool
+    batch_first: bool = False
+
+
+Cell = Callable[[Tensor, State, _Weights], State]
+"""(what the step's input adds to the gates, the state before, weights) -> the state after."""
+
+
+# ---- cells ----------------------------------------------------------------------------------------------------------
+
+
+def _lstm_cell(from_input: Tensor, state: State, weights: _Weights) -> State:
+    h, c = state
+    gates = from_input + F.linear(h, weights.hidden, weights.hidden_bias)
+    enter, forget, candidate, leave = torch.unsafe_chunk(gates, 4, -1)
+    c = forget.sigmoid() * c + enter.sigmoid() * candidate.tanh()
+    h = leave.sigmoid() * c.tanh()
+    return h if weights.projection is None else F.linear(h, weights.projection), c
+
+
+def _gru_cell(from_input: Tensor, state: State, weights: _Weights) -> State:
+    (h,) = state
+    input_reset, input_update, input_new = torch.unsafe_chunk(from_input, 3, -1)
+    from_hidden = F.linear(h, weights.hidden, weights.hidden_bias)
+    hidden_reset, hidden_update, hidden_new = torch.unsafe_chunk(from_hidden, 3, -1)
+    reset = (input_reset + hidden_reset).sigmoid()
+    update = (input_update + hidden_update).sigmoid()
+    new = (input_new + reset * hidden_new).tanh()
+    return ((h - new) * update + new,)
+
+
+def _tanh_cell(from_input: Tensor, state: State, weights: _Weights) -> State:
+    return ((from_input + F.linear(state[0], weights.hidden, weights.hidden_bias)).tanh(),)
+
+
+def _relu_cell(from_input: Tensor, state: State, weights: _Weights) -> State:
+    return ((from_input + F.linear(state[0], weights.hidden, weights.hidden_bias)).relu(),)
+
+
+CELLS: dict[str, Cell] = {"lstm": _lstm_cell, "gru": _gru_cell, "rnn_tanh": _tanh_cell, "rnn_relu": _relu_cell}
+
+
+# ---- one layer in one direction -------------------------------------------------------------------------------------
+
+
+def _run_direction(
+    cell: Cell, steps: Sequence[Tensor], state: State, weights: _Weights, reverse: bool
+) -> tuple[list[Tensor], State]:
+    """The outputs of all steps, in the order of the steps, and the last state."""
+    outputs: list[Tensor] = []
+    for step in reversed(steps) if reverse else steps:
+        state = cell(step, state, weights)
+        outputs.append(state[0])
+    return outputs[::-1] if reverse else outputs, state
+
+
+def _run_packed_forward(
+    cell: Cell, steps: Sequence[Tensor], state: State, weights: _Weights
+) -> tuple[list[Tensor], State]:
+    """The same for packed sequences, longest first: the batch shrinks as sequences end, and their states are kept."""
+    outputs: list[Tensor] = []
+    ended: list[State] = []
+    for step in steps:
+        rows = step.shape[0]
+        if rows < state[0].shape[0]:
+            ended.append(tuple(part[rows:] for part in state))
+            state = tuple(part[:rows] for part in state)
+        state = cell(step, state, weights)
+        outputs.append(state[0])
+    parts = [state, *reversed(ended)]
+    return outputs, tuple(torch.cat(rows) for rows in zip(*parts, strict=True)) if ended else state
+
+
+def _run_packed_backward(
+    cell: Cell, steps: Sequence[Tensor], first: State, weights: _Weights
+) -> tuple[list[Tensor], State]:
+    """From the last step to the first: the batch grows as sequences begin, each with its first state."""
+    outputs: list[Tensor] = []
+    state = tuple(part[: steps[-1].shape[0]] for part in first)
+    for step in reversed(steps):
+        begun, rows = state[0].shape[0], step.shape[0]
+        if begun < rows:
+            state = tuple(torch.cat([now, part[begun:rows]]) for now, part in zip(state, first, strict=True))
+        state = cell(step, state, weights)
+        outputs.append(state[0])
+    return outputs[::-1], state
+
+
+# ---- all layers -----------------------------------------------------------------------------------------------------
+
+
+def _run_layers(
+    cell: Cell, data: Tensor, batch_sizes: list[int] | None, first: State, params: Sequence[Tensor], options: _Options
+) -> tuple[Tensor, State]:
+    """The output of the last layer, and the last states of all layers and directions.
+
+    `data` is (step, sequence, feature), or (row, feature) for packed sequences with these batch sizes.
+    """
+    directions = 2 if options.bidirectional else 1
+    states = list(zip(*(part.unbind(0) for part in first), strict=True))
+    weights = list(_layers(params, options.has_biases, len(states)))
+    last: list[State] = []
+    for layer in range(options.num_layers):
+        outputs: list[Tensor] = []
+        for direction in range(directions):
+            number, reverse = layer * directions + direction, direction == 1
+            its = weights[number]
+            from_input = F.linear(data, its.input, its.input_bias)
+            if batch_sizes is None:
+                made, state = _run_direction(cell, from_input.unbind(0), states[number], its, reverse)
+            else:
+                run = _run_packed_backward if reverse else _run_packed_forward
+                made, state = run(cell, from_input.split(batch_sizes), states[number], its)
+            outputs.append(torch.stack(made) if batch_sizes is None else torch.cat(made))
+            last.append(state)
+        data = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+        if options.dropout and options.train and layer < options.num_layers - 1:
+            data = F.dropout(data, options.dropout)
+    return data, tuple(torch.stack(parts) for parts in zip(*last, strict=True))
+
+
+def _layers(params: Sequence[Tensor], has_biases: bool, count: int) -> Iterator[_Weights]:
+    """The parameters of each layer and direction: two weights, two biases, and a projection, where there are such."""
+    each = len(params) // count
+    biases = 2 if has_biases else 0
+    for start in range(0, len(params), each):
+        its = params[start : start + each]
+        bias, hidden_bias = (its[2], its[3]) if has_biases else (None, None)
+        yield _Weights(its[0], its[1], bias, hidden_bias, its[2 + biases] if each > 2 + biases else None)
+
+
+# ---- the functions --------------------------------------------------------------------------------------------------
+
+
+def install_recurrent() -> None:
+    """Let these functions run on distributed tensors."""
+    for name, cell in CELLS.items():
+        packet = getattr(torch.ops.aten, name)
+        override_above_autograd(packet.input, _kernel(packet.input, _run_padded, cell))
+        override_above_autograd(packet.data, _kernel(packet.data, _run_packed, cell))
+
+
+def _kernel(func: OpOverload, run: Callable[..., Any], cell: Cell) -> Callable[..., Any]:
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        given = func._schema.arguments
+        named = {**dict(zip([argument.name for argument in given], args, strict=False)), **kwargs}
+        like = next((value for value in pytree.tree_leaves(named) if isinstance(value, DTensorBase)), None)
+        if like is None:
+            return call_original(func, keys, *args, **kwargs)
+        hx = named.pop("hx")
+        first = tuple(_replica(part, like) for part in ([hx] if isinstance(hx, Tensor) else hx))
+        output, state = run(cell, first=first, **named)
+        return output, *state
+
+    return kernel
+
+
+def _replica(state: Tensor, like: DTensorBase) -> Tensor:
+    """A first state that PyTorch made, or that the user says is replicated, as a distributed tensor."""
+    if isinstance(state, DTensorBase) or not taken_as_replicated(state):
+        return state
+    return as_replicated(state, like)
+
+
+def _run_padded(cell: Cell, input: Tensor, params: Sequence[Tensor], first: State, **options: Any) -> Any:
+    chosen = _Options(**options)
+    steps = input.transpose(0, 1) if chosen.batch_first else input
+    output, state = _run_layers(cell, steps, None, first, params, chosen)
+    return output.transpose(0, 1) if chosen.batch_first else output, state
+
+
+def _run_packed(
+    cell: Cell, data: Tensor, batch_sizes: Tensor, params: Sequence[Tensor], first: State, **options: Any
+) -> Any:
+    return _run_layers(cell, data, batch_sizes.tolist(), first, params, _Options(**options))

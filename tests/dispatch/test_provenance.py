@@ -1,0 +1,314 @@
+"""Plain tensors in backward: what autograd saved and what PyTorch's formulas make is accepted, a user's is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import shardwise
+from shardwise import DTensor, Replicate, Shard
+from shardwise.errors import MixedTensorError
+from tests.ops.helpers import on, r, ranks, whole
+
+X, PLAIN = r(6, 4, dtype=torch.float64), r(6, 4, dtype=torch.float64, seed=1)
+
+
+def mix(tensor: Any) -> Any:
+    return tensor * torch.ones(6, 4, dtype=torch.float64)
+
+
+# ---- a user's code in backward --------------------------------------------------------------------------------------
+
+
+def tensor_hook(x: Tensor) -> Tensor:
+    y = x * 2
+    y.register_hook(mix)
+    return y
+
+
+def tensor_hook_of_a_formula_that_makes_tensors(x: Tensor) -> Tensor:
+    y = x.cumprod(0)
+    y.register_hook(mix)
+    return y
+
+
+def tensor_hook_of_a_leaf(x: Tensor) -> Tensor:
+    x.register_hook(mix)
+    return x * 2
+
+
+def post_accumulate_hook(x: Tensor) -> Tensor:
+    def hook(leaf: Tensor) -> None:
+        mix(leaf.grad)
+
+    x.register_post_accumulate_grad_hook(hook)
+    return x * 2
+
+
+def node_hook(x: Tensor) -> Tensor:
+    y = x.cumprod(0)
+    assert y.grad_fn is not None
+    y.grad_fn.register_hook(lambda grad_inputs, grad_outputs: tuple(map(mix, grad_inputs)))
+    return y
+
+
+def node_prehook(x: Tensor) -> Tensor:
+    y = x * 2
+    assert y.grad_fn is not None
+    y.grad_fn.register_prehook(lambda grad_outputs: tuple(map(mix, grad_outputs)))
+    return y
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def module_full_backward_hook(x: Tensor) -> Tensor:
+    module = Doubling()
+    module.register_full_backward_hook(lambda module, grad_inputs, grad_outputs: tuple(map(mix, grad_inputs)))
+    result: Tensor = module(x)
+    return result
+
+
+def module_full_backward_pre_hook(x: Tensor) -> Tensor:
+    module = Doubling()
+    module.register_full_backward_pre_hook(lambda module, grad_outputs: tuple(map(mix, grad_outputs)))
+    result: Tensor = module(x)
+    return result
+
+
+class MixingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return mix(gradient)
+
+
+class MixingForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Any:
+        return mix(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def unpack_hook(x: Tensor) -> Tensor:
+    with saved_tensors_hooks(lambda tensor: tensor, mix):
+        return x * x
+
+
+def unpack_hook_of_a_formula_that_makes_tensors(x: Tensor) -> Tensor:
+    with saved_tensors_hooks(lambda tensor: tensor, mix):
+        return x.cumprod(0)
+
+
+USERS: list[Callable[[Any], Any]] = [
+    tensor_hook,
+    tensor_hook_of_a_formula_that_makes_tensors,
+    tensor_hook_of_a_leaf,
+    post_accumulate_hook,
+    node_hook,
+    node_prehook,
+    module_full_backward_hook,
+    module_full_backward_pre_hook,
+    MixingBackward.apply,
+    unpack_hook,
+    unpack_hook_of_a_formula_that_makes_tensors,
+]
+
+
+@pytest.mark.parametrize("build", USERS, ids=lambda build: getattr(build, "__name__", str(build)))
+def test_a_plain_tensor_in_the_users_code_is_refused(build: Callable[[Any], Any]) -> None:
+    with ranks(2) as mesh:
+        x = on(mesh, X, Shard(0), grad=True)
+        y = build(x)
+        with pytest.raises(MixedTensorError):
+            y.sum().backward()
+
+
+def test_a_plain_tensor_in_the_forward_of_a_users_function_is_refused() -> None:
+    with ranks(2) as mesh, pytest.raises(MixedTensorError):
+        MixingForward.apply(on(mesh, X, Shard(0), grad=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_plain_tensor_in_recomputed_code_is_refused(reentrant: bool) -> None:
+    """The forward ran where plain tensors are taken as replicated; the backward, which computes it again, does not."""
+
+    def run(x: Tensor) -> Tensor:
+        return mix(x.cumprod(0)).cumprod(0)
+
+    with ranks(2) as mesh:
+        x = on(mesh, X, Shard(0), grad=True)
+        with shardwise.implicit_replication():
+            y = checkpoint(run, x, use_reentrant=reentrant)
+        with pytest.raises(MixedTensorError):
+            y.sum().backward()
+        with shardwise.implicit_replication():
+            y = checkpoint(run, x, use_reentrant=reentrant)
+            y.sum().backward()
+        one = X.clone().requires_grad_()
+        run(one).sum().backward()
+        assert one.grad is not None
+        torch.testing.assert_close(whole(x.grad), one.grad)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_formulas_in_recomputed_code_work(reentrant: bool) -> None:
+    def run(x: Tensor) -> Tensor:
+        return x.cumprod(0)[[0, 2, 3]].prod(1)
+
+    one = X.clone().requires_grad_()
+    run(one).sum().backward()
+    with ranks(2) as mesh:
+        x = on(mesh, X, Shard(0), grad=True)
+        checkpoint(run, x, use_reentrant=reentrant).sum().backward()
+        assert one.grad is not None
+        torch.testing.assert_close(whole(x.grad), one.grad)
+
+
+def test_a_failed_pass_does_not_count_as_running() -> None:
+    """A formula that fails never ends; the hooks of its node in the next pass are the user's all the same."""
+    with ranks(2) as mesh:
+        x = on(mesh, X, Shard(0), grad=True)
+        y = x.cumprod(0)
+        assert y.grad_fn is not None
+
+        def fail(grad_outputs: Any) -> None:
+            raise KeyError
+
+        handle = y.grad_fn.register_prehook(fail)
+        with pytest.raises(KeyError):
+            y.sum().backward(retain_graph=True)
+        handle.remove()
+        y.register_hook(mix)
+        with pytest.raises(MixedTensorError):
+            y.sum().backward()
+
+
+# ---- what autograd saved --------------------------------------------------------------------------------------------
+
+MASK = PLAIN > 0
+INDEX = torch.tensor([3, 1, 0])
+SAVED: dict[str, Callable[[Any], Any]] = {
+    "mul": lambda x: x * PLAIN,
+    "div": lambda x: x / PLAIN,
+    "mm": lambda x: x @ PLAIN.t(),
+    "mm with a view": lambda x: x @ PLAIN[1:5].t(),
+    "addmm": lambda x: torch.addmm(torch.ones(6, 6, dtype=torch.float64), x, PLAIN.t()),
+    "bmm": lambda x: torch.bmm(x[None], PLAIN.t()[None]),
+    "einsum": lambda x: torch.einsum("ij,kj->ki", x, PLAIN),
+    "index_select": lambda x: x.index_select(0, INDEX),
+    "gather": lambda x: x.gather(0, INDEX[:, None]),
+    "masked_select": lambda x: x.masked_select(MASK),
+    "masked_fill": lambda x: x.masked_fill(MASK, 2.0),
+    "where": lambda x: torch.where(MASK, x, PLAIN),
+    "index_put": lambda x: x.index_put((INDEX,), PLAIN[:3]),
+    "index_put in place": lambda x: x.clone().index_put_((INDEX,), PLAIN[:3]),
+    "write to a view": lambda x: write_to_a_view(x),
+    "maximum": lambda x: torch.maximum(x, PLAIN),
+    "mse_loss": lambda x: nn.functional.mse_loss(x, PLAIN),
+    "pow": lambda x: x.abs() ** PLAIN,
+    "atan2": lambda x: torch.atan2(x, PLAIN),
+    "xlogy": lambda x: torch.xlogy(x, PLAIN.abs()),
+    "lerp": lambda x: torch.lerp(x, x * 2, PLAIN),
+    "linear": lambda x: nn.functional.linear(x, PLAIN, PLAIN[:, 0]),
+}
+
+
+def write_to_a_view(x: Any) -> Any:
+    y = x * 1
+    y[1].mul_(PLAIN[0])
+    y[2:][INDEX] = PLAIN[:3]
+    return y
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_backward_outside_of_the_context(case: str) -> None:
+    fn = SAVED[case]
+    one = X.clone().requires_grad_()
+    fn(one).sum().backward()
+    assert one.grad is not None
+    with ranks(2) as mesh:
+        x = on(mesh, X, Shard(0), grad=True)
+        with shardwise.implicit_replication():
+            y = fn(x)
+        y.sum().backward()
+        torch.testing.assert_close(whole(x.grad), one.grad)
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_gradients_of_gradients_outside_of_the_context(case: str) -> None:
+    fn = SAVED[case]
+
+    def twice(x: Any, y: Any) -> Any:
+        (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), x)[0]
+
+    one = X.clone().requires_grad_()
+    wanted = twice(one, fn(one))
+    with ranks(2) as mesh:
+        x = on(mesh, X, Shard(0), grad=True)
+        with shardwise.implicit_replication():
+            y = fn(x)
+        torch.testing.assert_close(whole(twice(x, y)), wanted)
+
+
+INDEXED: dict[str, Callable[[Any], Any]] = {
+    "a list": lambda x: x[[0, 2]],
+    "a plain tensor": lambda x: x[INDEX],
+    "a plain mask": lambda x: x[MASK[:, 0]],
+    "two": lambda x: x[[0, 1], [2, 3]],
+    "of a view": lambda x: x[1:][[0, 2]],
+}
+
+
+@pytest.mark.parametrize("case", INDEXED)
+def test_plain_indices(case: str) -> None:
+    fn = INDEXED[case]
+    one = X.clone().requires_grad_()
+    fn(one).square().sum().backward()
+    assert one.grad is not None
+    with ranks(2) as mesh:
+        x = on(mesh, X, Shard(0), grad=True)
+        fn(x).square().sum().backward()
+        torch.testing.assert_close(whole(x.grad), one.grad)
+
+
+def test_a_recorded_tensor_is_accepted_in_backward_only() -> None:
+    with ranks(2) as mesh:
+        x = on(mesh, X, Shard(0), grad=True)
+        with shardwise.implicit_replication():
+            x * PLAIN
+        with pytest.raises(MixedTensorError):
+            x * PLAIN
+
+
+def test_a_plain_gradient_from_the_user_is_refused() -> None:
+    with ranks(2) as mesh:
+        x = on(mesh, X, Shard(0), grad=True)
+        y = x * x
+        with pytest.raises(MixedTensorError):
+            y.backward(PLAIN.clone())
+
+
+def test_records_hold_no_tensor() -> None:
+    from shardwise.dispatch.provenance import _recorded
+
+    with ranks(2) as mesh, shardwise.implicit_replication():
+        before = len(_recorded)
+        x: DTensor = on(mesh, X, Replicate())
+        x * torch.ones(6, 4)
+        assert len(_recorded) == before
