@@ -61,7 +61,7 @@ _requires_grad: Any = torch.Tensor.requires_grad
 class DTensor(DTensorBase):
     """A tensor sharded over a mesh. It has the shape of the global tensor; each rank holds its local shard."""
 
-    __slots__ = ()
+    # No __slots__ of its own: the staging of asynchronous checkpoints copies those that `x.__slots__` names.
     __torch_function__ = no_torch_function
 
     _leaf_gradient: LeafGradient | None = None

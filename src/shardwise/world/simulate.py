@@ -20,6 +20,7 @@ import torch.distributed as dist
 from .._torch.c10d import SavedProcessGroups, start_fake_group
 from ..errors import WorldError
 from ..sharding.runtime import end_world, runtime_of_world
+from .object_collectives import ObjectCollectivesRefused
 from .registry import World, active, register_group
 
 __all__ = ["SimulatedWorld", "simulate"]
@@ -39,6 +40,7 @@ class SimulatedWorld(World, ContextDecorator):
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self._outer: SavedProcessGroups | None = None
+        self._refused = ObjectCollectivesRefused()
 
     def start(self) -> SimulatedWorld:
         """Enter the world: until `stop`, the default process group has `size` simulated ranks."""
@@ -46,6 +48,7 @@ class SimulatedWorld(World, ContextDecorator):
             raise WorldError(f"{self!r} is started twice", "make another world to nest one")
         self._outer = SavedProcessGroups()
         active.append(self)
+        self._refused.start()
         try:
             group = start_fake_group(self.size)
             self.groups = {}
@@ -75,6 +78,7 @@ class SimulatedWorld(World, ContextDecorator):
         assert self._outer is not None
         outer, self._outer = self._outer, None
         active.remove(self)
+        self._refused.stop()
         ended = dist.group.WORLD  # None if the program has destroyed its process group
         outer.restore()
         end_world(ended)

@@ -1,0 +1,49 @@
+"""Collectives on Python objects, refused in a simulated world: its ranks share the objects of this process.
+
+A program that gathers objects would get nothing from ranks that are no processes. `torch.distributed.checkpoint` does
+so unless it is told to work alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from ..errors import WorldError
+
+_NAMES = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+_MODULES = (dist, dist.distributed_c10d)
+
+
+class ObjectCollectivesRefused:
+    """From `start` to `stop`, the functions of torch.distributed that move objects raise an error."""
+
+    def __init__(self) -> None:
+        self._originals: dict[str, Callable[..., Any]] = {}
+
+    def start(self) -> None:
+        """Put the refusals in the place of the functions."""
+        self._originals = {name: getattr(dist, name) for name in _NAMES}
+        for name in _NAMES:
+            self._set(name, _refusal(name))
+
+    def stop(self) -> None:
+        """Put the functions back."""
+        for name, function in self._originals.items():
+            self._set(name, function)
+
+    def _set(self, name: str, function: Callable[..., Any]) -> None:
+        for module in _MODULES:
+            setattr(module, name, function)
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise WorldError(
+            f"torch.distributed.{name} in a simulated world: all ranks are in this process and share its objects",
+            "use the object itself; for checkpoints pass no_dist=True to torch.distributed.checkpoint.save and load",
+        )
+
+    return refuse
