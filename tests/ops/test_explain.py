@@ -91,7 +91,7 @@ CASES: list[tuple[Any, tuple[Any, ...], list[str]]] = [
     ),
     (aten.maximum.default, (empty(3), empty(3)), ["max        passes through self, or self and other, or other"]),
     (torch.neg, (empty(3),), ["max, min   pass through self and change places"]),
-    (torch.nonzero, (empty(3),), ["running on gathered inputs: it has no rule", "the result depends on data"]),
+    (torch.nonzero, (empty(3),), ["served by   running on gathered inputs", "the result depends on data"]),
     (torch.matmul, (), ["decomposition into other ops by PyTorch; pass example arguments"]),
     (torch.matmul, (empty(2, 3, 4), empty(4, 5)), ["aten::view.default", "aten::mm.default", "aten::_unsafe_view"]),
     (torch.histc, (), ["otherwise   decomposed by histc_of_data (ops/histogram.py)", "reads values of numbers"]),
@@ -100,6 +100,8 @@ CASES: list[tuple[Any, tuple[Any, ...], list[str]]] = [
     ("_foreach_norm", (), ["on lists of local shards: norms (ops/optim.py)"]),
     (torch.sin, (), ["which follows from PyTorch's tag for elementwise ops", "b?.. -> b.."]),
     (torch.sort, (empty(3, 4), 1), ["x1  must be replicated"]),
+    (torch.equal, (), ["served by   decomposition", "otherwise   decomposed by equal (ops/reduce.py)"]),
+    (aten._unique2, (), ["served by   running on gathered inputs", "the result depends on data"]),
     (
         torch.histogramdd,
         (empty(3, 2), [4, 4]),

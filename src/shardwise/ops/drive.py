@@ -1,4 +1,4 @@
-"""Carrying out what kernels ask for."""
+"""Runs kernels and carries out the communication that they ask for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .kernel import Cut, Fetch, Gather, KernelRun, Reduce, Request, Return, Rows
 
 
 class Pieces:
-    """The ranks that share a cut factor: their group, and the order of their parts."""
+    """The ranks that share a sharded factor: their group, and the order of their shards."""
 
     def __init__(self, mesh_info: MeshInfo, factor: Factor) -> None:
         self.mesh_info, self.factor = mesh_info, factor
@@ -29,18 +29,18 @@ class Pieces:
         self.count = math.prod(mesh_info.sizes[axis] for axis in self.axes)
         origin = (0,) * len(mesh_info.sizes)
         bounds = [factor_range(mesh_info.sizes, factor, peer) for peer in members(mesh_info.sizes, origin, self.axes)]
-        # Group order is mesh order; where the minor axis comes first in the mesh, parts lie in another order.
+        # Group order is mesh order; where the minor axis comes first in the mesh, shards lie in another order.
         self.order = sorted(range(self.count), key=lambda index: (bounds[index], self._digits(index)))
         self.bounds: tuple[Run, ...] = tuple(bounds[index] for index in self.order)
         self.in_order = self.order == list(range(self.count))
 
     def _digits(self, index: int) -> tuple[int, ...]:
-        """The coordinate of a group member on the factor's axes, major to minor: the order of empty parts."""
+        """The coordinate of a group member on the factor's axes, major to minor: the order of empty shards."""
         peer = members(self.mesh_info.sizes, (0,) * len(self.mesh_info.sizes), self.axes)[index]
         return tuple(peer[axis] for axis in self.factor.axes)
 
     def cut(self, at: Coordinate) -> Cut:
-        """How the factor is cut, seen from a coordinate."""
+        """How the factor is sharded, seen from a coordinate."""
         index = 0
         for axis in self.axes:
             index = index * self.mesh_info.sizes[axis] + at[axis]
@@ -49,7 +49,7 @@ class Pieces:
 
 
 class JointPieces(Pieces):
-    """The ranks that share several cut factors, in group order; `bounds` tell only how much each of them holds."""
+    """The ranks that share several sharded factors, in group order; `bounds` say only how much each of them holds."""
 
     def __init__(self, mesh_info: MeshInfo, factors: Sequence[Factor]) -> None:
         self.mesh_info = mesh_info
@@ -194,7 +194,7 @@ class _Overlap(NamedTuple):
 
 
 def _runs(rows: Rows) -> tuple[Run, ...]:
-    """The runs that are not empty; a single one may be given as it is."""
+    """The runs that are not empty; a single one needs no list around it."""
     runs = cast(Sequence[Run], (rows,) if rows and isinstance(rows[0], int) else rows)
     return tuple((start, stop) for start, stop in runs if stop > start)
 

@@ -25,7 +25,6 @@ from typing import Any
 from .._torch.decompositions import is_composite
 from .._torch.ops import OpOverload
 from ..notation import Rule, parse
-from ..notation.clauses import Positions
 from ..notation.kind import FactorKind
 from ..notation.schema import FOREACH, operands_of, overload_key, overloads, packet_name
 from .call import Call, is_list
@@ -41,7 +40,7 @@ _SERVED = {
     "rule": "its rule",
     "generated": "a generated rule",
     "decomposition": "decomposition into other ops",
-    "gathered": "running on gathered inputs: it has no rule",
+    "gathered": "running on gathered inputs",
 }
 _FLAGS = {
     "reads_numbers": "the rule reads values of numbers: each value has a plan of its own",
@@ -103,7 +102,7 @@ def _explain(func: OpOverload, call: Call | None) -> str:
 
 
 def _served(found: ResolvedOp) -> str:
-    text = _SERVED[served_by(found.func)]
+    text = _SERVED[served_by(found.func, planned=False if _depends_on_data(found) else None)]
     if found.in_place_view is not None:
         return f"{text}: the tensor becomes the result of {overload_key(found.in_place_view)}"
     if not found.has_rule and found.decomposition is None and is_composite(found.func):
@@ -119,7 +118,7 @@ def _served(found: ResolvedOp) -> str:
 
 def _rule_sections(found: ResolvedOp, call: Call | None) -> Iterator[tuple[str, list[str]]]:
     source = found.op.rule
-    if source is None or found.in_place_view is not None:
+    if source is None or found.in_place_view is not None or _depends_on_data(found):
         return
     if callable(source) and not isinstance(source, Rule):
         yield "rule", _function_texts(source, call)
@@ -174,7 +173,7 @@ def _operand_names(found: ResolvedOp, rule: Rule) -> list[str]:
 
 
 def _factors(rule: Rule) -> Iterator[tuple[str, str]]:
-    """Every factor of a rule, as it is written, and its kind in words."""
+    """Every factor of a rule, and its kind in words."""
     sides = [[atom for dim in tensor.dims for atom in dim] for tensor in (*rule.inputs, *rule.outputs)]
     inputs, outputs = sides[: len(rule.inputs)], sides[len(rule.inputs) :]
     seen = {atom.name: atom for side in sides for atom in side if atom.name != "_"}
@@ -188,6 +187,8 @@ def _factors(rule: Rule) -> Iterator[tuple[str, str]]:
             yield text, f"{FactorKind.KERNEL.value}{_after_kernel(rule, without)}"
         elif name not in given:
             yield text, f"{FactorKind.PASS_THROUGH.value}: its size comes from an argument"
+        elif any(rule.reduce[i] == "none" for i in without):
+            yield text, f"{FactorKind.REPLICATED.value}: the op cannot complete a result from shards"
         elif without:
             yield text, f"{FactorKind.REDUCED.value}: {_reduced(rule, without)}"
         else:
@@ -208,15 +209,14 @@ def _reduced(rule: Rule, without: Sequence[int]) -> str:
     for i in without:
         result = "the result" if len(rule.outputs) == 1 else f"result {i}"
         op = rule.reduce[i]
-        ends = {"none": f"{result} cannot be computed, so it must be replicated", "same": f"{result} is replicated"}
-        texts.append(ends.get(op, f"{result} becomes Partial({op})"))
+        texts.append(f"{result} is the same on all ranks" if op == "same" else f"{result} becomes Partial({op})")
     return f"where it is sharded, {', '.join(dict.fromkeys(texts))}"
 
 
 def _passing(rule: Rule, names: Sequence[str]) -> Iterator[str]:
     """How Partial operands pass: which of them, and by which reductions."""
 
-    def operands(sets: Sequence[Positions]) -> str:
+    def operands(sets: Sequence[Sequence[int]]) -> str:
         return ", or ".join(" and ".join(names[i] for i in members) for members in sets)
 
     yield f"sum, avg   {f'pass through {operands(rule.linear)}' if rule.linear else 'are reduced first'}"
@@ -242,7 +242,7 @@ def _kernel(factor: str, kernel: Kernel) -> str:
 
 def _local(found: ResolvedOp) -> Iterator[str]:
     op = found.op
-    if not found.has_rule or found.in_place_view is not None:
+    if not found.has_rule or found.in_place_view is not None or _depends_on_data(found):
         return
     if op.draw is not None:
         yield f"on local shards, with a generator that all ranks share: {_function(op.draw)}"
@@ -260,8 +260,14 @@ def _local(found: ResolvedOp) -> Iterator[str]:
 
 def _notes(found: ResolvedOp) -> Iterator[str]:
     yield from (text for flag, text in _FLAGS.items() if getattr(found.op, flag))
-    if found.needs_data:
+    if _depends_on_data(found):
         yield "the result depends on data, so no rule takes a call"
+
+
+def _depends_on_data(found: ResolvedOp) -> bool:
+    """Whether only data tell the result's shape; a rule that is a function may know better for some calls."""
+    source = found.op.rule
+    return found.needs_data and (isinstance(source, Rule) or not callable(source))
 
 
 def _variants(found: ResolvedOp) -> Iterator[str]:

@@ -4,8 +4,8 @@
     aten::hash_tensor.default ranks=2 dim=[0] : [a] b -> b
 
 Left of the colon is the op and the calls that the line is for: the ranks of its operands (`-` where there is none) and
-arguments by name. The first line that fits a call is its rule; a call that none fits runs whole. The file is
-read when the first op asks for it, a line is parsed when its op is called.
+arguments by name. The first line that fits a call is its rule; a call that none fits runs on gathered
+inputs. The file is read when the first op asks for it, a line is parsed when its op is called.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _compact(value: Any) -> str:
 
 
 def as_literal(value: Any) -> Any:
-    """An argument as it is compared and written: lists for all sequences."""
+    """An argument in the form in which it is compared and written: lists for all sequences."""
     return [as_literal(element) for element in value] if isinstance(value, (list, tuple)) else value
 
 

@@ -1,6 +1,6 @@
-"""What a kernel may ask for: pure data, so that one driver serves a real process and the simulated world.
+"""Kernels and the communication that they ask for: pure data, so that one driver serves processes and simulated ranks.
 
-`pieces` are the ranks that share the cut factor, in the order of their parts: piece 0 holds its beginning.
+`pieces` are the ranks that share a sharded factor, in the order of their shards: piece 0 holds its beginning.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..sharding.layout import Coordinate, Factor, Layout, Run, factor_range
 
 
 class Cut(NamedTuple):
-    """How a factor is cut: its global size, the bounds of every piece, and which piece is this rank's.
+    """How a factor is sharded: its global size, the bounds of every piece, and which piece is this rank's.
 
-    `counts` are the sizes of the mesh axes that cut it, major to minor.
+    `counts` are the sizes of the mesh axes that shard it, major to minor.
     """
 
     size: int
@@ -30,7 +30,7 @@ class Cut(NamedTuple):
     counts: tuple[int, ...] = ()
 
     def of(self, size: int) -> Cut:
-        """How the same axes cut a dim of another size: that of another operand, or of a result."""
+        """How the same axes shard a dim of another size: that of another operand, or of a result."""
         axes = tuple(range(len(self.counts)))
         places = itertools.product(*map(range, self.counts))
         bounds = tuple(factor_range(self.counts, Factor(size, axes), place) for place in places)
@@ -54,11 +54,11 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LocalCall:
-    """One rank's part of a call, as kernels and local implementations see it.
+    """A call on one rank, as kernels and local implementations see it.
 
-    `dims` says for each tensor operand, `out_dims` for each result, which dim carries the cut factor (None: none does).
-    `shapes` and `dtypes` are those of the whole results, `layouts` how they are cut, `given` how the operands are (with
-    their whole shapes), `at` is this rank's coordinate.
+    `dims` says for each tensor operand, `out_dims` for each result, which dim has the sharded factor (None: none has).
+    `shapes` and `dtypes` are those of the global results, `layouts` how they are sharded, `given` how the operands are
+    (with their global shapes), `at` is this rank's coordinate.
     """
 
     func: OpOverload
@@ -81,7 +81,7 @@ class LocalCall:
         return next(dim for dim in self.dims if dim is not None)
 
     def local_shape(self, result: int = 0) -> tuple[int, ...]:
-        """The shape of this rank's part of a result."""
+        """The local shape of a result."""
         return self.layouts[result].local_shape(self.at)
 
     def zeros(self, like: Tensor, result: int = 0) -> Tensor:
@@ -114,7 +114,7 @@ Rows = Run | Sequence[Run]
 
 
 class Fetch(NamedTuple):
-    """Rows of the whole, whoever holds them: piece i gets the rows `wanted[i]` along `dim`.
+    """Rows of the global tensor, whoever holds them: piece i gets the rows `wanted[i]` along `dim`.
 
     `held[i]` are the rows that piece i has; all pieces give the same two lists. Rows that nobody holds are zero.
     """
@@ -142,13 +142,13 @@ KernelRun = Generator[Request, Tensor, Any]
 class Kernel:
     """A kernel and what it costs.
 
-    `run(call, cut)` is the generator: `call` holds the local arguments, `cut` says how the factor is cut. It returns
-    what the op returns, for this rank's part. `rounds` is the number of its collectives, `traffic` the bytes it
+    `run(call, cut)` is the generator: `call` holds the local arguments, `cut` says how the factor is sharded. It
+    returns the local shards of what the op returns. `rounds` is the number of its collectives, `traffic` the bytes it
     receives as a multiple of the bytes of its local outputs.
 
-    A `joint` kernel merges what any ranks found, so that several of its factors may be cut at once: `cut` then counts
-    the elements of all of them together, and its pieces are in no order. One that works `anywhere` does not ask which
-    elements a rank holds, so that they need not lie next to each other.
+    A `joint` kernel merges what any ranks found, so that several of its factors may be sharded at once: `cut` then
+    counts the elements of all of them together, and its pieces are in no order. One that works `anywhere` does not ask
+    which elements a rank holds, so that they need not lie next to each other.
     """
 
     run: Callable[..., KernelRun]

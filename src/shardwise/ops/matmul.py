@@ -30,8 +30,8 @@ def added(first: str, product: str) -> Callable[[Call], str]:
             return f"{first}, {product} ; linear 0+1 | 0+2"
         operands, _, result = product.partition(" -> ")
         summed = [name for name in dict.fromkeys(operands.replace(",", "").split()) if name not in result.split()]
-        whole = " ".join(f"[{word}]" if word in summed else word for word in operands.replace(",", " ,").split())
-        return f"{first}, {whole.replace(' ,', ',')} -> {result}"
+        sides = " ".join(f"[{word}]" if word in summed else word for word in operands.replace(",", " ,").split())
+        return f"{first}, {sides.replace(' ,', ',')} -> {result}"
 
     return rule
 

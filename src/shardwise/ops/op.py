@@ -61,7 +61,7 @@ class Op:
     draw: Callable[[LocalCall], Any] | None = None
     """For ops that draw random numbers, like `local`; the argument `generator` is a `Draw` that all ranks share."""
     list_kernel: ListKernel | None = None
-    """For ops on lists of tensors that communicate once for the whole list."""
+    """For ops on lists of tensors that communicate once for a list."""
     decomposition: Callable[..., Any] | None = None
     """A function of the op's arguments that calls other ops, for calls that no rule takes. It may return
     NotImplemented. Variants do not inherit it."""

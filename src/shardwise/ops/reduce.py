@@ -141,6 +141,6 @@ def same_shape(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape
 
 
-define("aten::equal", "[x..], [y..] -> ", decomposition=equal)
+define("aten::equal", decomposition=equal)
 define("aten::allclose", decomposition=close)
 define(("aten::is_same_size", "aten::_has_same_storage_numel"), decomposition=same_shape)

@@ -116,7 +116,7 @@ class ResolvedOp:
         return found
 
     def tensors(self, call: Call) -> tuple[Any, ...]:
-        """The operands of a call that the inputs of its rule stand for."""
+        """The operands of a call, one for each input of its rule."""
         return tuple(t for t, position in zip(call.tensors, self.operands, strict=True) if position is not None)
 
     def arguments(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
