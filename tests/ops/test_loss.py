@@ -144,5 +144,5 @@ def test_the_mean_over_a_flattened_uneven_batch_moves_no_scores() -> None:
         x, t = on(mesh, scores, Shard(0)).flatten(0, 1), on(mesh, targets, Shard(0)).flatten()
         said = communication(lambda: torch.testing.assert_close(whole(F.cross_entropy(x, t)), expected))
     assert said == [
-        "aten.nll_loss_forward.default: 1 collective(s) inside aten.nll_loss_forward.default over its cut dim"
+        "aten.nll_loss_forward.default: 1 collective(s) inside aten.nll_loss_forward.default over its sharded dim"
     ]
