@@ -34,7 +34,8 @@ def run(op: RankOp, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
 
 def run_view(op: RankOp, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
     """Run an op that returns views of its first argument."""
-    return join_views(map_op(op, args, kwargs), args[0])
+    results = map_op(op, args, kwargs)
+    return join_views(results, args[0]) if torch.is_inference_mode_enabled() else join(results, "view")
 
 
 # ---- splitting arguments ------------------------------------------------------------------------------------------

@@ -102,13 +102,13 @@ class RankIntNode(NumberNode):
         return RankIntNode(answers)
 
     def _values_of(self, other: NumberNode) -> tuple[int, ...]:
-        assert isinstance(other, RankIntNode)
-        if len(other.values) != len(self.values):
+        values: tuple[int, ...] = other.values  # type: ignore[attr-defined]  # a SymInt's nodes are of one class
+        if len(values) != len(self.values):
             raise WorldError(
-                f"sizes of {len(self.values)} ranks meet sizes of {len(other.values)} ranks",
+                f"sizes of {len(self.values)} ranks meet sizes of {len(values)} ranks",
                 "use tensors of one simulated world together",
             )
-        return other.values
+        return values
 
     def value(self, what: str) -> int:
         first = self.values[0]
