@@ -4,7 +4,6 @@ import gc
 import sys
 import weakref
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -136,7 +135,6 @@ def test_a_destroyed_world_goes_when_the_next_begins():
     assert with_mesh[0]() is None
 
 
-@pytest.mark.xfail(strict=False, reason="the plans of ops are still kept in tables of the process")
 def test_programs_do_not_keep_a_world():
     def program():
         with simulate(4):

@@ -9,7 +9,7 @@ compares with the time of its bytes, and which axes are slower than others.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -74,7 +74,6 @@ _ACCELERATOR = CostModel(20e-6, 0.5e-6, 1e-12, 200e9, 25e9)
 _CPU = CostModel(500e-6, 20e-6, 1e-10, 2e9, 1e9)
 
 _model = CostModel()
-_listeners: list[Callable[[], None]] = []
 
 
 def cost_model() -> CostModel:
@@ -87,13 +86,6 @@ def set_cost_model(model: CostModel) -> None:
     global _model
     _model = model
     clear_all_caches()
-    for forget in _listeners:
-        forget()
-
-
-def on_change(forget: Callable[[], None]) -> None:
-    """Call this whenever the cost model changes, to forget choices made by the old one."""
-    _listeners.append(forget)
 
 
 @contextmanager
