@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..comm.cost import Links
 from ..comm.estimate import estimate
-from ..notation import Bound, BoundTensor, Cuts, Passing, cut_layout, output_partial, passes
+from ..notation import Bound, BoundTensor, Cuts, Passing, cut_layout, output_partial, passes, summands
 from ..sharding.layout import Factor, Layout, PartialAxes, Sizes, divides_evenly
 
 _TRY_ALL = 25  # combinations up to which all are tried: two axes with a handful of options each
@@ -280,18 +280,9 @@ class ShardingPropagator:
         return tuple(partial)
 
     def _summands(self, factor: int) -> frozenset[int]:
-        """The operands that are added to what a cut factor is summed over, such as the bias of a product.
-
-        They lack the factor and are linear only together with operands that have it. Added on every rank they
-        would count several times, so they are spread as Partial.
-        """
         found = self._summands_of.get(factor)
         if found is None:
-            lacking = any(not result.tensor.has(factor) for result in self.results)
-            having = {operand.position for operand in self.operands if operand.tensor.has(factor)}
-            joint = [set(members) for members in self.bound.linear if len(members) > 1 and having & set(members)]
-            found = frozenset(set().union(*joint) - having) if lacking else frozenset()
-            self._summands_of[factor] = found
+            found = self._summands_of[factor] = summands(self.bound, factor)
         return found
 
     def _later(self, layout: Layout, nbytes: float) -> float:

@@ -183,20 +183,23 @@ def output_partial(bound: Bound, index: int, cuts: Cuts) -> PartialAxes:
 
 
 def summands(bound: Bound, factor: int) -> frozenset[int]:
-    """The operands that must be Partial, not replicated, on an axis that cuts this factor.
+    """Return the operands that must be Partial, not replicated, on a mesh axis that shards this factor.
 
-    They lack the factor and are linear only together with an operand that has it, such as the bias of a product:
-    where the product is summed over ranks, a replicated bias would be added once by each of them.
+    A bias is one: it lacks the factor over which a product is summed, and the op is linear in it only together with
+    an operand of that product. Replicated, it would be added once by every rank. Any one alternative of the linear
+    clause that holds an operand with the factor is enough; the one with the fewest summands is used. An operand that
+    is linear alone needs none, and an average needs none either: averaging a replicated operand does not change it.
 
     >>> bound = bind(parse("m? n?, m k, k n -> m n ; linear 0+1 | 0+2"), [(8,), (4, 6), (6, 8)])
     >>> summands(bound, bound.factor("k")), summands(bound, bound.factor("m"))
     (frozenset({0}), frozenset())
     """
-    if all(output is None or _has(output, factor) for output in bound.outputs):
+    outputs = zip(bound.outputs, bound.reduce, strict=True)
+    if not any(output and op not in ("avg", "same") and not _has(output, factor) for output, op in outputs):
         return frozenset()
     having = {i for i, operand in enumerate(bound.inputs) if _has(operand, factor)}
-    joint = [set(members) for members in bound.linear if having.intersection(members)]
-    return frozenset(min((members - having for members in joint), key=len, default=()))
+    lacking = [frozenset(members) - having for members in bound.linear if not having.isdisjoint(members)]
+    return min(lacking, key=len, default=frozenset())
 
 
 def _has(argument: BoundArgument, factor: int) -> bool:
