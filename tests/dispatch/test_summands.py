@@ -1,6 +1,6 @@
 """Operands that are added to a sum over a sharded factor are Partial there; all others are replicated."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,14 +35,14 @@ def arguments(lacking: int, count: int) -> list[Tensor]:
 
 
 @pytest.fixture(scope="module")
-def library() -> Iterator[torch.library.Library]:
+def library() -> torch.library.Library:
     library = torch.library.Library("summands", "FRAGMENT")
     for name, (rule, function, _, _) in OPS.items():
         operands = ", ".join(f"Tensor t{i}" for i in range(len(parse(rule).inputs)))
         library.define(f"{name}({operands}) -> Tensor")
         library.impl(name, function, "CompositeExplicitAutograd")
         shardwise.register_sharding(getattr(torch.ops.summands, name).default, rule)
-    yield library  # the ops exist as long as it does
+    return library  # the ops exist as long as it does
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -55,7 +55,7 @@ def test_which_operands_are_summands(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPS)
 def test_a_sharded_sum_is_the_one_device_sum(name: str, library: torch.library.Library) -> None:
-    text, _, lacking, wanted = OPS[name]
+    text, _, lacking, _ = OPS[name]
     op = getattr(torch.ops.summands, name).default
     tensors = arguments(lacking, len(parse(text).inputs))
     assert check(op, *tensors, meshes=((2,), (2, 2)), limit=200, grad=False).cases > 20

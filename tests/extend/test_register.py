@@ -97,7 +97,7 @@ def test_without_a_rule_it_runs_on_gathered_inputs() -> None:
     [
         ("m n -> n", "the rule m n -> n has 1 operands, shardwise_tests.weighted.default has 2"),
         ("m n, m -> n, n", "the rule m n, m -> n, n has 2 results, shardwise_tests.weighted.default has 1"),
-        ("m n, m", "a rule is written inputs -> outputs"),
+        ("m n, m", "write inputs -> outputs"),
         ("m n, m -> q", "q"),
         ("m n, m -> n ; linear 2", "2"),
         ("m n, m -> n ; kernel m", "kernel"),

@@ -78,7 +78,9 @@ def cuttable(bound: Bound, pieces: int, kernels: bool = False) -> list[int]:
     return [
         i
         for i, factor in enumerate(bound.factors)
-        if not factor.whole and factor.kernel <= kernels and not (factor.even and factor.size % pieces)
+        if not factor.must_replicate
+        and factor.handled_by_kernel <= kernels
+        and not (factor.even and factor.size % pieces)
     ]
 
 

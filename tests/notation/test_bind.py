@@ -10,6 +10,7 @@ import pytest
 from shardwise.notation import (
     BindError,
     Bound,
+    FactorKind,
     bind,
     cut_layout,
     local_size,
@@ -17,8 +18,10 @@ from shardwise.notation import (
     output_partial,
     parse,
     passes,
+    refine,
 )
 from shardwise.notation.frame import make_frame
+from shardwise.sharding.layout import Factor, Layout
 
 LAYER_NORM = "b.. [n..], [n..], [n..] -> b.. [n..], b.. _.., b.. _.."
 SPLIT = "(a b) c -> a (b c) ; size=(a (b c))"
@@ -26,8 +29,8 @@ PAIR = "a b -> a b ; size=(a b)"
 
 
 def sizes(bound: Bound) -> str:
-    """Factors as text; a star marks those that are whole."""
-    return " ".join(f"{f.name}={f.size}{'*' if f.whole else ''}" for f in bound.factors)
+    """Factors as text; a star marks those that must be replicated."""
+    return " ".join(f"{f.name}={f.size}{'*' if f.must_replicate else ''}" for f in bound.factors)
 
 
 def named(bound: Bound, tensor: Any) -> str:
@@ -102,24 +105,24 @@ def test_table(text: str, inputs: Any, outputs: Any, given: Any, factors: str, d
         ("m k -> m", [(4, 6)], None, {"m": 3}, "factor m has size 3 and, in operand 0, size 4"),
         ("{m} -> m", [[(4,), (5,)]], None, {}, "factor m has size 4 and, in operand 0[1], size 5"),
         ("b?.., b?.. -> b..", [(4,), (3,)], None, {}, "factor b0 has size 4 and, in operand 1, size 3"),
-        ("m k, k n -> m n", [(4, 6), (6,)], None, {}, "operand 1 has 1 dims, in the rule m k, k n -> m n it is 'k n'"),
-        ("m k, k n -> m n", [(4, 6), (6, 1, 1)], None, {}, "operand 1 has 3 dims, in the rule m k, k n -> m n"),
-        ("m n?, n -> m n", [(6,), (6,)], None, {}, "operand 0 has 1 dims, in the rule m n?, n -> m n it is 'm n?'"),
+        ("m k, k n -> m n", [(4, 6), (6,)], None, {}, "operand 1 has 1 dims, but its pattern is 'k n' in"),
+        ("m k, k n -> m n", [(4, 6), (6, 1, 1)], None, {}, "operand 1 has 3 dims, but its pattern is 'k n' in"),
+        ("m n?, n -> m n", [(6,), (6,)], None, {}, "operand 0 has 1 dims, but its pattern is 'm n?' in the rule"),
         ("x.., x.. -> x..", [(4, 6), (6,)], None, {}, "operand 1 has 1 dims"),
         ("x.. -> x..", [(4, 6)], [(4,)], {}, "output 0 has 1 dims"),
-        ("m k, k n -> m n", [(4, 6)], None, {}, "1 operands for the rule m k, k n -> m n: it has 2"),
+        ("m k, k n -> m n", [(4, 6)], None, {}, "1 operands for the rule m k, k n -> m n: pass 2"),
         ("-> a ; size=(a)", [(4,)], None, {}, "operand 0 has 1 dims"),
-        ("m -> m", [(4,)], [(4,), (4,)], {}, "2 outputs for the rule m -> m: it has 1"),
-        ("(a b) -> a b", [(24,)], None, {}, "nothing tells the size of factor a or b"),
+        ("m -> m", [(4,)], [(4,), (4,)], {}, "2 outputs for the rule m -> m: pass 1"),
+        ("(a b) -> a b", [(24,)], None, {}, "the size of factor a or b does not follow from the shapes"),
         ("(a b) -> a b", [(24,)], None, {"a": 5}, "operand 0 has a dim of size 24 that is not a=5 times"),
         ("(a b) -> a b", [(24,)], [(4, 5)], {}, "operand 0 has a dim of size 24 that is not a=4 b=5 in the rule"),
         ("a 1 -> a", [(4, 2)], None, {}, "operand 0 has a dim of size 2 that is not a dim of size 1"),
-        ("[v], i -> i [w]", [(4,), (3,)], None, {}, "nothing tells the size of factor w"),
-        (LAYER_NORM, [(2, 6), None, None], [(2, 6), (2, 1), (2, 1)], {}, "no shape tells how many dims b.. and n.."),
+        ("[v], i -> i [w]", [(4,), (3,)], None, {}, "the size of factor w does not follow from the shapes"),
+        (LAYER_NORM, [(2, 6), None, None], [(2, 6), (2, 1), (2, 1)], {}, "the number of dims of b.. and n.. does not"),
         (LAYER_NORM, [(2, 4, 6), (6,), (6,)], None, {}, "output 1 of the rule b.. [n..]"),
-        ("[n] x -> {x}", [(2, 5)], None, {}, "the rule [n] x -> {x} yields a list of unknown length"),
+        ("[n] x -> {x}", [(2, 5)], None, {}, "the rule [n] x -> {x} returns a list of unknown length"),
         ("x.., x.. -> x.. ; ragged", [(8, 5), (8, 3)], None, {}, "factor x1 has several sizes"),
-        (PAIR, [(4, 6)], None, {"size": [4]}, "argument size is [4], which the rule"),
+        (PAIR, [(4, 6)], None, {"size": [4]}, "argument size is [4], which does not fit the rule"),
         (PAIR, [(4, 6)], None, {"size": [4, 5]}, "factor b has size 6 and, in argument size"),
     ],
 )  # fmt: skip
@@ -169,9 +172,11 @@ def test_partial_outputs() -> None:
 
 def test_cuts_that_a_rule_forbids() -> None:
     bound = bind(parse("a [b] -> a [b]"), [(4, 6)])
-    with pytest.raises(BindError, match=r"axis 0 cuts b, which is whole in a=4 b=6: a \[b\] -> a \[b\]"):
+    with pytest.raises(
+        BindError, match=r"axis 0 cannot shard b, which must be replicated in a=4 b=6: a \[b\] -> a \[b\]"
+    ):
         cut_layout(bound.inputs[0], bound, (2,), ((0, 1),))
-    with pytest.raises(BindError, match="an axis cuts twice"):
+    with pytest.raises(BindError, match="an axis occurs twice"):
         cut_layout(bound.inputs[0], bound, (2,), ((0, 0), (0, 0)))
     with pytest.raises(BindError, match="no factor z in a=4 b=6"):
         bound.factor("z")
@@ -229,3 +234,35 @@ def test_a_new_batch_size_is_cheap(text: str, inputs: Any, outputs: Any) -> None
         times.append(time.perf_counter() - start)
     assert make_frame.cache_info().misses == misses
     assert min(times) < 60e-6
+
+
+@pytest.mark.parametrize(
+    ("text", "inputs", "outputs", "kinds"),
+    [
+        ("m k, k n -> m n", [(4, 6), (6, 8)], [(4, 8)], "m pass-through, k reduced, n pass-through"),
+        ("a [b] -> a", [(4, 6)], [(4,)], "a pass-through, b must be replicated"),
+        ("a k -> a, k ; reduce max, sum", [(4, 6)], [(4,), (6,)], "a reduced, k reduced"),
+        ("a k -> a ; reduce none", [(4, 6)], [(4,)], "a pass-through, k must be replicated"),
+        ("a k -> a ; reduce none ; kernel k", [(4, 6)], [(4,)], "a pass-through, k handled by a kernel"),
+        ("a k -> a k, _ ; reduce sum, same", [(4, 6)], [(4, 6), (3,)], "a pass-through, k pass-through"),
+        ("x.., x.. -> x.. ; ragged", [(8, 5), (8, 3)], [(8, 3)], "x0 pass-through, x1 must be replicated"),
+        ("a -> a ; kernel a", [(5,)], [(3,)], "a handled by a kernel"),
+    ],
+)
+def test_every_factor_has_a_kind(text: str, inputs: Any, outputs: Any, kinds: str) -> None:
+    bound = bind(parse(text), inputs, outputs)
+    assert ", ".join(f"{factor.name} {factor.kind.value}" for factor in bound.factors) == kinds
+    for factor in bound.factors:
+        assert factor.must_replicate == (factor.kind is FactorKind.REPLICATED)
+        assert factor.handled_by_kernel == (factor.kind is FactorKind.KERNEL)
+
+
+def test_split_factors_keep_their_kind() -> None:
+    bound = bind(parse("m k -> m"), [(10, 6)])
+    layout = Layout.make((2,), ((Factor(10, ()),), (Factor(2, ()), Factor(3, (0,)))))
+    refined = refine(bound, [(bound.inputs[0], layout)])
+    assert [(factor.name, factor.kind) for factor in refined.factors] == [
+        ("m", FactorKind.PASS_THROUGH),
+        ("k_0", FactorKind.REDUCED),
+        ("k_1", FactorKind.REDUCED),
+    ]

@@ -12,7 +12,7 @@ from shardwise import rules
 from shardwise.notation.frame import make_frame
 from shardwise.sharding.layout import Factor, Layout
 
-MODULES = ["patterns", "rule", "frame", "solve", "bind", "refine", "build", "schema"]
+MODULES = ["patterns", "clauses", "rule", "kind", "frame", "solve", "bind", "refine", "build", "schema"]
 
 
 @pytest.mark.parametrize("name", MODULES)

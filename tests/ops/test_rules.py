@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import randn
 
-from shardwise.notation import bind, parse, pointwise, reduction, whole_dims
+from shardwise.notation import bind, parse, pointwise, reduction, replicated_dims
 from tests.notation.brute import check, check_cuts, cuttable
 
 aten = torch.ops.aten
@@ -37,7 +37,7 @@ ATTENTION = "b h s [d], b h [t] [d], b h [t] [e] -> b h s [e], b h s ; reduce su
 GROUPED = "b (g r) s [d], b g [t] [d], b g [t] [e] -> b (g r) s [e] ; linear 2"
 NLL_NONE = "n [c], n, [c] -> n"
 NLL = "n [c], n, [c] -> , ; reduce sum"
-SOFTMAX = f"{whole_dims('x', 3, 1)} -> {whole_dims('x', 3, 1)}"
+SOFTMAX = f"{replicated_dims('x', 3, 1)} -> {replicated_dims('x', 3, 1)}"
 SCATTER = "x0 [x1], x0 [x1], x0 [x1] -> x0 [x1] ; ragged"
 LINEAR_0 = "linear 0"
 
@@ -147,14 +147,14 @@ def test_size_arguments_are_localised(name: str) -> None:
 def test_factories_are_cut_by_their_size_argument() -> None:
     bound = check("-> a b ; size=(a b)", lambda size: torch.ones(size), size=[4, 5])
     assert len(bound.factors) == 2
-    assert not any(factor.whole for factor in bound.factors)
+    assert not any(factor.must_replicate for factor in bound.factors)
 
 
 def test_layer_norm_without_weights_learns_ranks_from_its_argument() -> None:
     text = f"{LAYER_NORM} ; normalized_shape=(n..)"
     fn = lambda x, w, b, normalized_shape: norm(x, normalized_shape, w, b, 1e-5)  # noqa: E731
     bound = check(text, fn, randn(2, 4, 6, 5), None, None, normalized_shape=[6, 5])
-    assert [factor.name for factor in bound.factors if factor.whole] == ["n0", "n1"]
+    assert [factor.name for factor in bound.factors if factor.must_replicate] == ["n0", "n1"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..comm.cost import Links
 from ..comm.estimate import estimate
-from ..notation import Bound, BoundTensor, Cuts, Passing, cut_layout, output_partial, passes, summands
+from ..notation import Bound, BoundTensor, Cuts, FactorKind, Passing, cut_layout, output_partial, passes, summands
 from ..sharding.layout import Factor, Layout, PartialAxes, Sizes, divides_evenly
 
 _TRY_ALL = 25  # combinations up to which all are tried: two axes with a handful of options each
@@ -162,7 +162,9 @@ class ShardingPropagator:
 
     def _may_cut(self, index: int, axis: int) -> bool:
         factor = self.bound.factors[index]
-        return not factor.whole and (not factor.kernel or index in self.kernels)
+        if factor.kind is FactorKind.KERNEL:
+            return index in self.kernels
+        return factor.kind is not FactorKind.REPLICATED
 
     def _preferred_order(self, factor: int) -> tuple[int, ...]:
         """The order in which the largest operand is cut along a factor: axes that share it keep that order."""
@@ -199,7 +201,7 @@ class ShardingPropagator:
             bound = self.bound.factors[index]
             if bound.even and not divides_evenly(self.mesh_sizes, Factor(bound.size, axes)):
                 return False
-            if bound.kernel:
+            if bound.kind is FactorKind.KERNEL:
                 kernels.append(self.kernels[index])
                 talking += axes
         if self.groups is not None and len(talking) > 1 and tuple(sorted(talking)) not in self.groups:
@@ -232,7 +234,7 @@ class ShardingPropagator:
             _, price, nbytes = self._result(i, cuts, options)
             seconds += price
             output_bytes += nbytes
-        axes = tuple(axis for axis, factor in cuts if self.bound.factors[factor].kernel)
+        axes = tuple(axis for axis, factor in cuts if self.bound.factors[factor].kind is FactorKind.KERNEL)
         if axes:  # of one kernel, though it may be joint over several factors
             rounds, traffic, _ = self.kernels[dict(cuts)[axes[0]]]
             seconds += rounds * self.links.seconds(axes, len(axes), 0.0) if rounds else 0.0

@@ -1,13 +1,16 @@
-"""Rules: one line says what an op is, and everything else follows from it.
+"""The language of rules: one line describes an op, and how it can be sharded follows from it.
 
-    notation   how tensors are written: m (a b) [d] b.. m? _ 1 {x..}
-    rule       a line of text as a value, with its clauses
-    frame      a rule bound to ranks
+    patterns   how the dims of tensors are written: m (a b) [d] b.. m? _ 1 {x..}
+    clauses    reading what follows the tensors: linear, reduce, kernel, ...
+    checks     which rules are invalid
+    rule       a parsed rule; the table of clauses
+    kind       what happens when a factor is sharded: pass-through, reduced, must be replicated, handled by a kernel
+    frame      a rule bound to the ranks of tensors
     solve      the sizes of its factors
-    bind       a rule bound to shapes, and what a choice of cuts then means
-    refine     finer factors, where an operand is cut inside a dim
-    schema     what an op's schema says: its tensors, and which op it is a variant of
-    build      texts for rules that depend on ranks, dims and shapes
+    bind       a rule bound to shapes, and the layouts that follow from sharding its factors
+    refine     splitting factors as an operand's layout splits its dims
+    schema     what follows from an op's schema: its tensors, and which op it is a variant of
+    build      functions that write the text of rules for given ranks, dims and shapes
 
 >>> bind(parse("m k, k n -> m n ; linear 0 | 1"), [(4, 6), (6, 8)])
 m=4 k=6 n=8: m k, k n -> m n ; linear 0 | 1
@@ -27,28 +30,30 @@ from .bind import (
     passes,
     summands,
 )
-from .build import dims_text, pointwise, reduction, view_rule, whole_dims
+from .build import dims_text, pointwise, reduction, replicated_dims, view_rule, whole_dims
 from .frame import BindError
+from .kind import FactorKind
 from .patterns import RuleError
 from .refine import refine
 from .rule import Rule, parse, without_operands, without_order
 from .schema import TensorArgument, tensor_arguments
 
 __all__ = [
-    # what an op is
+    # rules
     "Rule",
     "parse",
     "without_operands",
     "without_order",
     "RuleError",
-    # for these shapes
+    # rules bound to shapes
     "bind",
     "refine",
     "Bound",
     "BoundFactor",
+    "FactorKind",
     "BoundTensor",
     "BindError",
-    # with these cuts
+    # layouts once axes shard factors
     "Cuts",
     "cut_layout",
     "output_layout",
@@ -57,12 +62,13 @@ __all__ = [
     "passes",
     "summands",
     "Passing",
-    # what schemas say
+    # schemas
     "TensorArgument",
     "tensor_arguments",
-    # computed texts
+    # writing rules
     "pointwise",
     "dims_text",
+    "replicated_dims",
     "whole_dims",
     "reduction",
     "view_rule",

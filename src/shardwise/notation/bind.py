@@ -1,11 +1,11 @@
-"""Binding a rule to shapes, and what a choice of cuts then means for each tensor.
+"""A rule bound to shapes, and the layouts of its tensors once mesh axes are assigned to factors.
 
 >>> bound = bind(parse("m k, k n -> m n ; linear 0 | 1"), [(4, 6), (6, 8)])
 >>> bound
 m=4 k=6 n=8: m k, k n -> m n ; linear 0 | 1
 >>> bound.outputs[0]
 BoundTensor(shape=(4, 8), dims=((0,), (2,)))
->>> cuts = ((0, bound.factor("k")),)  # mesh axis 0 cuts k
+>>> cuts = ((0, bound.factor("k")),)  # mesh axis 0 shards k
 >>> [cut_layout(tensor, bound, (2,), cuts) for tensor in bound.inputs]
 [Layout[4, 6@0], Layout[6@0, 8]]
 >>> output_layout(bound.outputs[0], bound, 0, (2,), cuts)
@@ -19,36 +19,55 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..sharding.layout import Coordinate, Dim, Factor, Layout, PartialAxes, Sizes, factor_range
+from .clauses import Positions
 from .frame import BindError, BoundEntry, Group, Rank, make_frame
+from .kind import FactorKind
 from .patterns import Pattern
-from .rule import Positions, Rule
+from .rule import Rule
 from .solve import Given, Solver, as_sizes, check_length, given_ranks
 
 Shapes = Sequence[Any]
 """A shape for each tensor argument, None for a missing one, a list of shapes for a list of tensors."""
 
 Cuts = tuple[tuple[int, int], ...]
-"""(mesh axis, factor) pairs; axes that cut the same factor come major to minor."""
+"""(mesh axis, factor) pairs; axes that shard the same factor are ordered major to minor."""
 
 
 class BoundFactor(NamedTuple):
-    """A factor with its size. `even`: only cuts into equal pieces are right (an average of unequal parts is not)."""
+    """A factor with its size and kind.
+
+    An `even` factor may only be sharded into equal shards: the average of averages of unequal shards is another number.
+    """
 
     name: str
     size: int
-    whole: bool
-    kernel: bool
+    kind: FactorKind
     even: bool
+
+    @property
+    def must_replicate(self) -> bool:
+        """Whether no mesh axis may shard it."""
+        return self.kind is FactorKind.REPLICATED
+
+    @property
+    def handled_by_kernel(self) -> bool:
+        """Whether sharding it needs a kernel of the op."""
+        return self.kind is FactorKind.KERNEL
+
+    @property
+    def kernel(self) -> bool:
+        """Another name of `handled_by_kernel`."""
+        return self.kind is FactorKind.KERNEL
 
 
 class BoundTensor(NamedTuple):
-    """A tensor's shape and, for each dim, its factors, major to minor; () where it carries none."""
+    """The shape of a tensor and, for each dim, its factors, major to minor; () for a dim without a factor."""
 
     shape: tuple[int, ...]
     dims: tuple[tuple[int, ...], ...]
 
     def has(self, factor: int) -> bool:
-        """Whether some dim carries the factor."""
+        """Return whether some dim has the factor."""
         return any(factor in dim for dim in self.dims)
 
 
@@ -56,7 +75,7 @@ BoundArgument = BoundTensor | tuple[BoundTensor | None, ...] | None
 
 
 class Bound(NamedTuple):
-    """A rule with all sizes known. Factors are indices into `factors`, operands positions in `inputs`."""
+    """A rule with all sizes known. A factor is an index into `factors`, an operand a position in `inputs`."""
 
     rule: Rule
     factors: tuple[BoundFactor, ...]
@@ -69,11 +88,11 @@ class Bound(NamedTuple):
     size_args: tuple[tuple[str, tuple[BoundEntry, ...]], ...]
 
     def factor(self, name: str) -> int:
-        """The index of the factor of this name."""
+        """Return the index of the factor with this name."""
         for i, factor in enumerate(self.factors):
             if factor.name == name:
                 return i
-        raise BindError(f"no factor {name} in {self!r}", f"it has {' '.join(f.name for f in self.factors)}")
+        raise BindError(f"no factor {name} in {self!r}", f"use one of {', '.join(f.name for f in self.factors)}")
 
     def __repr__(self) -> str:
         return f"{' '.join(f'{factor.name}={factor.size}' for factor in self.factors)}: {self.rule!s}"
@@ -86,10 +105,10 @@ def bind(
     sizes: Given | None = None,
     ragged: bool = False,
 ) -> Bound:
-    """The rule for tensors of these shapes. Without `outputs` their shapes are inferred, where the rule tells them.
+    """Return the rule bound to tensors of these shapes. Without `outputs`, their shapes are inferred.
 
-    `sizes` adds what shapes may not tell, by name: the size of a factor, the sizes of an ellipsis, or the value of a
-    size argument (a negative entry says nothing). `ragged` is the clause of that name.
+    `sizes` gives, by name, what does not follow from the shapes: the size of a factor, the sizes of an ellipsis, or the
+    value of a size argument (negative entries are ignored). `ragged` acts as the clause `ragged`.
     """
     shapes: list[tuple[int, ...]] = []
     patterns = rule.inputs if inputs or not rule.fits(0) else ()
@@ -104,14 +123,14 @@ def bind(
             shapes.append(solver.infer(slot))
         dims, shape = slot.dims, shapes[i]
         for dim, factor in slot.broadcast:
-            # A factor of size 1 stays: if no operand were cut with it, the output could not be either.
+            # A factor of size 1 is kept: without an operand that has it, the output could not be sharded along it.
             if shape[dim] == 1 and known[factor] != 1:
                 dims = (*dims[:dim], (), *dims[dim + 1 :])
         tensors.append(BoundTensor(shape, dims))
-    uneven = solver.ragged
+    several_sizes = solver.ragged
     factors = tuple(
-        BoundFactor(name, size, whole or i in uneven, kernel, even)
-        for i, (name, size, (whole, kernel, even)) in enumerate(zip(frame.names, known, frame.marks, strict=True))
+        BoundFactor(name, size, FactorKind.REPLICATED if i in several_sizes else kind, even)
+        for i, (name, size, (kind, even)) in enumerate(zip(frame.names, known, frame.marks, strict=True))
     )
     return Bound(
         rule=rule,
@@ -129,17 +148,16 @@ def bind(
 def _ranks(
     rule: Rule, kind: str, patterns: Sequence[Pattern], given: Shapes, shapes: list[tuple[int, ...]]
 ) -> tuple[Rank, ...]:
-    """The ranks of these arguments; their shapes are added to the flat list."""
+    """Return the ranks of these arguments, and add their shapes to the flat list `shapes`."""
     if len(given) != len(patterns):
-        fix = f"it has {len(patterns)}; pass None for a missing one"
+        fix = f"pass {len(patterns)}, with None for a missing one"
         raise BindError(f"{len(given)} {kind} for the rule {rule!s}", fix)
     ranks: list[Rank] = []
     for pattern, shape in zip(patterns, given, strict=True):
         if shape is None:
             ranks.append(None)
         elif pattern.listed:
-            there = [tuple(s) for s in shape if s is not None]
-            shapes += there
+            shapes += [tuple(s) for s in shape if s is not None]
             ranks.append(tuple(None if s is None else len(s) for s in shape))
         else:
             shapes.append(tuple(shape))
@@ -157,11 +175,11 @@ def _gather(groups: Iterable[Group], tensors: Sequence[BoundTensor]) -> tuple[Bo
     return tuple(found)
 
 
-# ---- what cuts mean -----------------------------------------------------------------------------------------------
+# ---- layouts, once axes shard factors -----------------------------------------------------------------------------
 
 
 def cut_layout(tensor: BoundTensor, bound: Bound, mesh_sizes: Sizes, cuts: Cuts, partial: PartialAxes = ()) -> Layout:
-    """The layout of a tensor when these axes cut these factors."""
+    """Return the layout of a tensor when these axes shard these factors."""
     axes = _axes_of(bound, cuts)
     dims: list[Dim] = []
     for size, factors in zip(tensor.shape, tensor.dims, strict=True):
@@ -175,7 +193,7 @@ def cut_layout(tensor: BoundTensor, bound: Bound, mesh_sizes: Sizes, cuts: Cuts,
 
 
 def output_partial(bound: Bound, index: int, cuts: Cuts) -> PartialAxes:
-    """The axes on which an output holds operands of a reduction, and by which op: those that cut what it lacks."""
+    """Return the axes on which an output is Partial, with the op: those that shard a factor it lacks."""
     output, op = bound.outputs[index], bound.reduce[index]
     if not output or op in ("none", "same"):
         return ()
@@ -208,14 +226,14 @@ def _has(argument: BoundArgument, factor: int) -> bool:
 
 
 def output_layout(tensor: BoundTensor, bound: Bound, index: int, mesh_sizes: Sizes, cuts: Cuts) -> Layout:
-    """The layout of a tensor that is the output at `index`, or one of the list that is."""
+    """Return the layout of the output at `index`, or of one tensor of that output if it is a list."""
     return cut_layout(tensor, bound, mesh_sizes, cuts, output_partial(bound, index, cuts))
 
 
 def local_size(
     bound: Bound, name: str, value: int | Sequence[int], mesh_sizes: Sizes, cuts: Cuts, coordinate: Coordinate
 ) -> int | list[int]:
-    """A size argument as the rank at this coordinate must pass it.
+    """Return the value of a size argument that the rank at this coordinate passes to the local op.
 
     >>> bound = bind(parse("(a b) -> a b ; size=(a b)"), [(24,)], sizes={"size": (4, -1)})
     >>> local_size(bound, "size", (4, -1), (2,), ((0, 0),), (1,))
@@ -236,14 +254,14 @@ def local_size(
 
 
 class Passing(NamedTuple):
-    """Operands that may be Partial together on an axis, and the op by which the outputs then are."""
+    """Operands that may be Partial together on an axis, and the op by which the outputs are Partial then."""
 
     operands: Positions
     op: str
 
 
 def passes(bound: Bound, op: str) -> tuple[Passing, ...]:
-    """The ways in which Partial operands of this op need no reduction before the call.
+    """Return the sets of operands that may stay Partial by this op during the call.
 
     >>> passes(bind(parse("a? -> a ; antitone 0"), [(4,)]), "max")
     (Passing(operands=(0,), op='min'),)
@@ -255,19 +273,20 @@ def passes(bound: Bound, op: str) -> tuple[Passing, ...]:
     swapped = "min" if op == "max" else "max"
     found = [Passing(operands, op) for operands in bound.monotone]
     found += [Passing(operands, swapped) for operands in bound.antitone]
-    # The largest of maxima is the maximum of all, but the smallest of maxima is not the maximum of the smallest.
+    # The maximum of maxima is the maximum of all elements, but the minimum of maxima is not the maximum of minima.
     own = {"max", "min"}.intersection(bound.reduce)
     return tuple(passing for passing in found if not own or {passing.op} == own)
 
 
 def _axes_of(bound: Bound, cuts: Cuts) -> dict[int, tuple[int, ...]]:
-    """The axes that cut each factor, major to minor; an error for a cut that the rule does not allow."""
+    """Return the axes that shard each factor, major to minor. Raises if the rule does not allow it."""
     axes: dict[int, tuple[int, ...]] = {}
     for axis, factor in cuts:
-        if bound.factors[factor].whole:
+        if bound.factors[factor].kind is FactorKind.REPLICATED:
             name = bound.factors[factor].name
-            raise BindError(f"axis {axis} cuts {name}, which is whole in {bound!r}", "cut another factor")
+            problem = f"axis {axis} cannot shard {name}, which must be replicated in {bound!r}"
+            raise BindError(problem, "shard another factor")
         axes[factor] = (*axes.get(factor, ()), axis)
     if len({axis for axis, _ in cuts}) != len(cuts):
-        raise BindError(f"an axis cuts twice in {cuts} of {bound!r}", "one axis cuts one factor")
+        raise BindError(f"an axis occurs twice in {cuts} of {bound!r}", "let each axis shard one factor")
     return axes

@@ -1,8 +1,8 @@
-"""Texts for rules that depend on ranks, dim arguments and shapes.
+"""Functions that write the text of a rule for given ranks, dim arguments and shapes.
 
 >>> pointwise(2, "linear 0+1")
 'b?.., b?.. -> b.. ; linear 0+1'
->>> whole_dims("x", 3, [-1])
+>>> replicated_dims("x", 3, [-1])
 'x0 x1 [x2]'
 >>> reduction(3, [1], keepdim=True, reduce="max")
 'x0 x1 x2 -> x0 1 x2 ; monotone 0 ; reduce max'
@@ -21,17 +21,17 @@ from .patterns import RuleError
 
 
 def join(*parts: str) -> str:
-    """A rule's sides and its clauses, those that are not empty."""
+    """Join the sides of a rule and its clauses; empty ones are left out."""
     return " ; ".join(filter(None, parts))
 
 
 def pointwise(operands: int, *clauses: str) -> str:
-    """The rule of an elementwise op of so many operands, of any ranks, that broadcast against each other."""
+    """Return the rule of an elementwise op whose operands broadcast against each other."""
     return join(f"{', '.join(['b?..'] * operands)} -> b..", *clauses)
 
 
 def normalized(ndim: int, dims: int | Sequence[int] | None) -> list[int]:
-    """Dim arguments as sorted dims >= 0; all dims for None. A 0-dim tensor has a dim 0 that means nothing."""
+    """Return dims as sorted numbers >= 0; all dims for None; none for a 0-dim tensor, where PyTorch accepts dim 0."""
     if dims is None:
         return list(range(ndim))
     given = (dims,) if isinstance(dims, int) else dims
@@ -39,7 +39,7 @@ def normalized(ndim: int, dims: int | Sequence[int] | None) -> list[int]:
 
 
 def dims_text(name: str, ndim: int, special: Mapping[int, str]) -> str:
-    """The pattern x0 x1 ..., with other texts for some dims; an empty text leaves the dim out.
+    """Return the pattern x0 x1 ... with other texts for some dims; an empty text leaves the dim out.
 
     >>> dims_text("x", 3, {1: "k"})
     'x0 k x2'
@@ -47,18 +47,21 @@ def dims_text(name: str, ndim: int, special: Mapping[int, str]) -> str:
     return " ".join(text for i in range(ndim) if (text := special.get(i, f"{name}{i}")))
 
 
-def whole_dims(name: str, ndim: int, dims: int | Sequence[int] | None) -> str:
-    """The pattern x0 x1 ..., with these dims whole."""
+def replicated_dims(name: str, ndim: int, dims: int | Sequence[int] | None) -> str:
+    """Return the pattern x0 x1 ... in which these dims must be replicated."""
     name = name.removesuffix("..")
     return dims_text(name, ndim, {dim: f"[{name}{dim}]" for dim in normalized(ndim, dims)})
+
+
+whole_dims = replicated_dims
 
 
 def reduction(
     ndim: int, dims: int | Sequence[int] | None, keepdim: bool = False, reduce: str = "sum", linear: bool = True
 ) -> str:
-    """The rule of a reduction of one tensor over these dims (None or none at all: over all).
+    """Return the rule of a reduction of one tensor over these dims; None or an empty list is all dims.
 
-    `linear` lets Partial operands pass where reducing twice is reducing once: sums of sums, maxima of maxima.
+    With `linear`, a Partial operand of the same op stays Partial: a sum of sums, a maximum of maxima.
     """
     reduced = normalized(ndim, dims) or list(range(ndim))
     result = dims_text("x", ndim, dict.fromkeys(reduced, "1" if keepdim else ""))
@@ -71,10 +74,11 @@ def reduction(
 
 
 def view_rule(old: Sequence[int], new: Sequence[int], argument: str | None = "size") -> str:
-    """The rule of reshaping `old` into `new`; `argument` is the op's argument that holds the new shape, if any.
+    """Return the rule of reshaping `old` into `new`; `argument` is the op's argument with the new shape, if any.
 
-    Both shapes are walked from the left. Where the products of the sizes passed so far agree, what is common to
-    the two dims is a factor of both; where they do not, the dim that is behind is passed as a whole.
+    Both shapes are walked from the left. While the products of the sizes passed so far are equal, the greatest common
+    divisor of the two dims is a factor of both. Otherwise the rest of the dim with the smaller product is a factor of
+    that dim alone, which must be replicated.
 
     >>> view_rule((6, 4), (4, 6))
     '(a [b]) [c] -> (a [d]) [e] ; a=2 ; size=((a d) e)'
@@ -88,9 +92,9 @@ def view_rule(old: Sequence[int], new: Sequence[int], argument: str | None = "si
         walk.run()
     order = dict.fromkeys(factor for dim in (*walk.left, *walk.right) for factor in dim)
     names = dict(zip(order, _names(), strict=False))
-    marked = {factor: f"[{name}]" if factor in walk.whole else name for factor, name in names.items()}
+    marked = {factor: f"[{name}]" if factor in walk.replicated else name for factor, name in names.items()}
     left, right = (" ".join(_group([marked[f] for f in dim], "1") for dim in side) for side in (walk.left, walk.right))
-    fixed = [f"{names[factor]}={walk.sizes[factor]}" for factor in walk.untold(order)]
+    fixed = [f"{names[factor]}={walk.sizes[factor]}" for factor in walk.unsolvable(order)]
     entries = " ".join(_group([names[f] for f in dim], "1") for dim in walk.right)
     return join(f"{left} -> {right}".strip(), *fixed, f"{argument}=({entries})" if argument else "")
 
@@ -101,24 +105,25 @@ def _names() -> Iterator[str]:
 
 
 class _Walk:
-    """Two shapes walked in step; `left` and `right` collect the factors of their dims, by number."""
+    """The state of `view_rule`: `left` and `right` collect the factors of the dims of the two shapes."""
 
     def __init__(self, old: Sequence[int], new: Sequence[int]) -> None:
         self.old, self.new = old, new
         self.left: list[list[int]] = [[] for _ in old]
         self.right: list[list[int]] = [[] for _ in new]
         self.sizes: list[int] = []
-        self.whole: set[int] = set()
+        self.replicated: set[int] = set()
 
     def factor(self, size: int, *dims: list[int]) -> None:
-        """A new factor at the end of these dims: of one dim alone it is whole."""
+        """Append a new factor to these dims. A factor of one dim alone must be replicated."""
         if len(dims) == 1:
-            self.whole.add(len(self.sizes))
+            self.replicated.add(len(self.sizes))
         for dim in dims:
             dim.append(len(self.sizes))
         self.sizes.append(size)
 
     def run(self) -> None:
+        """Find the factors of shapes with elements."""
         i = j = -1
         rest_old = rest_new = passed_old = passed_new = 1
         while True:
@@ -141,7 +146,7 @@ class _Walk:
                 rest_new, passed_new = 1, passed_new * rest_new
 
     def common_prefix(self) -> None:
-        """For tensors without elements, where products tell nothing: the dims up to the first difference."""
+        """Find the factors of shapes without elements, whose products say nothing: the dims up to a difference."""
         for d, (size_old, size_new) in enumerate(zip(self.old, self.new, strict=False)):
             if size_old != size_new:
                 break
@@ -151,18 +156,18 @@ class _Walk:
                 if not dim and size != 1:
                     self.factor(size, dim)
 
-    def untold(self, order: Iterable[int]) -> list[int]:
-        """The factors whose sizes the two shapes do not tell: compounds with more than one unknown."""
-        told: set[int] = set()
-        named: list[int] = []
-        while len(told) < len(self.sizes):
-            unknown = [set(dim) - told for dim in (*self.left, *self.right)]
+    def unsolvable(self, order: Iterable[int]) -> list[int]:
+        """Return factors whose sizes the rule must give, since they do not follow from the two shapes."""
+        solved: set[int] = set()
+        given: list[int] = []
+        while len(solved) < len(self.sizes):
+            unknown = [set(dim) - solved for dim in (*self.left, *self.right)]
             found = {factor for factors in unknown if len(factors) == 1 for factor in factors}
             if not found:
-                found = {next(factor for factor in order if factor not in told)}
-                named += found
-            told |= found
-        return named
+                found = {next(factor for factor in order if factor not in solved)}
+                given += found
+            solved |= found
+        return given
 
 
 def _group(names: Sequence[str], empty: str) -> str:

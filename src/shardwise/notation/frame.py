@@ -1,6 +1,6 @@
-"""What binding a rule yields before any size is known: every dim of every tensor with its factors.
+"""A rule bound to the ranks of tensors: every dim of every tensor with its factors, before any size is known.
 
-Shapes of the same ranks share one frame, so a new batch size costs no new frame.
+Frames are cached. Shapes of the same ranks share one, so a new batch size needs no new frame.
 
 >>> frame = make_frame(parse("b?.., b?.. -> b.."), (2, 1), (2,), ())
 >>> frame.names, [slot.dims for slot in frame.slots]
@@ -14,25 +14,27 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..errors import ShardwiseError
+from .clauses import Entry, Positions
+from .kind import FactorKind
 from .patterns import NO_FACTOR, Atom, Dim, Pattern
-from .rule import Entry, Positions, Rule
+from .rule import Rule
 
 Rank = int | tuple[int | None, ...] | None
-"""The number of dims of a tensor; None where there is no tensor; a tuple for a list of tensors."""
+"""The number of dims of a tensor; None for a missing tensor; a tuple for a list of tensors."""
 
 Group = int | tuple[int | None, ...] | None
 BoundEntry = tuple[int, ...] | int | None
-"""What an entry of a size argument holds: the product of these factors, a fixed number, or something else."""
+"""An entry of a size argument: the product of these factors, a fixed number, or None for any other number."""
 
 UNKNOWN = -1
 
 
 class BindError(ShardwiseError, ValueError):
-    """Shapes that a rule does not fit, or cuts that it does not allow."""
+    """Shapes that do not fit a rule, or a sharding that it does not allow."""
 
 
 class Slot(NamedTuple):
-    """One tensor that takes part: its factors by dim, and where its shape tells their sizes."""
+    """One tensor: the factors of its dims, and the dims that determine the size of a factor."""
 
     label: str
     dims: tuple[tuple[int, ...], ...]
@@ -41,19 +43,18 @@ class Slot(NamedTuple):
     compound: tuple[tuple[int, tuple[int, ...]], ...]  # (dim, factors) where it is several, or none and of size 1
 
 
-class Marks(NamedTuple):
-    """How a factor may be cut: not at all, with the help of a kernel only, into equal pieces only."""
+class FactorMarks(NamedTuple):
+    """The kind of a factor, and whether it may only be sharded evenly."""
 
-    whole: bool
-    kernel: bool
+    kind: FactorKind
     even: bool
 
 
 class Frame(NamedTuple):
-    """A rule bound to ranks. Factors are numbered in the order in which the tensors name them."""
+    """A rule bound to ranks. Factors are numbered in the order in which they occur in the tensors."""
 
     names: tuple[str, ...]
-    marks: tuple[Marks, ...]
+    marks: tuple[FactorMarks, ...]
     slots: tuple[Slot, ...]
     inputs: tuple[Group, ...]  # for each input its slot, or the slots of its list
     outputs: tuple[Group, ...]
@@ -61,12 +62,12 @@ class Frame(NamedTuple):
     monotone: tuple[Positions, ...]
     antitone: tuple[Positions, ...]
     size_args: tuple[tuple[str, tuple[BoundEntry, ...]], ...]
-    fixed: tuple[tuple[int, int], ...]  # (factor, size) that the rule itself gives
-    compounds: bool  # whether any slot has some: most rules have none, and skip solving them
+    fixed: tuple[tuple[int, int], ...]  # (factor, size) given by the rule itself
+    compounds: bool  # whether any slot has compound dims: most rules have none, and skip solving them
 
 
 class Tensor(NamedTuple):
-    """A tensor that takes part; its rank is UNKNOWN for an output that is still to be inferred."""
+    """A tensor with its pattern and rank; UNKNOWN is the rank of an output whose shape is inferred."""
 
     pattern: Pattern
     ndim: int
@@ -77,28 +78,31 @@ class Tensor(NamedTuple):
 def make_frame(
     rule: Rule, inputs: tuple[Rank, ...], outputs: tuple[Rank, ...] | None, given: tuple[tuple[str, int], ...]
 ) -> Frame:
-    """The frame of a rule for tensors of these ranks; `given` holds ranks of ellipses that no shape tells."""
+    """Return the frame of a rule for tensors of these ranks.
+
+    `given` holds the number of dims of ellipses that do not follow from the ranks.
+    """
     tensors: list[Tensor] = []
     in_groups = _groups("operand", rule.inputs[: len(inputs)], inputs, tensors)
     inferred = tuple(None if pattern.listed else UNKNOWN for pattern in rule.outputs)
     if outputs is None and None in inferred:
-        raise BindError(f"the rule {rule!s} yields a list of unknown length", "pass the shapes of the outputs")
+        raise BindError(f"the rule {rule!s} returns a list of unknown length", "pass the shapes of the outputs")
     out_groups = _groups("output", rule.outputs, inferred if outputs is None else outputs, tensors)
     ranks = _solve_ranks(rule, tensors, dict(given))
     index: dict[str, int] = {}
-    whole: set[str] = set()
+    replicated: set[str] = set()
     slots = []
     for tensor in tensors:
         dims = _expand(rule, tensor, ranks)
         for atom in (atom for dim in dims for atom in dim if atom != NO_FACTOR):
             index.setdefault(atom.name, len(index))
-            if atom.whole:
-                whole.add(atom.name)
+            if atom.replicated:
+                replicated.add(atom.name)
         slots.append(_slot(tensor.label, dims, index))
     present = {i for i, rank in enumerate(inputs) if rank is not None}
     return Frame(
         names=tuple(index),
-        marks=_marks(rule, index, whole, slots, out_groups),
+        marks=_marks(rule, index, replicated, slots, out_groups),
         slots=tuple(slots),
         inputs=in_groups,
         outputs=out_groups,
@@ -112,7 +116,7 @@ def make_frame(
 
 
 def _groups(kind: str, patterns: Sequence[Pattern], ranks: Sequence[Rank], tensors: list[Tensor]) -> tuple[Group, ...]:
-    """The slot of each argument, numbered on from the tensors that are there; theirs are added."""
+    """Add the tensors of these arguments to `tensors`, and return the slot of each argument."""
 
     def add(pattern: Pattern, ndim: int | None, label: str) -> int | None:
         if ndim is None:
@@ -133,14 +137,14 @@ def _groups(kind: str, patterns: Sequence[Pattern], ranks: Sequence[Rank], tenso
 
 
 def _solve_ranks(rule: Rule, tensors: Sequence[Tensor], ranks: dict[str, int]) -> dict[str, int]:
-    """How many dims each ellipsis stands for.
+    """Return the number of dims of each ellipsis.
 
-    A tensor in which nothing broadcasts tells the rank of the one ellipsis that is still unknown. Where all may
-    broadcast, the operand with the most dims tells it.
+    It follows from a tensor in which nothing broadcasts and no other ellipsis is unknown. If all such tensors may
+    broadcast, the one with the most dims decides.
     """
 
     def surplus(tensor: Tensor, name: str) -> int | None:
-        """The rank of this ellipsis by this tensor alone, if all else in it is known."""
+        """The number of dims of this ellipsis by this tensor, if all else in the tensor is known."""
         many = [dim[0].name for dim in tensor.pattern.dims if len(dim) == 1 and dim[0].many]
         if tensor.ndim == UNKNOWN or name not in many or any(n != name and n not in ranks for n in many):
             return None
@@ -163,14 +167,14 @@ def _solve_ranks(rule: Rule, tensors: Sequence[Tensor], ranks: dict[str, int]) -
     if unknown:
         names = " and ".join(f"{name}.." for name in unknown)
         raise BindError(
-            f"no shape tells how many dims {names} stands for in the rule {rule!s}",
-            f"pass sizes={{{unknown[-1]!r}: (...)}}, or a size argument that holds them",
+            f"the number of dims of {names} does not follow from the shapes, in the rule {rule!s}",
+            f"pass sizes={{{unknown[-1]!r}: (...)}}, or a size argument that contains them",
         )
     return ranks
 
 
 def _expand(rule: Rule, tensor: Tensor, ranks: Mapping[str, int]) -> list[Dim]:
-    """The dims of one tensor, ellipses expanded, dims that broadcast and are missing left out."""
+    """Return the dims of one tensor: ellipses expanded, missing broadcast dims left out."""
     dims: list[Dim] = []
     rest: int | None = None
     for dim in tensor.pattern.dims:
@@ -190,7 +194,7 @@ def _expand(rule: Rule, tensor: Tensor, ranks: Mapping[str, int]) -> list[Dim]:
         return dims
     if surplus < 0 or not all(len(dim) == 1 and dim[0].broadcast for dim in dims[: max(surplus, 0)]):
         raise BindError(
-            f"{tensor.label} has {tensor.ndim} dims, in the rule {rule!s} it is {str(tensor.pattern)!r}",
+            f"{tensor.label} has {tensor.ndim} dims, but its pattern is {str(tensor.pattern)!r} in the rule {rule!s}",
             f"pass a tensor of {len(dims)} dims",
         )
     return dims[surplus:]
@@ -222,9 +226,9 @@ def _slot(label: str, dims: Sequence[Dim], index: Mapping[str, int]) -> Slot:
 
 
 def _marks(
-    rule: Rule, index: Mapping[str, int], whole: set[str], slots: Sequence[Slot], outputs: Sequence[Group]
-) -> tuple[Marks, ...]:
-    """What the brackets, the kernel clause and the reductions of the outputs that lack a factor make of it."""
+    rule: Rule, index: Mapping[str, int], replicated: set[str], slots: Sequence[Slot], outputs: Sequence[Group]
+) -> tuple[FactorMarks, ...]:
+    """Return the kind of each factor: by its brackets, by the kernel clause, or by the outputs that lack it."""
     lacking: dict[str, set[int]] = {op: set() for op in rule.reduce}
     for op, group in zip(rule.reduce, outputs, strict=True):
         members = group if isinstance(group, tuple) else (group,)
@@ -232,15 +236,22 @@ def _marks(
             if slot is not None:
                 has = {factor for dim in slots[slot].dims for factor in dim}
                 lacking[op] |= set(index.values()) - has
-    uncut, even = lacking.get("none", set()), lacking.get("avg", set())
-    return tuple(
-        Marks(name in whole or (factor in uncut and name not in rule.kernel), name in rule.kernel, factor in even)
-        for name, factor in index.items()
-    )
+    unreducible, averaged = lacking.pop("none", set()), lacking.get("avg", set())
+    lacking.pop("same", None)
+    reduced = set().union(*lacking.values())
+
+    def kind(name: str, factor: int) -> FactorKind:
+        if name in rule.kernel:
+            return FactorKind.KERNEL
+        if name in replicated or factor in unreducible:
+            return FactorKind.REPLICATED
+        return FactorKind.REDUCED if factor in reduced else FactorKind.PASS_THROUGH
+
+    return tuple(FactorMarks(kind(name, factor), factor in averaged) for name, factor in index.items())
 
 
 def _present(sets: Sequence[Positions], present: set[int]) -> tuple[Positions, ...]:
-    """The alternatives among the operands that are there: an absent summand changes nothing."""
+    """Return the alternatives of a clause without the operands that are missing: a missing summand changes nothing."""
     left = (tuple(i for i in members if i in present) for members in sets)
     return tuple(dict.fromkeys(members for members in left if members))
 
@@ -253,5 +264,5 @@ def _entries(entries: Sequence[Entry], index: Mapping[str, int], ranks: Mapping[
         names = [single.name for atom in entry for single in _singles(atom, ranks)]
         parts = [[name] for name in names] if len(entry) == 1 and entry[0].many else [names]
         for part in parts:
-            # A factor that only absent tensors have is unknown here, so the argument is left alone.
+            # The size of a factor that only missing tensors have is unknown: the argument is passed unchanged.
             yield tuple(index[name] for name in part) if all(name in index for name in part) else None

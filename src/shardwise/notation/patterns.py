@@ -1,13 +1,13 @@
-"""The notation of tensors in rules: names for index spaces, one word for each dim.
+"""How a rule writes the dims of a tensor: one word for each dim.
 
-    m k          two dims; every dim that carries `m` ranges over the same index space, a factor
+    m k          two dims; all dims named `m` have the same index space, which is called a factor
     (a b)        one dim made of two factors, major to minor
-    [d]          a whole factor: it may not be cut
-    b..          any number of dims, factors b0, b1, ...; as many wherever `b..` stands
-    m?           may broadcast here: size 1, or missing on the left; `b?..` for any number of such dims
+    [d]          a factor that must be replicated: no mesh axis may shard it
+    b..          any number of dims, with factors b0, b1, ...; the same number wherever `b..` is written
+    m?           may broadcast: its size may be 1, or the dim missing on the left; `b?..` for any number of such dims
     _   _..      a dim without a factor; any number of them
     1            a dim of size 1
-    {x..}        the argument is a list of tensors, each of this pattern
+    {x..}        the argument is a list of tensors, each with this pattern
 
 >>> scanner = Scanner("b.. (g [r]), {m? _}")
 >>> [str(pattern) for pattern in scanner.patterns()]
@@ -29,7 +29,7 @@ WORDS = {"arrow": "'->'", "name": "a name", "number": "a number"}
 
 
 class RuleError(ShardwiseError, ValueError):
-    """A rule that cannot be meant; `position` is where in its text."""
+    """An invalid rule. `position` is the index of the mistake in its text."""
 
     def __init__(self, problem: str, fix: str = "", position: int | None = None) -> None:
         super().__init__(problem, fix)
@@ -37,20 +37,20 @@ class RuleError(ShardwiseError, ValueError):
 
 
 class Atom(NamedTuple):
-    """One name in a pattern with its marks. The name `_` carries no factor."""
+    """One name in a pattern with its marks. The name `_` is a dim without a factor."""
 
     name: str
-    whole: bool = False
+    replicated: bool = False
     broadcast: bool = False
     many: bool = False
 
     def __str__(self) -> str:
         text = self.name + "?" * self.broadcast + ".." * self.many
-        return f"[{text}]" if self.whole else text
+        return f"[{text}]" if self.replicated else text
 
 
 Dim = tuple[Atom, ...]
-"""The atoms of one dim, major to minor; several are a compound, none is a dim of size 1."""
+"""The atoms of one dim, major to minor: several for a compound dim, none for a dim of size 1."""
 
 NO_FACTOR = Atom("_")
 
@@ -67,14 +67,14 @@ class Pattern(NamedTuple):
 
 
 def dim_text(dim: Dim) -> str:
-    """A dim as it is written."""
+    """Return the text of a dim."""
     if len(dim) == 1:
         return str(dim[0])
     return f"({' '.join(map(str, dim))})" if dim else "1"
 
 
 class Token(NamedTuple):
-    """A word of a rule and where it stands."""
+    """A token of a rule, with its position in the text."""
 
     kind: str
     text: str
@@ -82,7 +82,7 @@ class Token(NamedTuple):
 
 
 class Occurrence(NamedTuple):
-    """An atom with the tensor it was met in (counted over inputs and outputs) and its position in the text."""
+    """An atom, the index of its tensor (inputs first, then outputs), and its position in the text."""
 
     atom: Atom
     tensor: int
@@ -90,7 +90,7 @@ class Occurrence(NamedTuple):
 
 
 class Scanner:
-    """Reads a rule word by word. It remembers where each atom stood, for the checks that come after."""
+    """Reads a rule token by token, and records the position of each atom for the checks that follow."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -105,48 +105,48 @@ class Scanner:
                 continue
             match = TOKEN.match(text, position)
             if match is None:
-                self.fail(f"{text[position]!r} means nothing here", "names start with a letter", position)
+                self.fail(f"unexpected character {text[position]!r}", "start names with a letter", position)
             self._tokens.append(Token(match.lastgroup or "", match.group(), position))
             position = match.end()
         self._tokens.append(Token("end", "", len(text)))
 
     def fail(self, reason: str, fix: str, position: int | None = None) -> NoReturn:
-        """Refuse the rule: what is wrong, where, and what to write instead."""
+        """Raise a `RuleError` that says what is wrong, where, and what to write instead."""
         where = self.peek.position if position is None else position
-        raise RuleError(f"{reason}, at {where} of the rule {self.text!r}", fix, where)
+        raise RuleError(f"{reason}, at position {where} of the rule {self.text!r}", fix, where)
 
     @property
     def peek(self) -> Token:
-        """The next token."""
+        """The next token, which is not consumed."""
         return self._tokens[self._next]
 
     def take(self, *texts: str) -> Token | None:
-        """The next token if it is one of these texts or kinds."""
+        """Consume and return the next token if it has one of these texts or kinds; else return None."""
         token = self._tokens[self._next]
         if token.text not in texts and token.kind not in texts:
             return None
         self._next += token.kind != "end"
         return token
 
-    def expect(self, wanted: str, reason: str) -> Token:
-        """The next token, which must be this text or of this kind."""
+    def expect(self, wanted: str, fix: str) -> Token:
+        """Consume and return the next token, which must have this text or kind."""
         token = self.take(wanted)
         if token is None:
             found = repr(self.peek.text) if self.peek.text else "the end"
-            self.fail(f"{found} in the place of {WORDS.get(wanted, repr(wanted))}", reason)
+            self.fail(f"expected {WORDS.get(wanted, repr(wanted))}, found {found}", fix)
         return token
 
     # ---- tensors ------------------------------------------------------------------------------------------------
 
     def patterns(self) -> tuple[Pattern, ...]:
-        """Tensor patterns parted by commas; nothing at all is one pattern without dims."""
+        """Read patterns separated by commas; an empty text is one pattern without dims."""
         found = [self.pattern()]
         while self.take(","):
             found.append(self.pattern())
         return tuple(found)
 
     def pattern(self) -> Pattern:
-        """The pattern of one tensor, or of a list of tensors in braces."""
+        """Read the pattern of one tensor, or of a list of tensors in braces."""
         opening = self.take("{")
         dims = []
         while self.peek.kind in ("name", "number") or self.peek.text in ("(", "[", "_"):
@@ -157,13 +157,13 @@ class Scanner:
         return Pattern(tuple(dims), opening is not None)
 
     def close(self, opening: Token) -> None:
-        """The bracket that closes this one."""
+        """Consume the bracket that closes this one."""
         if not self.take(CLOSING[opening.text]):
-            fix = f"add {CLOSING[opening.text]!r} after its last name"
+            fix = f"add {CLOSING[opening.text]!r} after the last name"
             self.fail(f"{opening.text!r} is not closed", fix, opening.position)
 
     def dim(self) -> Dim:
-        """One dim: an atom, a compound, or 1."""
+        """Read one dim: an atom, a compound, or 1."""
         opening = self.take("(")
         if opening:
             atoms = []
@@ -171,26 +171,26 @@ class Scanner:
                 position = self.peek.position
                 atoms.append(self.atom())
                 if atoms[-1].broadcast:
-                    fix = "only a dim of its own may broadcast"
-                    self.fail(f"{atoms[-1]} broadcasts inside a compound", fix, position)
+                    fix = "leave the ? out: only a dim with a single factor may broadcast"
+                    self.fail(f"{atoms[-1]} broadcasts inside a compound dim", fix, position)
             self.close(opening)
             return tuple(atoms)
         number = self.take("number")
         if number is None:
             return (self.atom(),)
         if number.text != "1":
-            self.fail(f"a dim of size {number.text}", "name its factor; only 1 is written as a number", number.position)
+            self.fail(f"a dim of size {number.text}", "give the dim a name; 1 is the only number", number.position)
         return ()
 
     def atom(self) -> Atom:
-        """A name with its marks, in brackets if it is whole."""
+        """Read a name with its marks, in brackets if the factor must be replicated."""
         opening = self.take("[")
-        name = self.take("_") or self.expect("name", "write one name in brackets, as in [d] or [n..]")
+        name = self.take("_") or self.expect("name", "write one name, as in d, [d] or [n..]")
         broadcast = self.take("?") is not None
         atom = Atom(name.text, opening is not None, broadcast, self.take("..") is not None)
         if opening:
             self.close(opening)
-        if atom.name == "_" and (atom.whole or atom.broadcast):
-            self.fail(f"{atom} marks a dim without a factor", "write _ or _.. alone", name.position)
+        if atom.name == "_" and (atom.replicated or atom.broadcast):
+            self.fail(f"{atom} marks a dim without a factor", "write _ or _..", name.position)
         self.occurrences.append(Occurrence(atom, self.tensors, name.position))
         return atom

@@ -1,7 +1,7 @@
-"""Finer factors where an operand is cut inside a dim, such as the rows of a flattened `(batch, seq@tp)` dim.
+"""Splitting factors as the layout of an operand splits its dims, such as a flattened `(batch, seq@tp)` dim.
 
-The ranks' parts of a factor may be any index sets, as long as they are the same for all tensors that have it. So a
-factor may be taken apart wherever an operand's layout takes its dim apart, and the op then follows that cut as it is.
+The shards of a factor may be any index sets, as long as they are the same for all tensors that have the factor. So a
+factor may be split as an operand's layout splits its dim, and the op then runs on that operand without communication.
 
 >>> bound = bind(parse("m k, k n -> m n"), [(10, 6), (6, 8)])
 >>> layout = Layout.make((4,), ((Factor(2, ()), Factor(5, (0,))), (Factor(6, ()),)))
@@ -16,21 +16,23 @@ from typing import Any
 
 from ..sharding.layout import Layout
 from .bind import Bound, BoundFactor, BoundTensor
+from .kind import FactorKind
 
 
 def refine(
     bound: Bound, cut: Iterable[tuple[BoundTensor, Layout]], anywhere: Callable[[str], bool] = lambda name: False
 ) -> Bound:
-    """The same rule with factors split as these tensors' layouts split their dims; the first that does decides.
+    """Return the bound rule with factors split as these layouts split the dims of their tensors.
 
-    `anywhere` tells of a factor with a kernel whether that does not ask where the elements of a part are.
+    If several layouts split a factor, the first decides. `anywhere(name)` says whether the kernel of a factor accepts
+    shards whose indices are not contiguous.
     """
     splits: dict[int, tuple[int, ...]] = {}
     for tensor, layout in cut:
         for factors, dim in zip(tensor.dims, layout.dims, strict=True):
             if len(dim) > 1 and len(factors) == 1 and factors[0] not in splits:
-                factor = bound.factors[factors[0]]
-                if not factor.whole and (not factor.kernel or anywhere(factor.name)):
+                name, _, kind, _ = bound.factors[factors[0]]
+                if kind is not FactorKind.REPLICATED and (kind is not FactorKind.KERNEL or anywhere(name)):
                     splits[factors[0]] = tuple(part.size for part in dim)
     return _split(bound, splits) if splits else bound
 

@@ -1,4 +1,4 @@
-"""What an op's schema says: which arguments are tensors, which are written, and which op it is a variant of.
+"""What follows from an op's schema: its tensor arguments, which of them it writes, and which op it is a variant of.
 
 >>> tensor_arguments(torch.ops.aten.add.out)[2]
 TensorArgument(position=3, name='out', kind='Tensor', write=True, out=True)
@@ -25,10 +25,10 @@ KINDS = {
     "Optional[List[Tensor]]": "Tensor[]",
 }
 NUMBER = re.compile(r"((Optional|List)\[)*(number|int|float|bool|complex|SymInt|SymFloat|SymBool)\]*")
-DTYPES = ("dtype", "out_dtype")  # a schema prints their type as int
+DTYPES = ("dtype", "out_dtype")  # their type is int in a schema
 FOREACH = "_foreach_"
 ON_LISTS = (FOREACH, "_fused_", "_amp_foreach_")
-"""How the names of ops begin that do to lists of tensors what another op does to one."""
+"""Prefixes of the names of ops that apply another op to every tensor of a list."""
 
 
 class TensorArgument(NamedTuple):
@@ -43,7 +43,7 @@ class TensorArgument(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def tensor_arguments(func: OpOverload) -> tuple[TensorArgument, ...]:
-    """The tensor-like arguments of an op, in the order of its schema."""
+    """Return the tensor-like arguments of an op, in the order of its schema."""
     found = []
     for position, argument in enumerate(func._schema.arguments):
         kind = KINDS.get(str(argument.type))
@@ -55,22 +55,22 @@ def tensor_arguments(func: OpOverload) -> tuple[TensorArgument, ...]:
 
 
 def operands_of(func: OpOverload) -> tuple[TensorArgument, ...]:
-    """The tensor-like arguments that are read: all but `out=`."""
+    """Return the tensor-like arguments that are read: all but `out=`."""
     return tuple(argument for argument in tensor_arguments(func) if not argument.out)
 
 
 def packet_name(func: OpOverload) -> str:
-    """The name that all overloads of an op share, such as `aten::add`."""
+    """Return the name that all overloads of an op share, such as `aten::add`."""
     return func._schema.name
 
 
 def overload_key(func: OpOverload) -> str:
-    """The name of one overload, such as `aten::add.Tensor` or `aten::mm.default`."""
+    """Return the name of one overload, such as `aten::add.Tensor` or `aten::mm.default`."""
     return f"{packet_name(func)}.{func._overloadname}"
 
 
 def variant_of(func: OpOverload) -> str:
-    """`functional`, `inplace`, `out` or `foreach`."""
+    """Return `functional`, `inplace`, `out` or `foreach`."""
     arguments = tensor_arguments(func)
     if _split(packet_name(func))[1].startswith(ON_LISTS) and arguments and arguments[0].kind == "Tensor[]":
         return "foreach"
@@ -81,7 +81,7 @@ def variant_of(func: OpOverload) -> str:
 
 
 def family(func: OpOverload) -> tuple[str, ...]:
-    """The names under which the rule of an op may be found, nearest first."""
+    """Return the names under which the rule of an op may be registered, nearest first."""
     name = packet_name(func)
     namespace, base = _split(name)
     names = [name]
@@ -94,7 +94,7 @@ def family(func: OpOverload) -> tuple[str, ...]:
 
 
 def overloads(name: str) -> Iterator[OpOverload]:
-    """All overloads of the op of this name; none where this PyTorch has no such op."""
+    """Yield all overloads of the op with this name; none if this version of PyTorch has no such op."""
     namespace, base = _split(name)
     packet = getattr(getattr(torch.ops, namespace), base, None)
     if packet is not None:
@@ -109,15 +109,15 @@ def _split(name: str) -> tuple[str, str]:
 # ---- one overload as a variant of another -----------------------------------------------------------------------
 
 Operands = tuple[int | None, ...]
-"""For each operand of the op that a rule was written for, the position of the argument that takes its place in
-another op's schema; None where a number does."""
+"""For each operand of the op that a rule was written for, the position of the corresponding argument in the schema of
+a variant; None if that argument is a number."""
 
 
 def match_operands(func: OpOverload, model: OpOverload) -> Operands | None:
-    """How the arguments of `func` stand for the operands of `model`, or None if it is no variant of it.
+    """Return which arguments of `func` correspond to the operands of `model`; None if it is not a variant of it.
 
-    It is one if every operand of the model is there, or a number in its place; if the model needs no other
-    argument; and if it yields as many tensors.
+    In a variant, every operand of the model has a counterpart, which may be a number; the model requires no other
+    argument; and both return the same number of tensors.
 
     >>> match_operands(torch.ops.aten.mul.Scalar, torch.ops.aten.mul.Tensor)
     (0, None)
@@ -130,26 +130,26 @@ def match_operands(func: OpOverload, model: OpOverload) -> Operands | None:
         return None
     by_name = {argument.name: position for position, argument in enumerate(given)}
     tensors = {argument.position for argument in operands_of(func)}
-    stand_ins: set[int] = set()
+    matched: set[int] = set()
     operands: list[int | None] = []
     for operand in operands_of(model):
         position = by_name.get(operand.name, operand.position)
-        if position >= len(given) or position in stand_ins:
+        if position >= len(given) or position in matched:
             return None
-        # Lists of the foreach ops have names of their own; elsewhere another name is another thing.
+        # The lists of foreach ops have names of their own; for other ops the names must be the same.
         if position in tensors and (foreach or given[position].name == operand.name):
             operands.append(position)
         elif _is_number(given[position]):
             operands.append(None)
         else:
             return None
-        stand_ins.add(position)
-    if not tensors <= stand_ins:
+        matched.add(position)
+    if not tensors <= matched:
         return None
     names = {argument.name for argument in wanted}
     outs = {argument.position for argument in tensor_arguments(func) if argument.out}
     for position, argument in enumerate(given):
-        if position not in stand_ins | outs and argument.name not in names and argument.name not in DTYPES:
+        if position not in matched | outs and argument.name not in names and argument.name not in DTYPES:
             return None
     if any(_is_required(argument) and argument.name not in by_name for argument in _statics(model)):
         return None

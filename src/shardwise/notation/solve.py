@@ -1,4 +1,4 @@
-"""The sizes of the factors of a rule, from shapes and from what else is known.
+"""Solving for the sizes of a rule's factors, given shapes and sizes by name.
 
 >>> frame = make_frame(parse("(a b) c -> a (b c)"), (2,), None, ())
 >>> Solver(parse("(a b) c -> a (b c)"), frame, [(24, 8)], ragged=False).solve({"a": 4})
@@ -11,19 +11,20 @@ import math
 from collections.abc import Mapping, Sequence
 
 from .frame import UNKNOWN, BindError, BoundEntry, Frame, Slot
+from .kind import FactorKind
 from .rule import Rule
 
 Given = Mapping[str, int | Sequence[int]]
-"""Sizes by name: of a factor, of the dims of an ellipsis, or the value of a size argument."""
+"""Sizes by name: the size of a factor, the sizes of an ellipsis, or the value of a size argument."""
 
 
 def as_sizes(value: int | Sequence[int]) -> Sequence[int]:
-    """The value of a size argument as a sequence: an int is one size."""
+    """Return the value of a size argument as a sequence: an int is one size."""
     return (value,) if isinstance(value, int) else value
 
 
 def given_ranks(rule: Rule, sizes: Given) -> tuple[tuple[str, int], ...]:
-    """The ranks of ellipses that the given sizes tell."""
+    """Return the number of dims of each ellipsis that follows from the given sizes."""
     ranks = {name: len(value) for name, value in sizes.items() if not isinstance(value, int)}
     for argument in rule.size_arguments:
         if argument.name not in sizes:
@@ -36,7 +37,7 @@ def given_ranks(rule: Rule, sizes: Given) -> tuple[tuple[str, int], ...]:
 
 
 class Solver:
-    """The sizes of all factors, from shapes and from what was given."""
+    """Solves for the sizes of all factors."""
 
     def __init__(self, rule: Rule, frame: Frame, shapes: Sequence[tuple[int, ...]], ragged: bool) -> None:
         self.rule, self.frame, self.shapes, self.allow_ragged = rule, frame, shapes, ragged
@@ -44,6 +45,7 @@ class Solver:
         self.ragged: set[int] = set()
 
     def solve(self, given: Given | None) -> list[int]:
+        """Return the size of each factor. Raises if a size is unknown, or if shapes contradict each other."""
         sizes, frame = self.sizes, self.frame
         for factor, size in frame.fixed:
             sizes[factor] = size
@@ -67,7 +69,7 @@ class Solver:
         return sizes
 
     def infer(self, slot: Slot) -> tuple[int, ...]:
-        """The shape of an output that was not given."""
+        """Return the shape of an output that was not given."""
         for factor in self.ragged:
             if any(factor in dim for dim in slot.dims):
                 name = self.frame.names[factor]
@@ -83,7 +85,7 @@ class Solver:
             self._disagree(factor, size, where)
 
     def _take_given(self, given: Given) -> list[tuple[str, tuple[int, ...], int]]:
-        """Sets the factors given by name; returns the products that size arguments tell."""
+        """Set the factors given by name; return the products that follow from size arguments."""
         index = {name: i for i, name in enumerate(self.frame.names)}
         arguments = dict(self.frame.size_args)
         pending = []
@@ -104,7 +106,7 @@ class Solver:
         return pending
 
     def _take_products(self, pending: list[tuple[str, tuple[int, ...], int]]) -> None:
-        """Solves products with one unknown factor, as long as there are any, and checks those with none."""
+        """Solve products with one unknown factor until none is left, and check those without unknowns."""
         while pending:
             left = []
             for where, factors, size in pending:
@@ -121,14 +123,14 @@ class Solver:
                     raise BindError(
                         f"{where} has a dim of size {size} that is not {names or 'a dim of size 1'} "
                         f"{'times another factor ' if unknown else ''}in the rule {self.rule!s}",
-                        "the sizes of its factors multiply to the dim's",
+                        "pass shapes in which the sizes of the factors multiply to the size of the dim",
                     )
             if len(left) == len(pending):
                 return
             pending = left
 
     def _take_ones(self) -> None:
-        """What has size 1 wherever it may broadcast is of size 1; the rest is unknown, and an error."""
+        """Give size 1 to factors that have size 1 wherever they may broadcast. Raises if others are unknown."""
         for slot, shape in zip(self.frame.slots, self.shapes, strict=False):
             for dim, factor in slot.broadcast:
                 if shape[dim] == 1 and self.sizes[factor] == UNKNOWN:
@@ -136,26 +138,26 @@ class Solver:
         names = [name for name, size in zip(self.frame.names, self.sizes, strict=True) if size == UNKNOWN]
         if names:
             raise BindError(
-                f"nothing tells the size of factor {' or '.join(names)} in the rule {self.rule!s}",
+                f"the size of factor {' or '.join(names)} does not follow from the shapes, in the rule {self.rule!s}",
                 f"pass the shapes of the outputs, or sizes={{{names[0]!r}: ...}}",
             )
 
     def _disagree(self, factor: int, size: int, where: str) -> None:
-        """A factor with two sizes: for its kernel to know, whole if that is allowed, else an error."""
-        if self.frame.marks[factor].kernel:
-            return  # each dim is cut by its own size; the first operand that has the factor tells the factor's
+        """Handle a factor with two sizes: fine for a kernel; replicated if `ragged` allows it; else an error."""
+        if self.frame.marks[factor].kind is FactorKind.KERNEL:
+            return  # each dim is sharded by its own size; the factor has the size of the first operand that has it
         if self.allow_ragged:
             self.ragged.add(factor)
             return
         name, known = self.frame.names[factor], self.sizes[factor]
         raise BindError(
             f"factor {name} has size {known} and, in {where}, size {size} in the rule {self.rule!s}",
-            "the dims that share a factor have one size",
+            "pass tensors whose dims agree, or add the clause `ragged`",
         )
 
 
 def check_length(rule: Rule, name: str, entries: Sequence[BoundEntry], values: Sequence[int]) -> None:
-    """An error unless a size argument has as many values as its clause has entries."""
+    """Raise unless a size argument has as many values as its clause has entries."""
     if len(entries) != len(values):
-        problem = f"argument {name} is {list(values)}, which the rule {rule!s} does not fit"
-        raise BindError(problem, f"it holds {len(entries)} sizes")
+        problem = f"argument {name} is {list(values)}, which does not fit the rule {rule!s}"
+        raise BindError(problem, f"pass {len(entries)} sizes")

@@ -151,7 +151,10 @@ def allowed(bound: Bound, mesh_sizes: tuple[int, ...], limit: int, seed: int) ->
         cuts: list[Option] = [
             index
             for index, factor in enumerate(bound.factors)
-            if not factor.whole and not (factor.even and factor.size % math.prod(mesh_sizes)) and factor.size and size
+            if not factor.must_replicate
+            and not (factor.even and factor.size % math.prod(mesh_sizes))
+            and factor.size
+            and size
         ]
         passing: list[Option] = [(op, way) for op in ("sum", "avg", "max", "min") for way in passes(bound, op)]
         options.append([*cuts, *passing, *([None] if len(mesh_sizes) > 1 else [])])

@@ -295,7 +295,7 @@ def _reductions(cut: Cut) -> tuple[tuple[int, str], ...]:
 def _allowed(bound: Bound) -> set[_Allowed]:
     found = set()
     for index, factor in enumerate(bound.factors):
-        if factor.whole:
+        if factor.must_replicate:
             continue
         dims = _where(bound.inputs, index)
         results = _where(bound.outputs, index)

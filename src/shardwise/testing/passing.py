@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..notation import parse
-from ..notation.rule import PASSING
+from ..notation.clauses import PASSING
 from .cuts import Setup, same_results, variants
 
 COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

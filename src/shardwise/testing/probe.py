@@ -44,7 +44,7 @@ def probe(call: Recorded, mesh_info: MeshInfo) -> list[Suggestion]:
     for index, factor in enumerate(found.bound.factors):
         entries = [entry for _, entries in found.bound.size_args for entry in entries if isinstance(entry, tuple)]
         sized = any(index in entry for entry in entries)
-        if not factor.whole or factor.kernel or factor.size < SMALLEST or sized:
+        if not factor.must_replicate or factor.size < SMALLEST or sized:
             continue
         ways = _ways(call, found, index, factor.size)
         if ways and any(way != "same" for way in ways):

@@ -1,0 +1,23 @@
+"""What a mesh axis may do to a factor of a rule."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class FactorKind(Enum):
+    """What happens when a mesh axis shards a factor.
+
+    >>> bound = bind(parse("m k [d], v -> m ; kernel v"), [(2, 3, 4), (5,)])
+    >>> [f"{factor.name}: {factor.kind.value}" for factor in bound.factors]
+    ['m: pass-through', 'k: reduced', 'd: must be replicated', 'v: handled by a kernel']
+    """
+
+    PASS_THROUGH = "pass-through"
+    """All outputs have the factor, and are sharded along it."""
+    REDUCED = "reduced"
+    """Some output lacks the factor: it is Partial, by the op of the `reduce` clause."""
+    REPLICATED = "must be replicated"
+    """No mesh axis may shard it: `[d]`, or missing in an output with `reduce none`, or of several sizes (`ragged`)."""
+    KERNEL = "handled by a kernel"
+    """It may be sharded if the op has a kernel for it: `kernel d`."""
