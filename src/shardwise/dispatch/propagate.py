@@ -1,9 +1,9 @@
-"""Propagation: which factor of an op's rule each mesh axis cuts, so that the least has to be communicated.
+"""Sharding propagation: which factor of an op's rule each mesh axis shards, so that communication is cheapest.
 
-Pure: layouts in, layouts out, nothing of it depends on the rank. Each axis has a few options: cut one factor, pass
-operands on as Partial where the rule allows it, or do nothing. The price of a choice is what it takes to bring the
-operands to it, what its kernels communicate, and a later reduction of outputs it leaves Partial. With one or two axes
-to decide all combinations are tried; with more, axis by axis in a few improving sweeps.
+Pure: layouts in, layouts out, and nothing depends on the rank or on the order of a set. Each mesh axis has a few
+options: shard one factor, leave operands Partial if the rule allows it, or nothing. The price of a choice is the
+redistribution of the operands, what its kernels communicate, and a later reduction of Partial outputs. If there are few
+combinations, all are tried; otherwise the axes are improved one at a time, in a few sweeps.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..notation import Bound, BoundTensor, Cuts, FactorKind, Passing, cut_layout
 from ..sharding.layout import Factor, Layout, PartialAxes, Sizes, divides_evenly
 
 _TRY_ALL = 25  # combinations up to which all are tried: two axes with a handful of options each
-_PATIENCE = 0.5  # a reduction that can wait is cheaper: it may meet another, or end in the wanted cut
+_DEFERRED = 0.5  # a deferred reduction is cheaper: it may merge with another, or end as a reduce-scatter
 
 
 class Operand(NamedTuple):
-    """A tensor argument: its position in the rule, its shape and factors, how it is cut now, and its item size.
+    """A tensor argument: its position in the rule, its shape and factors, its present layout, and its item size.
 
-    A `plain` one (a number, an ordinary 0-dim tensor) is the same on all ranks and stays so.
+    A `plain` operand (a number, an ordinary 0-dim tensor) is the same on all ranks, and cannot be redistributed.
     """
 
     position: int
@@ -36,9 +36,9 @@ class Operand(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A tensor result: which output of the rule it is of, its shape and factors, its item size.
+    """A tensor result: its output in the rule, its shape and factors, and its item size.
 
-    `fixed` is the layout it must have in the end, for results written into an argument.
+    `fixed` is the layout it must have after the call, for a result that is written into an argument.
     """
 
     output: int
@@ -48,31 +48,31 @@ class Result(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What was chosen: the layouts of operands and results for the local call, and what each axis cuts."""
+    """A choice: the layouts of operands and results in the local call, and the factor that each axis shards."""
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     cuts: Cuts
     seconds: float
     has_summands: bool
-    """Whether some operand is added to a sum over a cut factor, so that a rank without data still contributes."""
+    """Whether some operand is added to a sum over a sharded factor: then a rank with an empty shard contributes too."""
 
 
 class KernelCost(NamedTuple):
-    """What cutting a factor with a kernel costs: collectives, and bytes as a multiple of its local outputs."""
+    """The price of sharding a factor with a kernel: collectives, and bytes as a multiple of its local outputs."""
 
     rounds: int
     traffic: float
     joint: bool = False
-    """Whether it serves cuts of several factors at once."""
+    """Whether it handles several sharded factors at once."""
 
 
 Option = int | Passing | None
-"""What one axis does: cut a factor, pass Partial operands on, or nothing."""
+"""What one axis does: shard a factor, leave operands Partial, or nothing."""
 
 
 class ShardingPropagator:
-    """Chooses for one bound rule on one mesh."""
+    """Chooses the layouts of one call: one bound rule on one mesh."""
 
     def __init__(
         self,
@@ -89,24 +89,24 @@ class ShardingPropagator:
         self.preferred = [self._preferred_order(factor) for factor in range(len(bound.factors))]
         self.factors_of = [frozenset(itertools.chain(*operand.tensor.dims)) for operand in operands]
         self.factors_of_results = [frozenset(itertools.chain(*result.tensor.dims)) for result in results]
-        # A sweep comes back to the same parts of choices again and again.
+        # Most choices share the layouts of most of their tensors.
         self._summands_of: dict[int, frozenset[int]] = {}
         self._priced: dict[Any, tuple[float, float]] = {}
         self._priced_operands: dict[Any, tuple[Layout, float, float]] = {}
         self._priced_results: dict[Any, tuple[Layout, float, float]] = {}
 
     def choose(self) -> Decision:
-        """The cheapest choice; of equally cheap ones the one that holds least in memory."""
+        """Return the cheapest choice; of equally cheap ones, the one that needs the least memory."""
         options = [self._options(axis) for axis in range(len(self.mesh_sizes))]
-        followed = tuple(self._as_largest(axis, choices) for axis, choices in enumerate(options))
+        followed = tuple(self._follow_largest(axis, choices) for axis, choices in enumerate(options))
         if self._price(followed)[0] == 0.0:
-            return self._decide(followed)  # nothing is communicated now or later: the usual case
+            return self._decide(followed)  # no communication now or later: the usual case
         if math.prod(len(choices) for choices in options) > _TRY_ALL:
             return self._decide(self._sweep(options, followed))
         return self._decide(self._cheapest(itertools.product(*options)))
 
     def _cheapest(self, choices: Iterable[tuple[Option, ...]]) -> tuple[Option, ...]:
-        """The choice of least price; of equally cheap ones the first with least memory."""
+        """The choice with the lowest price; of equally cheap ones, the first with the least memory."""
         best: tuple[Option, ...] = ()
         price = math.inf, math.inf
         for choice in choices:
@@ -116,7 +116,7 @@ class ShardingPropagator:
         return best
 
     def _sweep(self, options: Sequence[Sequence[Option]], start: tuple[Option, ...]) -> tuple[Option, ...]:
-        """Improve a choice axis by axis, given all the others, at most thrice."""
+        """Improve a choice one axis at a time, with all other axes unchanged, in at most three sweeps."""
         chosen = start
         for _ in range(3):
             before = chosen
@@ -127,8 +127,8 @@ class ShardingPropagator:
                 break
         return chosen
 
-    def _as_largest(self, axis: int, choices: Sequence[Option]) -> Option:
-        """The option that leaves the largest operand which uses this axis as it is."""
+    def _follow_largest(self, axis: int, choices: Sequence[Option]) -> Option:
+        """The option that keeps the layout of the largest operand that is sharded over this axis."""
         best: tuple[int, Option] = (-1, choices[0])
         for operand in self.operands:
             size = math.prod(operand.tensor.shape)
@@ -140,34 +140,34 @@ class ShardingPropagator:
     # ---- options --------------------------------------------------------------------------------------------
 
     def _options(self, axis: int) -> list[Option]:
-        """What this axis may do. An axis that every operand replicates stays out of it: slicing gains nothing."""
+        """The options of an axis. If all operands are replicated over it, they stay so: slicing them gains nothing."""
         used = [_use(operand.layout, axis) for operand in self.operands]
         fixed = [_use(result.fixed, axis) for result in self.results if result.fixed is not None]
         if self.mesh_sizes[axis] == 1:
             return self._single_options(axis)
         if not any(used) and not any(fixed):
             return [None]
-        options: list[Option] = [factor for factor in range(len(self.bound.factors)) if self._may_cut(factor, axis)]
+        options: list[Option] = [factor for factor in range(len(self.bound.factors)) if self._may_shard(factor)]
         for op in dict.fromkeys(use for use in used + fixed if isinstance(use, str)):
             options += passes(self.bound, op)
         return [None, *options]
 
     def _single_options(self, axis: int) -> list[Option]:
-        """An axis of one rank costs nothing; it follows the first operand that names it, so that results show it."""
+        """The option of an axis with one rank, which is free: as the first operand sharded over it."""
         for operand in self.operands:
             for dim, factors in zip(operand.layout.dims, operand.tensor.dims, strict=True):
-                if len(factors) == 1 and any(axis in f.axes for f in dim) and self._may_cut(factors[0], axis):
+                if len(factors) == 1 and any(axis in f.axes for f in dim) and self._may_shard(factors[0]):
                     return [factors[0]]
         return [None]
 
-    def _may_cut(self, index: int, axis: int) -> bool:
+    def _may_shard(self, index: int) -> bool:
         factor = self.bound.factors[index]
         if factor.kind is FactorKind.KERNEL:
             return index in self.kernels
         return factor.kind is not FactorKind.REPLICATED
 
     def _preferred_order(self, factor: int) -> tuple[int, ...]:
-        """The order in which the largest operand is cut along a factor: axes that share it keep that order."""
+        """The order of the axes over which the largest operand is sharded along a factor."""
         best: tuple[int, tuple[int, ...]] = (-1, ())
         for operand in self.operands:
             size = math.prod(operand.tensor.shape)
@@ -180,7 +180,7 @@ class ShardingPropagator:
     # ---- prices ---------------------------------------------------------------------------------------------
 
     def _cuts(self, options: Sequence[Option]) -> Cuts:
-        """The cuts of a choice, the axes of each factor in its preferred order."""
+        """The axes that shard factors in a choice; those of one factor are in its preferred order."""
         cuts = [(axis, option) for axis, option in enumerate(options) if isinstance(option, int)]
 
         def place(cut: tuple[int, int]) -> tuple[int, int, int]:
@@ -191,11 +191,11 @@ class ShardingPropagator:
         return tuple(sorted(cuts, key=place))
 
     def _allowed(self, cuts: Cuts) -> bool:
-        """Whether these cuts go together: even where they must be, one kernel, over axes that can talk."""
+        """Whether these shardings are possible together: even if needed, one kernel, over axes with a group."""
         by_factor: dict[int, tuple[int, ...]] = {}
         for axis, factor in cuts:
             by_factor[factor] = (*by_factor.get(factor, ()), axis)
-        talking: list[int] = []
+        kernel_axes: list[int] = []
         kernels: list[KernelCost] = []
         for index, axes in by_factor.items():
             bound = self.bound.factors[index]
@@ -203,13 +203,13 @@ class ShardingPropagator:
                 return False
             if bound.kind is FactorKind.KERNEL:
                 kernels.append(self.kernels[index])
-                talking += axes
-        if self.groups is not None and len(talking) > 1 and tuple(sorted(talking)) not in self.groups:
+                kernel_axes += axes
+        if self.groups is not None and len(kernel_axes) > 1 and tuple(sorted(kernel_axes)) not in self.groups:
             return False
         return len(kernels) <= 1 or all(kernel.joint for kernel in kernels)
 
     def _price(self, options: tuple[Option, ...], limit: float = math.inf) -> tuple[float, float]:
-        """Seconds and bytes of a choice; infinite as soon as they are seen to exceed a limit."""
+        """Seconds and bytes of a choice; infinite as soon as the seconds exceed the limit."""
         found = self._priced.get(options)
         if found is None:
             found = self._make_price(options, limit)
@@ -235,14 +235,14 @@ class ShardingPropagator:
             seconds += price
             output_bytes += nbytes
         axes = tuple(axis for axis, factor in cuts if self.bound.factors[factor].kind is FactorKind.KERNEL)
-        if axes:  # of one kernel, though it may be joint over several factors
+        if axes:  # of one kernel, which may handle several factors
             rounds, traffic, _ = self.kernels[dict(cuts)[axes[0]]]
             seconds += rounds * self.links.seconds(axes, len(axes), 0.0) if rounds else 0.0
             seconds += traffic * output_bytes / min(self.links.bandwidth[axis] for axis in axes)
         return seconds, memory + output_bytes
 
     def _operand(self, index: int, cuts: Cuts, options: Sequence[Option]) -> tuple[Layout, float, float]:
-        """An operand's layout under a choice, the price of bringing it there, and the bytes it then takes."""
+        """An operand's layout in a choice, the price of redistributing it, and the bytes of the new local tensor."""
         operand, mine = self.operands[index], self.factors_of[index]
         partial = self._operand_partial(operand.position, options)
         key = index, tuple([cut for cut in cuts if cut[1] in mine]), partial
@@ -255,7 +255,7 @@ class ShardingPropagator:
         return found
 
     def _result(self, index: int, cuts: Cuts, options: Sequence[Option]) -> tuple[Layout, float, float]:
-        """A result's layout under a choice, the price of what must still be done with it, and its bytes."""
+        """A result's layout in a choice, the price of reducing or redistributing it later, and its bytes."""
         result, mine = self.results[index], self.factors_of_results[index]
         passed = [(axis, option.op) for axis, option in enumerate(options) if isinstance(option, Passing)]
         partial = tuple(sorted((*output_partial(self.bound, result.output, cuts), *passed)))
@@ -267,12 +267,12 @@ class ShardingPropagator:
             if result.fixed is not None:
                 price = estimate(layout, result.fixed, result.itemsize, self.links)
             else:
-                price = self._later(layout, nbytes)
+                price = self._deferred(layout, nbytes)
             found = self._priced_results[key] = layout, price, nbytes
         return found
 
     def _operand_partial(self, position: int, options: Sequence[Option]) -> PartialAxes:
-        """The axes on which an operand is Partial: those that pass it on, and those on which it is a summand."""
+        """The axes on which an operand is Partial: it stays so, or it is added to a sum (see `summands`)."""
         partial = []
         for axis, option in enumerate(options):
             if isinstance(option, Passing) and position in option.operands:
@@ -287,13 +287,13 @@ class ShardingPropagator:
             found = self._summands_of[factor] = summands(self.bound, factor)
         return found
 
-    def _later(self, layout: Layout, nbytes: float) -> float:
-        """The price of reducing a Partial result in the end: a reduce-scatter."""
+    def _deferred(self, layout: Layout, nbytes: float) -> float:
+        """The price of reducing a Partial result later, by a reduce-scatter."""
         if not layout.partial:
             return 0.0
         axes = tuple(axis for axis, _ in layout.partial)
         peers = math.prod(self.mesh_sizes[axis] for axis in axes)
-        return _PATIENCE * self.links.seconds(axes, peers - 1, nbytes * (peers - 1) / peers)
+        return _DEFERRED * self.links.seconds(axes, peers - 1, nbytes * (peers - 1) / peers)
 
     def _decide(self, options: tuple[Option, ...]) -> Decision:
         cuts = self._cuts(options)
@@ -304,14 +304,14 @@ class ShardingPropagator:
 
 
 def _operand_op(bound: Bound, passing: Passing) -> str:
-    """The op of the operands, given that of the outputs: the same, but for antitone ops."""
+    """The op of the operands, given that of the outputs: the same, except for antitone ops."""
     if passing.op in ("max", "min") and passing.operands in bound.antitone and passing.operands not in bound.monotone:
         return "min" if passing.op == "max" else "max"
     return passing.op
 
 
 def _use(layout: Layout | None, axis: int) -> str | bool:
-    """What an axis does to a tensor: a reduction's op, True where it cuts, False where it replicates."""
+    """How a tensor uses an axis: the op if it is Partial there, else whether it is sharded over it."""
     if layout is None:
         return False
     for partial_axis, op in layout.partial:
