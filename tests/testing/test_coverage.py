@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise._torch.testing import operator_database
 from shardwise.ops.registry import registry
 from shardwise.testing.coverage import distribution, table
 from shardwise.testing.coverage.__main__ import FEWER, chosen, main
 from shardwise.testing.coverage.entry import Effort, Outcome, cover
-from shardwise.testing.coverage.samples import MESHES, PLAIN, Sweep, choices, database, samples
+from shardwise.testing.coverage.samples import MESHES, PLAIN, Sweep, choices, samples
 from shardwise.testing.coverage.sides import Processes, Simulated
 from shardwise.testing.coverage.trial import Answer
 from tests.processes.pool import on_processes
@@ -173,4 +174,4 @@ class TestTable:
         assert "| with errors | 0 |" in text
         if torch.__version__.startswith("2.13"):
             rows = [line for line in text.splitlines() if line.startswith("| ") and line.count(" | ") >= 5]
-            assert len(rows) > 0.9 * len(database())
+            assert len(rows) > 0.9 * len(operator_database())

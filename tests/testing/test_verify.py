@@ -13,24 +13,24 @@ import shardwise
 from shardwise.comm.groups import adopt
 from shardwise.ops.registry import registry
 from shardwise.testing import verify as verifier
-from shardwise.testing.calls import recorded, try_call
+from shardwise.testing.calls import Failure, recorded, try_call
 from shardwise.testing.probe import probe
 from shardwise.testing.samples import Sample
+from shardwise.testing.verify.__main__ import QUICK_ENTRIES, main
 from tests.ops.helpers import r
 
 
 @pytest.fixture
 def rules() -> Iterator[Any]:
     """What a test registers is gone afterwards."""
-    verifier._tried.clear()
     with registry.restored():
         yield registry
 
 
 def test_quick(capsys: pytest.CaptureFixture[str]) -> None:
-    assert verifier.main(["--quick"]) == 0, capsys.readouterr().out
+    assert main(["--quick"]) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
-    assert f"{verifier.QUICK_ENTRIES} entries, " in said
+    assert f"{QUICK_ENTRIES} entries, " in said
     assert "0 entries with failures" in said
 
 
@@ -70,12 +70,12 @@ def test_wrong_rules_are_caught(case: str, rules: Any) -> None:
 
 
 def test_a_crash_is_a_failure_of_its_entry() -> None:
-    class Crashing(verifier._Child):
-        def _line(self, patience: float) -> str:
+    class Crashing(verifier.Child):
+        def line(self, seconds: float) -> str:
             assert self.process
             self.process.kill()
             self.process.wait()
-            return super()._line(patience)
+            return super().line(seconds)
 
     child = Crashing(verifier.QUICK, 0)
     report = child.ask("abs")
@@ -109,6 +109,6 @@ def test_no_hint_where_there_is_nothing_to_gain(rules: Any) -> None:
 
 
 def test_reports_travel_as_json() -> None:
-    report = verifier.Report("x", failures=[verifier.Failure("wrong", "op", "where", "text")])
-    assert verifier.Failure(*json.loads(json.dumps(report.failures))[0]) == report.failures[0]
+    report = verifier.Report("x", failures=[Failure("wrong", "op", "where", "text")])
+    assert Failure(*json.loads(json.dumps(report.failures))[0]) == report.failures[0]
     assert "wrong  x: op where" in verifier.summary([report], by_rule=False)

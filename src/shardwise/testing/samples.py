@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .._torch import pytree
+from .._torch.testing import OpInfo, operator_database
 from .checker import plain_run
 from .own_samples import OWN
 
@@ -44,11 +45,8 @@ class Sample(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def _database() -> dict[str, Any]:
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    found = {f"{op.name}:{op.variant_test_name}" if op.variant_test_name else op.name: op for op in op_db}
-    return {name: op for name, op in found.items() if not any(part in name for part in SKIPPED)}
+def _database() -> dict[str, OpInfo]:
+    return {name: op for name, op in operator_database().items() if not any(part in name for part in SKIPPED)}
 
 
 def names() -> list[str]:

@@ -23,10 +23,11 @@ from pathlib import Path
 
 import torch
 
+from ..._torch.testing import operator_database
 from ..children import Lost, in_children
 from .entry import Effort, Outcome, cover
 from .processes import TOGETHER, SideOfRank, cover_on_processes
-from .samples import Sweep, database
+from .samples import Sweep
 from .sides import Processes, Simulated
 from .table import DOCUMENT, document, read_reference, summary, write_reference
 
@@ -65,7 +66,7 @@ def _simulated(names: Sequence[str], effort: Effort, seed: int, sweep: Sweep) ->
 
 def chosen(only: str | None, count: int | None, seed: int) -> list[str]:
     """Entries whose names contain one of the parts, or are one after `=`; or so many of them, by the seed."""
-    names = list(database())
+    names = list(operator_database())
     if only:
         parts = only.split(",")
         return [name for name in names if any(name == part[1:] if part[0] == "=" else part in name for part in parts)]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..._torch import pytree
+from ..._torch.testing import operator_database
 from ...dispatch.dispatcher import Planned
 from ...dispatch.modes import explicit
 from ...errors import CommunicationError
@@ -25,7 +26,7 @@ from ...sharding.spec import TensorMeta
 from ...tensor.dtensor import DTensor
 from ..calls import Recorded
 from .distribution import other_seeds, same_distribution
-from .samples import MESHES, PLAIN, Placed, Sample, Sweep, choices, database, samples
+from .samples import MESHES, PLAIN, Placed, Sample, Sweep, choices, samples
 from .sides import Side, Simulated
 from .trial import Answer, Trial, called
 
@@ -184,7 +185,7 @@ def _served(plans: Sequence[Planned]) -> Iterator[tuple[str, str]]:
 
 def _rule(name: str, calls: Sequence[Recorded]) -> str:
     """The rule of the op that an entry is named after, for one of its calls; empty if there is no such op."""
-    names = {name.partition(":")[0].rpartition(".")[2].strip("_"), database()[name].aten_name.strip("_")}
+    names = {name.partition(":")[0].rpartition(".")[2].strip("_"), operator_database()[name].aten_name.strip("_")}
     for call in calls:
         found = rule_for(call.func)
         if found is not None and call.func._schema.name.removeprefix("aten::").strip("_") in names:

@@ -13,8 +13,8 @@ from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
+from ..._torch.testing import TCPStore
 from ..children import in_children
 from .entry import Effort, Outcome, cover
 from .samples import Sweep

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..._torch import pytree
+from ..._torch.testing import OpInfo, operator_database
 from ...sharding.placement import Partial, Placement, Replicate, Shard
 from ..samples import exact
 
@@ -56,17 +56,9 @@ class Sample(NamedTuple):
         return [value for value in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(value, Tensor)]
 
 
-@lru_cache(maxsize=1)
-def database() -> dict[str, Any]:
-    """The entries by name; variants of one function have names such as `norm:fro`."""
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    return {f"{op.name}:{op.variant_test_name}" if op.variant_test_name else op.name: op for op in op_db}
-
-
 def dtype_of(name: str, sweep: Sweep) -> torch.dtype | None:
     """The dtype that an entry is sampled with; None where it takes none of those asked for."""
-    supported = database()[name].supported_dtypes("cpu")
+    supported = operator_database()[name].supported_dtypes("cpu")
     if sweep.dtype:
         dtype: torch.dtype = getattr(torch, sweep.dtype)
         return dtype if dtype in supported else None
@@ -76,7 +68,7 @@ def dtype_of(name: str, sweep: Sweep) -> torch.dtype | None:
 
 def samples(name: str, sweep: Sweep, count: int, seed: int) -> list[Sample]:
     """Samples of an entry, chosen by the seed: with tensors, and small if there are small ones."""
-    op, dtype = database()[name], dtype_of(name, sweep)
+    op, dtype = operator_database()[name], dtype_of(name, sweep)
     fn = _variant(op, sweep.variant)
     if dtype is None or fn is None:
         return []
@@ -97,7 +89,7 @@ def _numel(sample: Sample) -> int:
     return sum(tensor.numel() for tensor in sample.tensors)
 
 
-def _variant(op: Any, variant: str) -> Callable[..., Any] | None:
+def _variant(op: OpInfo, variant: str) -> Callable[..., Any] | None:
     if variant == "inplace":
         return op.inplace_variant
     if variant == "out":
@@ -105,7 +97,9 @@ def _variant(op: Any, variant: str) -> Callable[..., Any] | None:
     return op.op
 
 
-def _given(name: str, op: Any, fn: Callable[..., Any], dtype: torch.dtype, sweep: Sweep, seed: int) -> Iterator[Sample]:
+def _given(
+    name: str, op: OpInfo, fn: Callable[..., Any], dtype: torch.dtype, sweep: Sweep, seed: int
+) -> Iterator[Sample]:
     """What the database gives, as tensors of our own; drawn again where that are too few samples for a choice."""
     grad = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex) and sweep.variant != "out"
     for again in range(3):
