@@ -1,13 +1,13 @@
-"""Calls of single ops: recorded while a function runs, then tried with every placement that the op's rule allows.
+"""Calls of single ops: recorded while a function runs, then tried with the placements that the op's rule allows.
 
 >>> calls = recorded(torch.nn.functional.linear, (x, weight), {})
 >>> [str(call.func) for call in calls]
 ['aten.t.default', 'aten.mm.default', ...]
 >>> try_call(calls[1], (2,))
-Tried(cases=4, failures=[])
+Tried(cases=9, failures=[])
 
-The functions of users meet a rule with the placements that the propagator chooses for them. Here the operands come
-just as a rule wants them: cut along one of its factors, or Partial where it says that Partial may pass.
+Here operands already have placements that need no communication: sharded along a factor of the rule, or Partial if the
+rule allows it. A random choice of placements would rarely be one of these.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,13 +28,12 @@ from .._torch.modes import TorchDispatchMode
 from .._torch.ops import OpOverload
 from ..comm.groups import adopt
 from ..dispatch.arguments import Argument
-from ..dispatch.bind_call import BoundCall, bind_call
-from ..dispatch.bind_call import Place as Where
+from ..dispatch.bind_call import BoundCall, Place, bind_call
 from ..dispatch.result_meta import NoRule
 from ..errors import ShardwiseError
 from ..notation import Bound, Passing, cut_layout, passes, summands, tensor_arguments
 from ..ops.registry import rule_for
-from ..sharding.layout import Layout, PartialAxes
+from ..sharding.layout import Factor, Layout
 from ..sharding.mesh import MeshInfo
 from ..sharding.placement import Replicate
 from ..sharding.spec import DTensorSpec, TensorMeta, contiguous_meta
@@ -45,15 +45,14 @@ from .values import assemble, with_spec
 AVERAGED = 1e30  # the largest number that averages are tried with
 
 INDEFINITE = ("empty", "resize")
-"""Parts of names of ops whose results are left undefined."""
-
+"""Parts of names of ops whose results are undefined."""
 
 HALF = (torch.float16, torch.bfloat16, torch.complex32)
-"""Sums in these round visibly, in another order otherwise."""
+"""Dtypes in which the order of a sum changes its result visibly."""
 
 
 class Recorded(NamedTuple):
-    """One call of an op, on plain tensors that are its own."""
+    """One call of an op, with its own copies of plain tensors."""
 
     func: OpOverload
     args: tuple[Any, ...]
@@ -61,7 +60,7 @@ class Recorded(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """What went wrong: `wrong` numbers or an `error`, of which op, with which operands."""
+    """A failure: its kind (`wrong` numbers or an `error`), the op, the specs of its operands, and the error."""
 
     kind: str
     op: str
@@ -70,19 +69,19 @@ class Failure(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """How many placements of a call were compared, and those that failed."""
+    """How many placements of a call were tried, and the failures."""
 
     cases: int
     failures: list[Failure]
 
 
 def call_key(func: OpOverload, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """What tells calls apart that a rule may treat differently."""
+    """Return a key that differs for calls that a rule may treat differently."""
     return func, str(pytree.tree_map_only(Tensor, lambda t: (tuple(t.shape), t.dtype), (args, kwargs)))
 
 
 class Recorder(TorchDispatchMode):
-    """Notes each op that is called, and whether any of them draws random numbers."""
+    """Records each op that is called, and whether any of them draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,13 +99,13 @@ class Recorder(TorchDispatchMode):
 
 
 def _draws(func: OpOverload, kwargs: dict[str, Any]) -> bool:
-    # The checker's own weights come from a generator of their own; attention draws for dropout, which is off.
+    # The checker draws its weights from a generator; attention draws for dropout, which is off.
     seeded = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
     return seeded and "attention" not in func._schema.name
 
 
 def recorded(fn: Any, args: Sequence[Any], kwargs: dict[str, Any], grad: bool = True) -> list[Recorded] | None:
-    """The ops that a function and its backward call, each shape of each once; None if it draws random numbers."""
+    """Return the ops that a function and its backward call, once for each shape; None if it draws random numbers."""
     with Recorder() as recorder:
         plain_run(fn, args, kwargs, grad, 0)
     if recorder.draws:
@@ -122,50 +121,89 @@ def _is_definite(call: Recorded) -> bool:
 # ---- a rule bound to a call -----------------------------------------------------------------------------------------
 
 
-def bound_call(call: Recorded, mesh_info: MeshInfo) -> BoundCall | None:
-    """Bind a call as dispatch does. None if the op has no rule for it, or is an op on lists."""
+def bound_call(
+    call: Recorded, mesh_info: MeshInfo, specs: Mapping[Place, DTensorSpec] = MappingProxyType({})
+) -> BoundCall | None:
+    """Bind a call as dispatch does, with these specs for some operands and the others replicated.
+
+    Returns None if the op has no rule for the call, or is an op on lists.
+    """
     resolved = rule_for(call.func)
     if resolved is None or resolved.variant == "foreach":
         return None
-    args, kwargs = pytree.tree_map_only(Tensor, _argument, (call.args, call.kwargs))
+
+    def argument(where: int | str, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [_argument(element, specs.get((where, i))) for i, element in enumerate(value)]
+        return _argument(value, specs.get((where, None)))
+
+    args = [argument(i, value) for i, value in enumerate(call.args)]
     try:
-        return bind_call(resolved, args, kwargs, mesh_info)
+        return bind_call(resolved, args, {n: argument(n, v) for n, v in call.kwargs.items()}, mesh_info)
     except NoRule:
         return None
 
 
-def _argument(tensor: Tensor) -> Argument:
-    return Argument(TensorMeta(tensor.shape, tensor.stride(), tensor.dtype), None)
+def _argument(value: Any, spec: DTensorSpec | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return Argument(TensorMeta(value.shape, value.stride(), value.dtype), spec)
+
+
+def split_call(call: Recorded, found: BoundCall, mesh_info: MeshInfo, seed: int) -> BoundCall | None:
+    """Bind a call again with one operand sharded inside a dim, which splits a factor; None if none can be split."""
+    places = [(index, dim) for index, operand in enumerate(found.operands) for dim in range(len(operand.tensor.shape))]
+    random.Random(f"{seed} {found.bound!r} {mesh_info.sizes}").shuffle(places)
+    for index, dim in places:
+        tensor, (where, element) = found.operands[index].tensor, found.places[index]
+        size = tensor.shape[dim]
+        outer = next((n for n in range(2, size // 2 + 1) if size % n == 0), None)
+        value = call.args[where] if isinstance(where, int) else call.kwargs[where]
+        value = value if element is None else value[element]
+        if outer is None or len(tensor.dims[dim]) != 1 or not isinstance(value, Tensor):
+            continue
+        dims = [(Factor(n, ()),) for n in tensor.shape]
+        split = (Factor(outer, ()), Factor(size // outer, (0,)))
+        layout = Layout.make(mesh_info.sizes, [*dims[:dim], split, *dims[dim + 1 :]])
+        spec = DTensorSpec.from_layout(mesh_info, layout, contiguous_meta(value.shape, value.dtype))
+        refined = bound_call(call, mesh_info, {(where, element): spec})
+        if refined is not None and len(refined.bound.factors) > len(found.bound.factors):
+            return refined
+    return None
 
 
 # ---- the placements it allows ---------------------------------------------------------------------------------------
 
 Option = int | tuple[str, Passing] | None
-"""What an axis does: cut a factor, hold operands as Partial by an op, or nothing."""
+"""What an axis does: shard a factor, hold operands as Partial by an op, or nothing."""
 
 
-def allowed(bound: Bound, mesh_sizes: tuple[int, ...], limit: int, seed: int) -> Iterator[tuple[Option, ...]]:
-    """What each axis may do, for all axes together; a sample of them if there are more than `limit`."""
-    options = []
-    for size in mesh_sizes:
-        cuts: list[Option] = [
-            index
-            for index, factor in enumerate(bound.factors)
-            if not factor.must_replicate
-            and not (factor.even and factor.size % math.prod(mesh_sizes))
-            and factor.size
-            and size
-        ]
-        passing: list[Option] = [(op, way) for op in ("sum", "avg", "max", "min") for way in passes(bound, op)]
-        options.append([*cuts, *passing, *([None] if len(mesh_sizes) > 1 else [])])
-    everything = list(itertools.product(*options))
-    if len(everything) > limit:
-        everything = random.Random(f"{seed} {bound!r} {mesh_sizes}").sample(everything, limit)
-    yield from everything
+def allowed(
+    bound: Bound, mesh_sizes: tuple[int, ...], limit: int, seed: int, among: Collection[int] | None = None
+) -> list[tuple[Option, ...]]:
+    """Return what all axes may do together: all combinations, or a sample of `limit` of them.
+
+    With `among`, only those in which some axis shards one of these factors.
+    """
+    ranks = math.prod(mesh_sizes)
+    options: list[Option] = [
+        index
+        for index, factor in enumerate(bound.factors)
+        if factor.size and not factor.must_replicate and not (factor.even and factor.size % ranks)
+    ]
+    options += [(op, way) for op in ("sum", "avg", "max", "min") for way in passes(bound, op)]
+    if len(mesh_sizes) > 1:
+        options.append(None)
+    found = list(itertools.product(options, repeat=len(mesh_sizes)))
+    if among is not None:
+        found = [chosen for chosen in found if not set(among).isdisjoint(o for o in chosen if isinstance(o, int))]
+    if len(found) > limit:
+        found = random.Random(f"{seed} {bound!r} {mesh_sizes}").sample(found, limit)
+    return found
 
 
 def layouts(found: BoundCall, mesh_sizes: tuple[int, ...], chosen: Sequence[Option]) -> list[Layout]:
-    """How each operand then is laid out."""
+    """Return the layout of each operand when the axes do this."""
     cuts = tuple((axis, option) for axis, option in enumerate(chosen) if isinstance(option, int))
     result = []
     for operand in found.operands:
@@ -175,8 +213,7 @@ def layouts(found: BoundCall, mesh_sizes: tuple[int, ...], chosen: Sequence[Opti
                 partial.append((axis, option[0]))
             elif isinstance(option, int) and operand.position in summands(found.bound, option):
                 partial.append((axis, "sum"))
-        axes: PartialAxes = tuple(partial)
-        result.append(cut_layout(operand.tensor, found.bound, mesh_sizes, cuts, axes))
+        result.append(cut_layout(operand.tensor, found.bound, mesh_sizes, cuts, tuple(partial)))
     return result
 
 
@@ -184,12 +221,15 @@ def layouts(found: BoundCall, mesh_sizes: tuple[int, ...], chosen: Sequence[Opti
 
 
 def try_call(call: Recorded, mesh_sizes: tuple[int, ...], limit: int = 12, seed: int = 0) -> Tried:
-    """The call with every placement that its rule allows on a mesh, compared with the plain call."""
+    """Compare a call with the plain call, for up to `limit` of the placements that its rule allows on a mesh.
+
+    For half as many, some operand is sharded inside a dim.
+    """
     with simulate(math.prod(mesh_sizes)):
-        mesh = init_device_mesh("cpu", mesh_sizes)
-        mesh_info = adopt(mesh)
+        mesh_info = adopt(init_device_mesh("cpu", mesh_sizes))
         try:
             found = bound_call(call, mesh_info)
+            split = None if found is None else split_call(call, found, mesh_info, seed)
         except Exception as error:
             return Tried(1, [_failure("error", call, "binding its rule", error)])
         if found is None:
@@ -198,12 +238,17 @@ def try_call(call: Recorded, mesh_sizes: tuple[int, ...], limit: int = 12, seed:
             wanted = _run(call, {})
         except Exception:
             return Tried(0, [])  # an op on memory that only the program's own tensors have
+        tries = [(found, chosen) for chosen in allowed(found.bound, mesh_sizes, limit, seed)]
+        if split is not None:
+            old = {factor.name for factor in found.bound.factors}
+            new = [index for index, factor in enumerate(split.bound.factors) if factor.name not in old]
+            tries += [(split, chosen) for chosen in allowed(split.bound, mesh_sizes, limit // 2, seed, new)]
         cases, failures = 0, []
-        for chosen in allowed(found.bound, mesh_sizes, limit, seed):
+        for bound, chosen in tries:
             try:
-                given = _distributed(call, found, mesh_info, layouts(found, mesh_sizes, chosen))
+                given = _distributed(call, bound, mesh_info, layouts(bound, mesh_sizes, chosen))
             except ShardwiseError:
-                continue  # no such cut, or no such reduction of this dtype
+                continue  # no such layout, or no such reduction of this dtype
             cases += 1
             where = ", ".join(repr(tensor._spec) for tensor in given.values())
             try:
@@ -219,15 +264,15 @@ def _failure(kind: str, call: Recorded, where: str, error: Exception) -> Failure
     return Failure(kind, str(call.func), where, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
 
-def _distributed(call: Recorded, found: BoundCall, mesh_info: MeshInfo, wanted: list[Layout]) -> dict[Where, DTensor]:
-    made: dict[Where, DTensor] = {}
+def _distributed(call: Recorded, found: BoundCall, mesh_info: MeshInfo, wanted: list[Layout]) -> dict[Place, DTensor]:
+    made: dict[Place, DTensor] = {}
     for number, ((where, index), layout) in enumerate(zip(found.places, wanted, strict=True)):
         value = call.args[where] if isinstance(where, int) else call.kwargs[where]
         tensor = value if index is None else value[index]
         if isinstance(tensor, Tensor) and (tensor.dim() or layout.partial):
             averaged = any(op == "avg" for _, op in layout.partial)
             if averaged and not bool((tensor.to(torch.complex128).abs() < AVERAGED).all()):
-                raise ShardwiseError("an average of numbers so large overflows")
+                raise ShardwiseError("the average of such large numbers overflows")
             spec = DTensorSpec.from_layout(mesh_info, layout, contiguous_meta(tensor.shape, tensor.dtype))
             made[where, index] = with_spec(tensor, spec, seed=number)
     if not made:
@@ -242,8 +287,8 @@ def _distributed(call: Recorded, found: BoundCall, mesh_info: MeshInfo, wanted: 
     return made
 
 
-def _run(call: Recorded, given: dict[Where, DTensor]) -> list[Any]:
-    """The results of a call, then its arguments as it leaves them; some arguments may be distributed."""
+def _run(call: Recorded, given: dict[Place, DTensor]) -> list[Any]:
+    """Return the results of a call, and its arguments after the call; those in `given` are distributed."""
 
     def own(where: int | str, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -265,6 +310,6 @@ def _compare(wanted: list[Any], found: list[Any]) -> None:
         if not isinstance(want, Tensor):
             assert want == have or want != want, f"{have!r} instead of {want!r}"
             continue
-        whole = assemble(have) if isinstance(have, DTensor) else have
+        value = assemble(have) if isinstance(have, DTensor) else have
         rtol, atol = (5e-2, 5e-2) if want.dtype in HALF else (1e-4, 1e-5)
-        torch.testing.assert_close(whole, want, rtol=rtol, atol=atol, equal_nan=True, check_stride=False)
+        torch.testing.assert_close(value, want, rtol=rtol, atol=atol, equal_nan=True, check_stride=False)

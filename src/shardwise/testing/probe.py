@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from .._torch import pytree
-from ..dispatch.bind_call import BoundCall
-from ..dispatch.bind_call import Place as Where
+from ..dispatch.bind_call import BoundCall, Place
 from ..sharding.mesh import MeshInfo
 from .calls import Recorded, bound_call
 
@@ -100,8 +99,8 @@ def _ways_of_one(call: Recorded, found: BoundCall, factor: int, bounds: list[int
     return [set(_ways_together(want, [piece[i] for piece in pieces])) for i, want in enumerate(whole)]
 
 
-def _dims_to_cut(found: BoundCall, factor: int) -> dict[Where, int] | None:
-    cut: dict[Where, int] = {}
+def _dims_to_cut(found: BoundCall, factor: int) -> dict[Place, int] | None:
+    cut: dict[Place, int] = {}
     for operand, place in zip(found.operands, found.places, strict=True):
         dims = [dim for dim, factors in enumerate(operand.tensor.dims) if factor in factors]
         if any(len(operand.tensor.dims[dim]) > 1 for dim in dims) or len(dims) > 1:
@@ -111,7 +110,7 @@ def _dims_to_cut(found: BoundCall, factor: int) -> dict[Where, int] | None:
     return cut
 
 
-def _on_piece(call: Recorded, cut: dict[Where, int], start: int, stop: int) -> Any:
+def _on_piece(call: Recorded, cut: dict[Place, int], start: int, stop: int) -> Any:
     def piece(where: int | str, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [part(element, cut.get((where, i))) for i, element in enumerate(value)]
