@@ -13,7 +13,8 @@ from shardwise import Partial, Placement, Replicate, Shard
 from shardwise.notation import bind, parse, summands
 from shardwise.ops.registry import rule_for
 from shardwise.testing import check, make_dtensor
-from shardwise.testing.calls import Recorded, try_call
+from shardwise.testing.calls import try_call
+from shardwise.testing.recording import Recorded
 
 OPS: dict[str, tuple[str, Callable[..., Tensor], int, set[int]]] = {
     # name: rule, what it computes, how many of its operands lack k, and which of these are summands of k

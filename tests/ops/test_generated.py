@@ -20,8 +20,9 @@ from shardwise.ops.generated import Line, read, read_line
 from shardwise.ops.registry import resolve, rule_for
 from shardwise.ops.served import served_by
 from shardwise.testing import assemble
-from shardwise.testing.calls import Recorded, try_call
+from shardwise.testing.calls import try_call
 from shardwise.testing.generate import PROBED
+from shardwise.testing.recording import Recorded
 from tests.ops.helpers import on, r, ranks
 
 aten = torch.ops.aten

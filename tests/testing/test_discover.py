@@ -12,8 +12,9 @@ from torch import Tensor
 import shardwise
 from shardwise.ops.registry import registry
 from shardwise.testing import check, discover
-from shardwise.testing.calls import Recorded
-from shardwise.testing.cuts import Cut, Setup, factors_of
+from shardwise.testing.cuts import Cut, factors_of
+from shardwise.testing.probe_call import ProbeCall
+from shardwise.testing.recording import Recorded
 from tests.ops.helpers import r
 
 aten = torch.ops.aten
@@ -28,7 +29,7 @@ def rules() -> Iterator[None]:
 
 def found(op: Any, *args: Any, **kwargs: Any) -> set[tuple[Any, ...]]:
     """The cuts of one call, in this process: dims, and the ways to the results."""
-    cuts = factors_of(Setup(Recorded(op, args, kwargs))) or []
+    cuts = factors_of(ProbeCall(Recorded(op, args, kwargs))) or []
     return {(cut.dims, *cut.ways) for cut in cuts}
 
 
@@ -84,12 +85,12 @@ def test_ways(case: str) -> None:
 
 
 def test_arguments_that_hold_sizes() -> None:
-    cuts = factors_of(Setup(Recorded(aten.view.default, (r(3, 4, 5), [3, 20]), {})))
+    cuts = factors_of(ProbeCall(Recorded(aten.view.default, (r(3, 4, 5), [3, 20]), {})))
     assert cuts == [Cut(((0, 0),), (("concat", 0),), (("size", 0),))]
 
 
 def test_no_results_no_evidence() -> None:
-    assert factors_of(Setup(Recorded(aten.relu.default, (r(0, 3),), {}))) is None
+    assert factors_of(ProbeCall(Recorded(aten.relu.default, (r(0, 3),), {}))) is None
 
 
 # ---- lines ----------------------------------------------------------------------------------------------------------
@@ -161,5 +162,8 @@ def test_crashes_and_hangs_stay_in_the_child() -> None:
 
 
 def test_no_samples() -> None:
-    with pytest.raises(shardwise.errors.InputError, match=r"no samples of aten\.relu\.default: give some calls to try"):
+    with pytest.raises(
+        shardwise.errors.InputError,
+        match=r"no samples of aten\.relu\.default: pass at least one call",
+    ):
         discover(aten.relu.default, [])

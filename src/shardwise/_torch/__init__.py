@@ -11,6 +11,7 @@
     async_tensors   results of functional collectives whose data is under way
     script_objects  process groups boxed in script objects
     above_autograd  kernels that run before autograd takes a function apart
+    testing         PyTorch's operator database, and a store between processes, for `shardwise.testing`
 
 `docs/internals.md` lists every name, what relies on it, and the test that fails when PyTorch changes it.
 """

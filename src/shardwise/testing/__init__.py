@@ -1,8 +1,7 @@
-"""Testing: distributed tensors with known values, and hypothesis strategies for them.
+"""Testing distributed code: tensors with known values, a checker, and hypothesis strategies.
 
-`make_dtensor` builds a tensor with any placements straight from index arithmetic, and `assemble` puts the whole value
-together again from the shards. Neither communicates, so a test that goes through them shares no code with
-what it tests:
+`make_dtensor` makes a tensor with any placements by index arithmetic, and `assemble` returns its global value from the
+shards. Neither communicates, so a test that uses them shares no code with what it tests:
 
 >>> with shardwise.simulate(4):
 ...     mesh = init_device_mesh("cpu", (2, 2))
@@ -11,11 +10,9 @@ what it tests:
 ...     torch.equal(assemble(x.redistribute(placements=[Shard(1), Replicate()])), value)
 True
 
-`check` compares a function on distributed tensors with the one-device answer; `discover` finds the rule of an op by
-trying it on cut inputs.
-
-`shardwise.testing.strategies` draws meshes, shapes, dtypes, placements and specs. It needs hypothesis, which is
-imported when it is first used.
+`check` compares a function on distributed tensors with the one-device answer. `discover` finds the rule of an op by
+trying it on pieces of sample inputs. `shardwise.testing.strategies` draws meshes, shapes, dtypes, placements and specs;
+it imports hypothesis on first use.
 """
 
 from __future__ import annotations
@@ -25,7 +22,8 @@ from typing import Any
 
 from .checker import Checked, Mismatch, check
 from .discovery import Discovered, discover
-from .values import assemble, make_dtensor, operands
+from .partial_operands import operands
+from .values import assemble, make_dtensor
 
 __all__ = ["assemble", "make_dtensor", "operands", "check", "Checked", "Mismatch", "discover", "Discovered"]
 

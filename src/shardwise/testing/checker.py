@@ -26,7 +26,7 @@ MESHES = ((2,), (3,), (4,), (2, 2))
 
 
 class Checked(NamedTuple):
-    """How many placements were compared, and how many were skipped since the tensor cannot have them."""
+    """How many placements were compared, and how many were skipped because the tensor cannot have them."""
 
     cases: int
     skipped: int
@@ -51,9 +51,9 @@ def check(
 ) -> Checked:
     """Compare `fn` on distributed tensors with `fn` on the plain ones, for every placement of every tensor argument.
 
-    Tensors may stand anywhere in `args` and `kwargs`, also in lists. On each mesh at most `limit` combinations are
-    tried, chosen by `seed`. Floating tensors are tried as Partial too. With `grad`, gradients of a random
-    weighting of all floating results are compared as well, and so are tensors that `fn` writes to.
+    Tensors may be anywhere in `args` and `kwargs`, also in lists. On each mesh at most `limit` combinations are tried,
+    chosen by `seed`. Floating-point tensors are also tried as Partial. With `grad`, gradients of a random weighted
+    sum of all floating-point results are compared too, and so are tensors that `fn` writes.
     """
     plain = plain_run(fn, args, kwargs, grad, seed)
     tensors = [value for value in _leaves((args, kwargs)) if isinstance(value, Tensor)]
@@ -81,7 +81,7 @@ def _choices(
     seed: int,
     placements: Sequence[Sequence[Sequence[Placement]]] | None,
 ) -> Iterator[tuple[Sequence[Placement], ...]]:
-    """Placements for all tensors at once: all combinations, or a sample of them."""
+    """Yield placements for all tensors: all combinations, or a sample of them."""
     if placements is not None:
         yield from (tuple(choice) for choice in placements if len(choice[0]) == len(mesh_sizes))
         return
@@ -107,7 +107,7 @@ class _Run(NamedTuple):
 
 
 def plain_run(fn: Callable[..., Any], args: Any, kwargs: Any, grad: bool, seed: int) -> _Run:
-    """The one-device answer: results, gradients, and the arguments as the function left them."""
+    """Return the one-device answer: results, gradients, and the arguments after the call."""
     copies = {id(t): _leaf(t.detach().clone(), grad) for t in _leaves((args, kwargs)) if isinstance(t, Tensor)}
     return _run(fn, args, kwargs, copies, list(copies.values()), grad, seed)
 
@@ -126,7 +126,7 @@ def _run(
     grad: bool,
     seed: int,
 ) -> _Run:
-    # Writing to a leaf that requires grad is refused, so functions see a value made from it.
+    # PyTorch refuses to write to a leaf that requires grad, so the function gets a tensor computed from it.
     seen = {key: t * 1 if t.requires_grad else t.clone() for key, t in given.items()}
     results = list(_leaves(fn(*_replaced(args, seen), **_replaced(kwargs, seen))))
     gradients: list[Tensor | None] = [None] * len(leaves)
@@ -144,7 +144,7 @@ def _run(
 
 
 def _weight(output: Tensor, seed: int) -> Any:
-    """Random weights of the whole output, cut as it is cut."""
+    """Return random weights of the shape of an output; replicated if the output is distributed."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(tuple(output.shape), generator=generator, dtype=torch.float64).to(output.dtype)
     if isinstance(output, DTensor):

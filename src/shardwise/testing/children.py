@@ -1,9 +1,9 @@
-"""Work in child processes that may crash or hang: forked, so that they know all that this process knows.
+"""Jobs in forked child processes, which may crash or hang.
 
 >>> dict(in_children({"a": lambda: 1, "b": os.abort}, count=2, seconds=5))
 {'a': 1, 'b': Lost('crash')}
 
-A fork knows the ops that the caller has defined, wherever. Its threads are gone, so it computes with one.
+A fork has all ops that the caller has defined. It has no other threads, so it computes with one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 
 class Lost(NamedTuple):
-    """No answer: a `crash`, more time than allowed (`slow`), or an error's text."""
+    """The reason why a job has no result: `crash`, `slow` (out of time), or the text of an error."""
 
     reason: str
 
@@ -31,13 +31,13 @@ class _Child(NamedTuple):
     name: Hashable
     pid: int
     deadline: float
-    said: list[bytes]
+    received: list[bytes]
 
 
 def in_children(
     jobs: Mapping[Any, Callable[[], Any]], count: int = 2, seconds: float = 120.0
 ) -> Iterator[tuple[Any, Any]]:
-    """The result of each job, as they are ready; `Lost` where a job gave none. `count` jobs run at a time."""
+    """Yield the result of each job when it is ready, or `Lost` if there is none. `count` jobs run at a time."""
     waiting = list(jobs.items())[::-1]
     selector = selectors.DefaultSelector()
     running: dict[int, _Child] = {}
@@ -48,11 +48,11 @@ def in_children(
                 pid, pipe = _fork(work)
                 running[pipe] = _Child(name, pid, time.monotonic() + seconds, [])
                 selector.register(pipe, selectors.EVENT_READ)
-            patience = max(0.0, min(child.deadline for child in running.values()) - time.monotonic())
-            ready = {key.fd for key, _ in selector.select(patience)}
+            timeout = max(0.0, min(child.deadline for child in running.values()) - time.monotonic())
+            ready = {key.fd for key, _ in selector.select(timeout)}
             for pipe, child in list(running.items()):
                 data = os.read(pipe, 1 << 20) if pipe in ready else b""
-                child.said.append(data)
+                child.received.append(data)
                 late = time.monotonic() > child.deadline
                 if late or (pipe in ready and not data):
                     selector.unregister(pipe)
@@ -77,12 +77,12 @@ def _fork(work: Callable[[], Any]) -> tuple[int, int]:
 
 
 def _answer(work: Callable[[], Any], write: int) -> NoReturn:
-    """The child's life: it never returns to the caller's code."""
+    """Run the job in the child and send its result. Never returns to the caller's code."""
     try:
         faulthandler.disable()
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in (1, 2):
-            os.dup2(nowhere, stream)  # what crashing kernels print is no answer
+            os.dup2(nowhere, stream)  # crashing kernels print to these
         torch.set_num_threads(1)
         try:
             answer = work()
@@ -102,6 +102,6 @@ def _ended(child: _Child, pipe: int, late: bool) -> Any:
     if late:
         return Lost("slow")
     try:
-        return pickle.loads(b"".join(child.said))
+        return pickle.loads(b"".join(child.received))
     except (EOFError, pickle.UnpicklingError):
         return Lost("crash")

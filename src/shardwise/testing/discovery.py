@@ -1,11 +1,11 @@
-"""The rule of an op, found by trying it: `discover` cuts sample inputs and sees what puts the results together.
+"""`discover` finds the rule of an op by trying it: it splits sample inputs and compares how the results combine.
 
 >>> print(discover(torch.ops.mylib.scale_rows.default, [(torch.randn(5, 4), torch.randn(5))]))
 a b, a -> a b
 
-Probing proves nothing, it only fails to refute: see `cuts` for what it tries. What it finds is checked like any other
-rule before it is returned. It takes seconds and runs in a child process, since some ops crash on cut inputs: it is for
-whoever writes rules, never for a program that runs.
+Probing can refute a rule but not prove it: see `cuts` for what is tried. What it finds is verified like any other rule
+before it is returned. It takes seconds, and runs in a child process, since some ops crash on pieces of their inputs. It
+is for authors of rules; dispatch never uses it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from ..notation.schema import overload_key
 from ..ops.call import Call
 from ..ops.generated import Line
 from ..ops.registry import register
-from .calls import Failure, Recorded, try_call
+from .calls import Failure, try_call
 from .children import Lost, in_children
-from .cuts import Setup, factors_of
+from .cuts import factors_of
 from .lines import Group, kind_of, lines_of, reductions_agree
 from .passing import refuted
+from .probe_call import ProbeCall
+from .recording import Recorded
 
 MESHES = ((2,), (3,), (2, 2))
 KINDS = 60  # kinds of calls of one op that are tried
@@ -39,10 +41,7 @@ SAMPLES = 3  # calls of one kind
 
 @dataclass(frozen=True)
 class Discovered:
-    """The rule of an op, as lines for some or all of its calls; prints as it is written.
-
-    It can be registered as it is: `register_sharding(found.op, found)`.
-    """
+    """The rule of an op: lines for some or all of its calls. Register it with `register_sharding(found.op, found)`."""
 
     op: OpOverload
     lines: tuple[Line, ...]
@@ -50,12 +49,12 @@ class Discovered:
     """Why there is no line."""
 
     def __call__(self, call: Call) -> str | None:
-        """The rule of a call; None where no line is for it."""
+        """Return the rule of a call; None if no line fits it."""
         return next((line.rule for line in self.lines if line.fits(call)), None)
 
     @property
     def copes_with_empty(self) -> bool:
-        """Whether the op is to be called on empty parts, too: for results that are the same on all ranks."""
+        """Whether the op must run on empty shards too: some result is the same on all ranks."""
         return any("same" in parse(line.rule).reduce for line in self.lines)
 
     def __bool__(self) -> bool:
@@ -77,12 +76,12 @@ def discover(
 ) -> Discovered:
     """Find the rule of an op from sample calls: tuples of arguments, or pairs of such a tuple and keyword arguments.
 
-    Give samples of all ranks, dtypes and options that the rule is to serve; sizes do not matter. How Partial operands
-    pass is not guessed: `passing="linear 0 | 1"` says it, and probing only tries to refute it.
+    Give samples of all ranks, dtypes and options that the rule must fit; sizes do not matter. Which operands may stay
+    Partial is not guessed: pass `passing="linear 0 | 1"`, which probing tries to refute.
     """
     calls = [_call(op, sample) for sample in samples]
     if not calls:
-        raise InputError(f"no samples of {op}", "give some calls to try")
+        raise InputError(f"no samples of {op}", "pass at least one call, as a tuple of arguments")
     for gentle in (False, True):
         work = functools.partial(found_lines, calls, passing, seed, gentle)
         ((_, answer),) = in_children({op: work}, count=1, seconds=seconds)
@@ -105,29 +104,29 @@ def _call(op: OpOverload, sample: Any) -> Recorded:
 
 
 def found_lines(calls: Sequence[Recorded], passing: str, seed: int, gentle: bool = False) -> tuple[list[Line], str]:
-    """The lines for an op's calls, and why there are none; in a process that may crash, whose rules it changes."""
+    """Return the lines for an op's calls, or why there are none. Registers rules: run it in a child process."""
     op = calls[0].func
     groups = _groups(calls, seed, gentle)
     lines = lines_of(overload_key(op), groups)
     if not groups:
         return [], "no sample has a result to look at"
     if not lines:
-        return [], "nothing can be cut"
+        return [], "no dim can be sharded"
     if passing:
-        wrong = refuted([setup for group in groups for setup in group.setups], passing, seed)
+        wrong = refuted([setup for group in groups for setup in group.calls], passing, seed)
         if wrong:
             return [], wrong
         lines = [line._replace(rule=f"{line.rule} ; {passing}") for line in lines]
     cases, failures = _checked(op, lines, calls)
     if failures:
         return [], f"{failures[0].kind} when checked: {failures[0].text}"
-    return (lines, "") if cases else ([], "no call could be checked: it has no meta kernel, perhaps")
+    return (lines, "") if cases else ([], "no call could be checked; perhaps the op has no meta kernel")
 
 
 def _groups(calls: Sequence[Recorded], seed: int, gentle: bool) -> list[Group]:
-    kinds: dict[str, list[Setup]] = {}
+    kinds: dict[str, list[ProbeCall]] = {}
     for call in calls:
-        setup = Setup(call)
+        setup = ProbeCall(call)
         kinds.setdefault(repr(kind_of(setup)), []).append(setup)
     groups = []
     for setups in list(kinds.values())[:KINDS]:
@@ -143,7 +142,7 @@ def _groups(calls: Sequence[Recorded], seed: int, gentle: bool) -> list[Group]:
 
 
 def _checked(op: OpOverload, lines: Sequence[Line], calls: Sequence[Recorded]) -> tuple[int, list[Failure]]:
-    """What the checker of rules says: each call with every placement that the lines allow."""
+    """Try each call with the placements that the lines allow."""
     register(op, Discovered(op, tuple(lines)))
     cases = 0
     for call, mesh in itertools.product(calls, MESHES):

@@ -2,9 +2,9 @@
 
     python -m shardwise.testing.generate [--only NAME] [--print]
 
-First the functions of PyTorch's operator database and of our own samples run, forward and backward; calls of ops that
-have no rule written by hand are kept. Then each of these ops is probed, in a child process, and what is found is
-written to rules/generated.txt, sorted. The same versions give the same file.
+First all entries of PyTorch's operator database and of our own samples run, forward and backward, and calls of ops
+without a hand-written rule are recorded. Then each of these ops is probed in a child process, and the rules that are
+found are written to ops/generated.txt, sorted. The same versions give the same file.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from ..ops import generated
 from ..ops.generated import Line
 from ..ops.resolve import NEEDS_DATA
 from ..ops.served import served_by
-from .calls import Recorded, call_key, recorded, try_call
+from .calls import try_call
 from .children import Lost, in_children
 from .discovery import found_lines
 from .probe_samples import PROBED
+from .recording import Recorded, call_key, recorded
 from .samples import Sample, names, samples
 
 SAMPLES = 12  # of an entry
 CALLS = 80  # of an op
 CHUNK = 25  # entries that a child runs
-SECONDS = 300.0  # for an op; that no op needs so long keeps the table the same on slow machines
+SECONDS = 300.0  # for an op; more than any op needs, so that slow machines write the same table
 
 HEADER = """\
-# Rules found by probing, for ops without a rule written by hand. Made by `make rules`, with torch {version}.
-# Do not edit: a rule written by hand goes to the file of its family, and then stands before this table.
+# Rules found by probing, for ops without a hand-written rule. Made by `make rules`, with torch {version}.
+# Do not edit: a hand-written rule belongs in the file of its family, and takes precedence over this table.
 # Each line: the op, the calls it is for (ranks of operands, values of arguments; nothing: all calls), the rule.
 """
 
 
 def has_no_rule(func: OpOverload) -> bool:
-    """Whether an op is to be probed: a pure function of tensors that no rule by hand and no decomposition serves."""
+    """Return whether an op is probed: a pure function of tensors without a hand-written rule or decomposition."""
     if not operands_of(func) or variant_of(func) != "functional" or NEEDS_DATA & set(func.tags):
         return False
     if func.namespace != "aten":
@@ -56,14 +57,14 @@ def has_no_rule(func: OpOverload) -> bool:
 
 
 def all_samples(name: str) -> list[Sample]:
-    """The samples of an entry, ours or the database's."""
+    """Return the samples of an entry, our own or the database's."""
     if name in PROBED:
         return [Sample(*row, grad=False) for row in PROBED[name]()]
     return samples(name, SAMPLES, 0)
 
 
 def calls_of(entries: Sequence[str]) -> list[Recorded]:
-    """The calls that these entries make of ops to be probed."""
+    """Return the calls of probed ops that these entries make."""
     found: dict[Any, Recorded] = {}
     for name in entries:
         for sample in all_samples(name):
@@ -78,22 +79,22 @@ def _is_dense(call: Recorded) -> bool:
 
 
 def _portable(call: Recorded) -> Any:
-    return overload_key(call.func), call.args, call.kwargs  # an op does not travel between processes, its name does
+    return overload_key(call.func), call.args, call.kwargs  # an op cannot be pickled, but its name can
 
 
 def _op(key: str) -> OpOverload | None:
-    """The op of this name; None where its module has not been loaded in this process."""
+    """Return the op with this name; None if its module is not loaded in this process."""
     name, _, overload = key.partition(".")
     return next((op for op in overloads(name) if op._overloadname == overload), None)
 
 
 def collected(entries: Sequence[str]) -> dict[str, list[Recorded]]:
-    """The calls to be probed, by op."""
+    """Return the calls to probe, by op."""
     chunks = [entries[i : i + CHUNK] for i in range(0, len(entries), CHUNK)]
-    answers = _told("running entries", {i: partial(calls_of, chunk) for i, chunk in enumerate(chunks)})
+    answers = _results_of("running entries", {i: partial(calls_of, chunk) for i, chunk in enumerate(chunks)})
     crashed = [name for i, chunk in enumerate(chunks) if isinstance(answers[i], Lost) for name in chunk]
     alone = {name: partial(calls_of, [name]) for name in crashed}
-    answers |= _told("running entries of chunks that crashed", alone) if alone else {}
+    answers |= _results_of("running entries of chunks that crashed", alone) if alone else {}
     calls: dict[str, dict[Any, Recorded]] = {}
     for _, answer in sorted(answers.items(), key=lambda item: str(item[0])):
         for key, args, kwargs in () if isinstance(answer, Lost) else answer:
@@ -105,18 +106,18 @@ def collected(entries: Sequence[str]) -> dict[str, list[Recorded]]:
 
 
 def probed(calls: dict[str, list[Recorded]]) -> Iterator[tuple[str, list[Line], str]]:
-    """The lines of each op, and why it has none."""
-    answers = _told("probing ops", {op: partial(found_lines, some, "", 0) for op, some in calls.items()})
+    """Yield the lines of each op, or why it has none."""
+    answers = _results_of("probing ops", {op: partial(found_lines, some, "", 0) for op, some in calls.items()})
     again = [op for op, answer in answers.items() if answer == Lost("crash")]
     gently = {op: partial(found_lines, calls[op], "", 0, gentle=True) for op in again}
-    answers |= _told("probing ops gently", gently) if again else {}
+    answers |= _results_of("probing ops gently", gently) if again else {}
     for op, answer in sorted(answers.items()):
         lines, problem = ([], answer.reason) if isinstance(answer, Lost) else answer
         yield op, lines, problem
 
 
-def _told(what: str, jobs: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
-    """The answers of jobs in children; says how far they are."""
+def _results_of(what: str, jobs: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
+    """Run jobs in child processes, and print the progress."""
     answers, start = {}, time.monotonic()
     for name, answer in in_children(jobs, seconds=SECONDS):
         answers[name] = answer
@@ -125,7 +126,7 @@ def _told(what: str, jobs: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m shardwise.testing.generate", description=__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="NAME", help="ops whose name contains this; the file stays")
     parser.add_argument("--entries", metavar="NAME", default="", help="samples whose name contains this")
@@ -133,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     x = torch.ones(3)
-    try_call(Recorded(torch.ops.aten.neg.default, (x,), {}), (2,))  # what this needs is loaded before the first fork
+    try_call(Recorded(torch.ops.aten.neg.default, (x,), {}), (2,))  # loads all modules before the first fork
     calls = collected([name for name in (*PROBED, *names()) if given.entries in name])
     chosen = {op: c for op, c in calls.items() if not given.only or given.only in op}
     lines: list[Line] = []

@@ -1,10 +1,10 @@
-"""From cuts that were found to lines of the table: as few as say the same of all calls that were tried.
+"""From cuts to lines of the table: as few lines as possible that say of every call what was found.
 
 >>> lines_of("aten::ormqr.default", groups)
 [Line(op='aten::ormqr.default', ranks=(), arguments=(), rule='b.. _ _, b.. _, b.. _ _ -> b.. _ _')]
 
-For calls of one kind the line is written out dim by dim. One line serves other kinds, too, where it says of each of
-them just what was found there: a run of dims becomes `b..`, or the line is for some ranks or arguments alone.
+For calls of one kind the line is written dim by dim. A line is used for other kinds too if it says of each of them
+exactly what was found: a run of dims becomes `b..`, or the line gets conditions on ranks or arguments.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from ..notation import BindError, Bound, BoundTensor, RuleError, bind, parse
+from ..notation import parse
 from ..notation.schema import KINDS, operands_of
 from ..ops.generated import Line, as_literal, ranks_of
-from .cuts import Cut, Setup
+from .cuts import Cut
+from .line_check import ranks_were_tried, says
+from .probe_call import ProbeCall
 
 Tokens = list[list[str]]
-"""The words of each operand's or each result's pattern."""
+"""The words of the pattern of each operand or result."""
 
 
 OF_NEW_TENSORS = ("dtype", "out_dtype", "layout", "device", "pin_memory", "memory_format")
-"""Arguments that say what kind of tensor is made; a schema prints their types as int."""
+"""Arguments that say what kind of tensor is made; their type is int in a schema."""
 
 
 class Group(NamedTuple):
-    """Calls of one kind: operands of the same ranks, the same other arguments; and what can be cut in all of them."""
+    """Calls of one kind (operands of the same ranks, the same other arguments), and the cuts that all of them allow."""
 
-    setups: list[Setup]
+    calls: list[ProbeCall]
     cuts: list[Cut]
     ranks: tuple[str, ...]
     statics: dict[str, Any]
 
 
-def kind_of(setup: Setup) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The ranks of a call's operands, and those of its other arguments that a rule may look at."""
+def kind_of(setup: ProbeCall) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return the ranks of a call's operands, and the other arguments that a rule may read."""
     operands = {argument.name for argument in operands_of(setup.func)}
     statics = {}
     for argument in setup.func._schema.arguments:
@@ -50,7 +50,7 @@ def kind_of(setup: Setup) -> tuple[tuple[str, ...], dict[str, Any]]:
 
 
 def _is_readable(kind: str) -> bool:
-    # Floating numbers are not part of a plan's key.
+    # A rule may not read floating-point numbers.
     return any(word in kind for word in ("int", "bool", "str", "SymInt")) and "float" not in kind
 
 
@@ -58,8 +58,8 @@ def _is_readable(kind: str) -> bool:
 
 
 def tokens(group: Group) -> tuple[Tokens, Tokens, list[str]]:
-    """The words of each operand and each result, and the clauses."""
-    setup = group.setups[0]
+    """Return the words of each operand and each result, and the clauses."""
+    setup = group.calls[0]
     operands: Tokens = []
     for operand in range(len(setup.names)):
         ranks = {t.dim() for t in setup.tensors(operand)}
@@ -91,14 +91,14 @@ def tokens(group: Group) -> tuple[Tokens, Tokens, list[str]]:
 
 
 def reductions_agree(cuts: Sequence[Cut]) -> bool:
-    """Whether each result that lacks several factors is reduced by one op: a rule names one for each result."""
+    """Return whether each result is reduced by one op: a rule has one for each result."""
     for ways in zip(*(cut.ways for cut in cuts), strict=True):
         if len({way for way, _ in ways if way != "concat"}) > 1:
             return False
     return True
 
 
-def _written(setup: Setup, operands: Tokens, results: Tokens, clauses: Sequence[str]) -> str:
+def _written(setup: ProbeCall, operands: Tokens, results: Tokens, clauses: Sequence[str]) -> str:
     listed = [operand.kind.endswith("[]") for operand in operands_of(setup.func)]
     left = [f"{{{' '.join(words)}}}" if many else " ".join(words) for words, many in zip(operands, listed, strict=True)]
     many = [str(result.type) == "List[Tensor]" for result in setup.func._schema.returns] or [False] * len(results)
@@ -107,9 +107,9 @@ def _written(setup: Setup, operands: Tokens, results: Tokens, clauses: Sequence[
 
 
 def candidates(group: Group) -> Iterator[str]:
-    """Lines for a kind of calls: those that serve most kinds first, then the one written out dim by dim."""
+    """Yield lines for a kind of calls: the most general first, the one written dim by dim later."""
     operands, results, clauses = tokens(group)
-    setup = group.setups[0]
+    setup = group.calls[0]
     absent = [i for i in range(len(operands)) if not setup.tensors(i)]
     for operand in absent:
         operands[operand] = ["_.."]
@@ -128,20 +128,20 @@ def candidates(group: Group) -> Iterator[str]:
         yield f"{', '.join(['x?..'] * len(operands))} -> {', '.join(['x..'] * len(results))}"
 
 
-def _runs(patterns: Tokens) -> set[tuple[str, ...]]:
-    """Runs of factors that stand together, in this order, wherever one of them stands."""
-    found = set()
+def _runs(patterns: Tokens) -> list[tuple[str, ...]]:
+    """Return runs of factors that occur together, in this order, wherever one of them occurs."""
+    found: dict[tuple[str, ...], None] = {}  # in the order in which they occur
     for words in patterns:
         for start, stop in itertools.combinations(range(len(words) + 1), 2):
             run = tuple(words[start:stop])
             if all(len(word) == 1 and word != "_" for word in run) and all(_holds(other, run) for other in patterns):
-                found.add(run)
-    return found
+                found[run] = None
+    return list(found)
 
 
 def _holds(words: list[str], run: tuple[str, ...]) -> bool:
-    there = [word for word in words if word in run]
-    return not there or any(tuple(words[i : i + len(run)]) == run for i in range(len(words)))
+    present = [word for word in words if word in run]
+    return not present or any(tuple(words[i : i + len(run)]) == run for i in range(len(words)))
 
 
 def _replaced(words: list[str], run: tuple[str, ...]) -> list[str]:
@@ -152,7 +152,7 @@ def _replaced(words: list[str], run: tuple[str, ...]) -> list[str]:
 
 
 def _shortened(words: list[str]) -> list[str]:
-    """With one run of dims without a factor as any number of them."""
+    """Replace one run of dims without a factor by an ellipsis."""
     if "_" not in words or "_.." in words:
         return words
     start = words.index("_")
@@ -164,7 +164,7 @@ def _shortened(words: list[str]) -> list[str]:
 
 
 def lines_of(op: str, groups: Sequence[Group]) -> list[Line]:
-    """The lines of an op, as few conditions as possible; none where nothing can be cut."""
+    """Return the lines of an op, with as few conditions as possible; none if nothing can be sharded."""
     names = sorted({name for group in groups for name in group.statics})
     conditions = [
         (ranked, chosen)
@@ -180,9 +180,9 @@ def lines_of(op: str, groups: Sequence[Group]) -> list[Line]:
 
 
 def _is_varied(name: str, groups: Sequence[Group]) -> bool:
-    """Whether enough values of an argument were tried to believe that others change nothing.
+    """Return whether enough values of an argument were tried to assume that others change nothing.
 
-    Of a flag both; of dims every one, for every rank; of sizes that a cut follows any; of other arguments three.
+    Of a flag both values; of a dim every one, for every rank; of a size that is split any; of other arguments three.
     """
     values = [group.statics[name] for group in groups]
     if all(any(size == name for cut in group.cuts for size, _ in cut.sizes) for group in groups):
@@ -190,7 +190,7 @@ def _is_varied(name: str, groups: Sequence[Group]) -> bool:
     if name.startswith(("dim", "axis")):
         seen: dict[int, set[int]] = {}
         for group, value in zip(groups, values, strict=True):
-            ndim = max((t.dim() for t in group.setups[0].tensors(0)), default=0)
+            ndim = max((t.dim() for t in group.calls[0].tensors(0)), default=0)
             given = value if isinstance(value, list) else [value]
             if any(type(dim) is not int for dim in given):
                 return False
@@ -201,7 +201,7 @@ def _is_varied(name: str, groups: Sequence[Group]) -> bool:
 
 
 def _with_conditions(op: str, groups: Sequence[Group], ranked: bool, names: tuple[str, ...]) -> list[Line] | None:
-    """Lines that look at these arguments alone; None if they cannot say all that was found, or more than was tried."""
+    """Return lines with conditions on these arguments; None if they would say too little, or more than was tried."""
     others = {name for group in groups for name in group.statics} - set(names)
     parts: dict[str, list[Group]] = {}
     for group in groups:
@@ -219,94 +219,13 @@ def _with_conditions(op: str, groups: Sequence[Group], ranked: bool, names: tupl
 
 
 def _of_all(groups: Sequence[Group]) -> str | None:
-    """A line that says of every group just what was found there."""
+    """Return a line that says of every group exactly what was found there; None if there is none."""
     widest = sorted(groups, key=lambda group: (-len(group.cuts), -sum(map(len, group.ranks)), group.ranks[::-1]))
     tried: dict[str, None] = {}
     for group in widest[:4]:
         tried.update(dict.fromkeys(candidates(group)))
     for text in tried:
-        if _is_backed(text, groups) and all(_says(text, setup, g.cuts) for g in groups for setup in g.setups):
+        covered = ranks_were_tried(text, [group.calls[0] for group in groups])
+        if covered and all(says(text, call, group.cuts) for group in groups for call in group.calls):
             return text
     return None
-
-
-def _is_backed(text: str, groups: Sequence[Group]) -> bool:
-    """Whether a line speaks only of ranks that were tried, or of any number of dims after several were."""
-    rule = parse(text)
-    for position, pattern in enumerate((*rule.inputs, *rule.outputs)):
-        if not any(atom.many for dim in pattern.dims for atom in dim):
-            continue
-        tensors = [t for g in groups for t in _tensors_at(g.setups[0], position)]
-        if tensors and len({t.dim() for t in tensors}) < 2:
-            return False
-    return True
-
-
-def _tensors_at(setup: Setup, position: int) -> list[Tensor]:
-    """The tensors of an operand or, counted on from these, of a result."""
-    if position < len(setup.names):
-        return setup.tensors(position)
-    results = setup.run() or []
-    position -= len(setup.names)
-    return results[position] if position < len(results) else []
-
-
-def _says(text: str, setup: Setup, cuts: Sequence[Cut]) -> bool:
-    """Whether a line allows just these cuts in a call."""
-    results = setup.run()
-    if results is None:
-        return True
-    listed = [str(result.type) == "List[Tensor]" for result in setup.func._schema.returns] or [False] * len(results)
-    outputs: list[Any] = [
-        [tuple(t.shape) for t in tensors] if many else tuple(tensors[0].shape)
-        for tensors, many in zip(results, listed, strict=True)
-    ]
-    given = [setup.arguments.get(name) for name in setup.names]
-    shapes = [_shape(value) for value in given]
-    try:
-        rule = parse(text)
-        sizes = {argument.name: setup.arguments[argument.name] for argument in rule.size_arguments}
-        bound = bind(rule, shapes, outputs, sizes or None)
-    except (BindError, RuleError, KeyError):
-        return False
-    return _allowed(bound) == {_Allowed(cut.dims, _places(cut), _reductions(cut)) for cut in cuts}
-
-
-def _shape(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return tuple(value.shape)
-    return [_shape(element) for element in value] if isinstance(value, (list, tuple)) else None
-
-
-class _Allowed(NamedTuple):
-    dims: tuple[tuple[int, int], ...]
-    results: tuple[tuple[int, int], ...]
-    reduced: tuple[tuple[int, str], ...]
-
-
-def _places(cut: Cut) -> tuple[tuple[int, int], ...]:
-    return tuple((i, dim) for i, (way, dim) in enumerate(cut.ways) if way == "concat")
-
-
-def _reductions(cut: Cut) -> tuple[tuple[int, str], ...]:
-    return tuple((i, way) for i, (way, _) in enumerate(cut.ways) if way != "concat")
-
-
-def _allowed(bound: Bound) -> set[_Allowed]:
-    found = set()
-    for index, factor in enumerate(bound.factors):
-        if factor.must_replicate:
-            continue
-        dims = _where(bound.inputs, index)
-        results = _where(bound.outputs, index)
-        lacking = [i for i in range(len(bound.outputs)) if i not in dict(results)]
-        found.add(_Allowed(dims, results, tuple((i, bound.rule.reduce[i]) for i in lacking)))
-    return found
-
-
-def _where(tensors: Sequence[Any], factor: int) -> tuple[tuple[int, int], ...]:
-    places = []
-    for i, tensor in enumerate(tensors):
-        for one in tensor if isinstance(tensor, tuple) and not isinstance(tensor, BoundTensor) else (tensor,):
-            places += [(i, dim) for dim, factors in enumerate(one.dims if one is not None else ()) if factor in factors]
-    return tuple(dict.fromkeys(places))

@@ -36,17 +36,17 @@ def _lists(count: int, positive: bool = False) -> tuple[list[Tensor], ...]:
 def _foreach() -> list[Row]:
     rows: list[Row] = []
     for name in ("abs", "exp", "neg", "sign", "sigmoid", "trunc"):
-        rows.append((getattr(torch, f"_foreach_{name}"), (_lists(1)[0],), {}))
+        rows.append((getattr(aten, f"_foreach_{name}"), (_lists(1)[0],), {}))
     for name in ("add", "sub", "mul", "div", "maximum", "minimum", "clamp_min", "clamp_max"):
-        rows.append((getattr(torch, f"_foreach_{name}"), _lists(2, positive=True), {}))
-        rows.append((getattr(torch, f"_foreach_{name}"), (_lists(1)[0], 0.75), {}))
+        rows.append((getattr(aten, f"_foreach_{name}"), _lists(2, positive=True), {}))
+        rows.append((getattr(aten, f"_foreach_{name}"), (_lists(1)[0], 0.75), {}))
     for name in ("addcmul", "addcdiv"):
-        rows.append((getattr(torch, f"_foreach_{name}"), _lists(3, positive=True), {"value": 0.5}))
-    rows.append((torch._foreach_lerp, (*_lists(2), 0.25), {}))
-    rows.append((torch._foreach_lerp, _lists(3), {}))
-    rows += [(torch._foreach_norm, (_lists(1)[0], order), {}) for order in (1, 2, float("inf"))]
-    rows.append((torch._foreach_max, (_lists(1)[0],), {}))
-    rows.append((torch._foreach_mul, (_lists(1)[0], torch.tensor(1.5, dtype=torch.float64)), {}))
+        rows.append((getattr(aten, f"_foreach_{name}"), _lists(3, positive=True), {"value": 0.5}))
+    rows.append((aten._foreach_lerp, (*_lists(2), 0.25), {}))
+    rows.append((aten._foreach_lerp, _lists(3), {}))
+    rows += [(aten._foreach_norm, (_lists(1)[0], order), {}) for order in (1, 2, float("inf"))]
+    rows.append((aten._foreach_max, (_lists(1)[0],), {}))
+    rows.append((aten._foreach_mul, (_lists(1)[0], torch.tensor(1.5, dtype=torch.float64)), {}))
     return rows
 
 
@@ -60,11 +60,11 @@ def _foreach_in_place() -> list[Row]:
         call.__name__ = op.__name__
         return call
 
-    rows: list[Row] = [(in_place(torch._foreach_add_), _lists(2), {"alpha": 2.0})]
-    rows.append((in_place(torch._foreach_mul_), (_lists(1)[0], 0.5), {}))
-    rows.append((in_place(torch._foreach_addcdiv_), _lists(3, positive=True), {"value": -0.1}))
-    rows.append((in_place(torch._foreach_lerp_), (*_lists(2), 0.1), {}))
-    rows.append((in_place(torch._foreach_zero_), (_lists(1)[0],), {}))
+    rows: list[Row] = [(in_place(aten._foreach_add_), _lists(2), {"alpha": 2.0})]
+    rows.append((in_place(aten._foreach_mul_), (_lists(1)[0], 0.5), {}))
+    rows.append((in_place(aten._foreach_addcdiv_), _lists(3, positive=True), {"value": -0.1}))
+    rows.append((in_place(aten._foreach_lerp_), (*_lists(2), 0.1), {}))
+    rows.append((in_place(aten._foreach_zero_), (_lists(1)[0],), {}))
     return rows
 
 

@@ -1,8 +1,8 @@
-"""How Partial operands pass through an op: said by whoever writes the rule, tried here on data meant to refute it.
+"""Refuting that operands may stay Partial: the claims of a `linear`, `monotone` or `antitone` clause, on hostile data.
 
->>> refuted([Setup(call)], "linear 0 | 1")          # of aten::mul
+>>> refuted([ProbeCall(call)], "linear 0 | 1")          # of aten::mul
 ''
->>> refuted([Setup(call)], "linear 0")              # of aten::relu
+>>> refuted([ProbeCall(call)], "linear 0")              # of aten::relu
 'it is not linear 0'
 """
 
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..notation import parse
 from ..notation.clauses import PASSING
-from .cuts import Setup, same_results, variants
+from .combine import same_results
+from .probe_call import ProbeCall, variants
 
 COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "linear": torch.add,
@@ -24,8 +25,8 @@ COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def refuted(setups: Sequence[Setup], clauses: str, seed: int = 0) -> str:
-    """What a sample shows not to hold of these clauses; an empty text if all hold as far as can be seen."""
+def refuted(setups: Sequence[ProbeCall], clauses: str, seed: int = 0) -> str:
+    """Return which of these clauses some sample refutes; an empty text if none is refuted."""
     operands = ", ".join(["_.."] * len(setups[0].names))
     rule = parse(f"{operands} -> _.. ; {clauses}")
     for word in PASSING:
@@ -36,8 +37,8 @@ def refuted(setups: Sequence[Setup], clauses: str, seed: int = 0) -> str:
     return ""
 
 
-def _passes(setup: Setup, word: str, members: Sequence[int], seed: int) -> bool:
-    """Whether the op of two parts taken together is the two results taken together."""
+def _passes(setup: ProbeCall, word: str, members: Sequence[int], seed: int) -> bool:
+    """Return whether combining two operands and then calling the op equals combining the two results."""
     generator = torch.Generator().manual_seed(seed)
 
     def part(tensor: Tensor) -> Tensor:
@@ -45,11 +46,11 @@ def _passes(setup: Setup, word: str, members: Sequence[int], seed: int) -> bool:
         return wide.round().to(tensor.dtype) if tensor.numel() % 2 else wide.to(tensor.dtype)
 
     others = {id(t): part(t) for member in members for t in setup.tensors(member)}
-    second = setup.mapped(lambda operand, t: others.get(id(t), t))
-    both = setup.mapped(lambda operand, t: COMBINE[word](t, others[id(t)]) if id(t) in others else t)
+    second = setup.replaced(lambda operand, t: others.get(id(t), t))
+    both = setup.replaced(lambda operand, t: COMBINE[word](t, others[id(t)]) if id(t) in others else t)
     runs = [one.run() for one in (setup, second, both)]
     if any(run is None for run in runs):
-        return True  # data that the op refuses
+        return True  # the op does not accept this data
     first, other, whole = (run for run in runs if run is not None)
     combine = torch.minimum if word == "antitone" else COMBINE[word]
     combined = [[combine(a, b) for a, b in zip(x, y, strict=True)] for x, y in zip(first, other, strict=True)]

@@ -1,16 +1,16 @@
-"""What a rule could allow but does not, found by trying: cut the inputs along a whole factor and see what comes out.
+"""What a rule could allow but does not, found by trying: split inputs along a factor that must be replicated.
 
 >>> probe(call)          # of aten::foo with the rule "a [b] -> a [b]"
 [Suggestion(key='aten::foo', factor='b', found='concat 1', rule='a [b] -> a [b]')]
 
-Agreement on a few inputs proves nothing, so these are hints for whoever writes rules. Run it in a process that may
-crash: some ops do, on cut inputs.
+Agreement on a few inputs proves nothing, so these are hints for authors of rules. Run it in a child process: some ops
+crash on pieces of their inputs.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,14 +19,15 @@ from torch import Tensor
 from .._torch import pytree
 from ..dispatch.bind_call import BoundCall, Place
 from ..sharding.mesh import MeshInfo
-from .calls import Recorded, bound_call
+from .calls import bound_call
+from .combine import Way, ways_of_tensor
+from .recording import Recorded
 
-SMALLEST = 4  # the least size of a factor that says something
-REDUCTIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+SMALLEST = 4  # the smallest size of a factor that is probed
 
 
 class Suggestion(NamedTuple):
-    """A factor that a rule keeps whole, and how each result could be put together from pieces cut along it."""
+    """A factor that must be replicated by a rule, and how each result follows from pieces split along it."""
 
     key: str
     factor: str
@@ -35,7 +36,7 @@ class Suggestion(NamedTuple):
 
 
 def probe(call: Recorded, mesh_info: MeshInfo) -> list[Suggestion]:
-    """The whole factors of a call's rule that could be cut, judged by this call and by others of the same shapes."""
+    """Return factors that a rule replicates but that could be sharded, judged by this call and others of its shapes."""
     found = bound_call(call, mesh_info)
     if found is None or found.resolved.variant != "functional":
         return []
@@ -53,7 +54,7 @@ def probe(call: Recorded, mesh_info: MeshInfo) -> list[Suggestion]:
 
 
 def _ways(call: Recorded, found: BoundCall, factor: int, size: int) -> list[str]:
-    """For each result the way that puts it together for all cuts and all data; nothing if some result has none."""
+    """Return for each result the way that holds for all splits and data; an empty list if some result has none."""
     left: list[set[str]] | None = None
     for data in (call, *_other_data(call)):
         for bounds in _bounds(size):
@@ -63,7 +64,7 @@ def _ways(call: Recorded, found: BoundCall, factor: int, size: int) -> list[str]
             left = ways if left is None else [old & new for old, new in zip(left, ways, strict=True)]
             if not all(left):
                 return []
-    # A result that is the same for all pieces may as well be their maximum.
+    # A result that is the same for all pieces is also their maximum.
     return ["same" if "same" in ways else min(ways) for ways in left or []]
 
 
@@ -78,7 +79,7 @@ def _other_data(call: Recorded) -> Iterator[Recorded]:
         generator = torch.Generator().manual_seed(seed)
 
         def shuffled(tensor: Tensor, generator: torch.Generator = generator) -> Tensor:
-            # The same numbers in another order are as legal as before, for most ops.
+            # Most ops accept the same numbers in another order.
             order = torch.randperm(tensor.numel(), generator=generator)
             return tensor.flatten()[order].view(tensor.shape)
 
@@ -96,7 +97,7 @@ def _ways_of_one(call: Recorded, found: BoundCall, factor: int, bounds: list[int
         return None
     if not whole or any(len(piece) != len(whole) for piece in pieces):
         return None
-    return [set(_ways_together(want, [piece[i] for piece in pieces])) for i, want in enumerate(whole)]
+    return [_names(ways_of_tensor(want, [piece[i] for piece in pieces])) for i, want in enumerate(whole)]
 
 
 def _dims_to_cut(found: BoundCall, factor: int) -> dict[Place, int] | None:
@@ -123,25 +124,9 @@ def _on_piece(call: Recorded, cut: dict[Place, int], start: int, stop: int) -> A
     return call.func(*args, **{name: piece(name, value) for name, value in call.kwargs.items()})
 
 
+def _names(ways: Iterable[Way]) -> set[str]:
+    return {f"{way} {dim}" if way == "concat" else way for way, dim in ways}
+
+
 def _tensors(result: Any) -> list[Tensor]:
     return [value for value in pytree.tree_leaves(result) if isinstance(value, Tensor)]
-
-
-def _ways_together(whole: Tensor, pieces: Sequence[Tensor]) -> Iterator[str]:
-    if all(_same(piece, whole) for piece in pieces):
-        yield "same"
-    for dim in range(whole.dim()):
-        others = [(*piece.shape[:dim], *piece.shape[dim + 1 :]) for piece in pieces]
-        fitting = all(piece.dim() == whole.dim() for piece in pieces) and len({*others}) == 1
-        if fitting and _same(torch.cat(list(pieces), dim), whole):
-            yield f"concat {dim}"
-    if all(piece.shape == whole.shape for piece in pieces) and not whole.is_complex() and whole.dtype is not torch.bool:
-        stacked = torch.stack(list(pieces))
-        for name, reduce in REDUCTIONS.items():
-            if whole.numel() and _same(reduce(stacked, 0), whole):
-                yield name
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    close = one.shape == other.shape and one.dtype == other.dtype
-    return close and torch.allclose(one, other, rtol=1e-6, atol=1e-9, equal_nan=True)

@@ -1,6 +1,6 @@
 """Calls of ops that no function of PyTorch's operator database makes, for probing.
 
-What a rule may depend on is varied: ranks, flags, dims. Sizes need not be.
+They vary what a rule may depend on: ranks, flags and dims. Sizes need not vary.
 """
 
 from __future__ import annotations
@@ -162,4 +162,4 @@ PROBED: dict[str, Callable[[], list[Row]]] = {
     "probed:halves": _halves,
     "probed:ctc": _ctc,
 }
-"""What there are samples of, by the name of the entry."""
+"""The samples by the name of their entry."""

@@ -3,7 +3,7 @@
 >>> samples("nn.functional.linear", count=2, seed=0)[0].fn
 <built-in function linear>
 
-PyTorch's database knows inputs for some 700 functions. Our own samples are for ops that it does not reach: updates of
+PyTorch's database has inputs for some 700 functions. Our own samples are for ops that it does not reach: updates of
 lists of parameters, backward ops in all their variants.
 """
 
@@ -23,16 +23,16 @@ from .checker import plain_run
 from .own_samples import OWN
 
 DTYPES = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128)
-"""What samples are made of: the first of these that an op takes."""
+"""The dtypes of samples: the first that an op supports."""
 
 LARGEST = 4000  # elements of all tensors of a sample
 
 STEPS = {torch.float64: 2.0**20, torch.complex128: 2.0**20, torch.float32: 2.0**12, torch.complex64: 2.0**12}
 STEPS |= {torch.float16: 2.0**5, torch.bfloat16: 2.0**2}
-"""Into how many steps a unit is divided."""
+"""The resolution of samples: values are multiples of 1 / steps."""
 
 SKIPPED = ("empty", "jiterator", "sparse", "quant", "uniform", "resize_", "to_sparse", "as_strided", "_refs", "chalf")
-"""Parts of names of entries without a definite result, or for another kind of tensor."""
+"""Parts of names of entries with undefined results, or for other kinds of tensors."""
 
 
 class Sample(NamedTuple):
@@ -50,22 +50,22 @@ def _database() -> dict[str, OpInfo]:
 
 
 def names() -> list[str]:
-    """All entries that there are samples for; ours first."""
+    """Return the names of all entries, our own first."""
     return [*OWN, *_database()]
 
 
 def samples(name: str, count: int, seed: int) -> list[Sample]:
-    """A few samples of an entry: with tensors, small, and chosen by the seed."""
+    """Return a few small samples of an entry, chosen by the seed."""
     found = [Sample(*row) for row in OWN[name]()] if name in OWN else list(_from_database(name))
-    count = count if name not in OWN or count == 1 else len(found)  # each of ours is there for a reason
+    count = count if name not in OWN or count == 1 else len(found)  # of our own, all are used
     if len(found) > count:
         found = random.Random(f"{seed} {name}").sample(found, count)
-    return [differentiable for sample in found if (differentiable := _as_far_as_possible(sample))]
+    return [usable for sample in found if (usable := _differentiable(sample))]
 
 
-def _as_far_as_possible(sample: Sample) -> Sample | None:
-    """The sample with gradients for all tensors, for the first alone, or none; None if PyTorch itself refuses it."""
-    for tried in (sample, sample._replace(fn=_in_first_alone(sample.fn)), sample._replace(grad=False)):
+def _differentiable(sample: Sample) -> Sample | None:
+    """Return the sample with gradients of all tensors, of the first, or of none; None if PyTorch itself refuses it."""
+    for tried in (sample, sample._replace(fn=_of_first_tensor(sample.fn)), sample._replace(grad=False)):
         try:
             plain_run(*tried, 0)
         except Exception:
@@ -74,7 +74,7 @@ def _as_far_as_possible(sample: Sample) -> Sample | None:
     return None
 
 
-def _in_first_alone(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _of_first_tensor(fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(first: Any, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
         return fn(first, *args, **kwargs)
@@ -96,7 +96,7 @@ def _from_database(name: str) -> Iterator[Sample]:
 
 
 def exact(value: Tensor) -> Tensor:
-    """The value with few enough digits that the operands of a sum add up to it exactly, contiguous."""
+    """Return a contiguous copy with so few digits that operands of a sum add up to it exactly."""
     value = value.detach().clone(memory_format=torch.contiguous_format)
     steps = STEPS.get(value.dtype)
     if steps and value.layout is torch.strided:

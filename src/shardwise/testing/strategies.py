@@ -47,7 +47,7 @@ DTYPES = (*FLOATS, *INTEGERS, torch.bool, torch.complex64)
 
 
 def mesh_shapes(max_ranks: int = 8, max_axes: int = 3) -> SearchStrategy[tuple[int, ...]]:
-    """Axis sizes, some of them 1, of at most so many ranks."""
+    """Mesh shapes of at most this number of ranks; some axes have size 1."""
     sizes = range(1, max_ranks + 1)
     shapes = itertools.chain(*(itertools.product(sizes, repeat=axes) for axes in range(1, max_axes + 1)))
     fitting = [shape for shape in shapes if math.prod(shape) <= max_ranks]
@@ -55,23 +55,23 @@ def mesh_shapes(max_ranks: int = 8, max_axes: int = 3) -> SearchStrategy[tuple[i
 
 
 def tensor_shapes(max_dims: int = 3, max_size: int = 9, min_dims: int = 0) -> SearchStrategy[tuple[int, ...]]:
-    """Shapes with even, uneven and small sizes, empty ones, and no dims at all."""
+    """Shapes with even, uneven and small sizes, empty ones, and the shape without dims."""
     size = st.integers(1, max_size) | st.sampled_from([n for n in (0, 1, 4, 6, 8) if n <= max_size])
     return st.lists(size, min_size=min_dims, max_size=max_dims).map(tuple)
 
 
 def dtypes(choices: Sequence[torch.dtype] = DTYPES) -> SearchStrategy[torch.dtype]:
-    """The dtypes that reductions know."""
+    """Dtypes that can be reduced."""
     return st.sampled_from(tuple(choices))
 
 
 def reduce_ops(dtype: torch.dtype = torch.float32) -> SearchStrategy[str]:
-    """The reductions that a dtype allows."""
+    """Reduction ops that a dtype supports."""
     return st.sampled_from(allowed_ops(dtype))
 
 
 def allowed_ops(dtype: torch.dtype) -> tuple[str, ...]:
-    """No average of integers, no order of complex numbers."""
+    """Return the reduction ops of a dtype: no average of integers, no max or min of complex numbers."""
     if dtype.is_complex:
         return ("sum", "avg", "product")
     return REDUCE_OPS if dtype.is_floating_point else tuple(op for op in REDUCE_OPS if op != "avg")
@@ -87,7 +87,7 @@ def placements(
     partial: bool = True,
     interleaved: bool = True,
 ) -> tuple[Placement, ...]:
-    """One placement for each axis that this shape allows; dims may be negative."""
+    """One legal placement for each axis; dims may be negative."""
     kinds: list[SearchStrategy[Placement]] = [st.just(Replicate())]
     if partial:
         kinds.append(reduce_ops(dtype).map(Partial))
@@ -101,7 +101,7 @@ def placements(
 
 
 def is_legal(mesh_shape: Sequence[int], shape: Sequence[int], given: Sequence[Placement]) -> bool:
-    """Whether a layout can say this cut: an interleaved one must divide what it interleaves."""
+    """Return whether a tensor of this shape can have these placements: an interleaved shard must divide its dim."""
     normal = [_with_dim(p, p.dim % len(shape)) if isinstance(p, Shard) else p for p in given]
     try:
         from_placements(tuple(mesh_shape), tuple(shape), normal, default_order(normal))
@@ -122,7 +122,7 @@ def _without_interleaving(placement: Placement) -> Placement:
 def p_forms(
     draw: DrawFn, axis_names: Sequence[str], ndim: int, *, dtype: torch.dtype = torch.float32, partial: bool = True
 ) -> P:
-    """`P(...)` over these axes: each cuts a dim, in any order, or is Partial, or replicates."""
+    """`P(...)` over these axes: each shards a dim, in any order, or is Partial, or replicates."""
     names = draw(st.permutations(axis_names))
     dims: list[tuple[str, ...]] = [()] * ndim
     partial_axes = {}
@@ -134,7 +134,7 @@ def p_forms(
             partial_axes[name] = draw(reduce_ops(dtype))
     entries: list[DimAxes] = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in dims]
     while entries and entries[-1] is None and draw(st.booleans()):
-        entries.pop()  # dims left out at the end are not cut
+        entries.pop()  # dims left out at the end are not sharded
     return P(*entries, partial=partial_axes)
 
 
@@ -142,7 +142,7 @@ def p_forms(
 def specs(
     draw: DrawFn, mesh: DeviceMesh, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
 ) -> DTensorSpec:
-    """Specs on a mesh, in a world that is running."""
+    """Specs on a mesh, in a running world."""
     mesh_info = mesh_info_of(mesh)
     shape = draw(tensor_shapes()) if shape is None else shape
     dtype = draw(dtypes()) if dtype is None else dtype
@@ -160,7 +160,7 @@ def any_placements(
 
 @dataclass(frozen=True)
 class Redistribution:
-    """A mesh, a tensor, and two ways to cut it."""
+    """A mesh, a tensor, and two placements of it."""
 
     mesh_shape: tuple[int, ...]
     axis_names: tuple[str, ...]
@@ -176,12 +176,12 @@ class Redistribution:
         return math.prod(self.mesh_shape)
 
     def value(self) -> Tensor:
-        """Small integers in this dtype, the same for the same seed."""
+        """Return small integers in this dtype, determined by the seed."""
         return integer_values(self.shape, self.dtype, self.seed)
 
 
 def integer_values(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
-    """Small integers: sums of them are exact in every dtype."""
+    """Return small integers, whose sums are exact in every dtype."""
     generator = torch.Generator().manual_seed(seed)
     low, high = (0, 2) if dtype is torch.bool else (0, 13) if not dtype.is_signed else (-12, 13)
     drawn = torch.randint(low, high, tuple(shape), generator=generator)
@@ -193,7 +193,7 @@ def integer_values(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tenso
 
 @st.composite
 def redistributions(draw: DrawFn, max_ranks: int = 8, choices: Sequence[torch.dtype] = DTYPES) -> Redistribution:
-    """A mesh, a tensor, and two ways to cut it, of every kind."""
+    """A mesh, a tensor, and two placements of it, of every kind."""
     mesh_shape, shape, dtype = draw(mesh_shapes(max_ranks)), draw(tensor_shapes()), draw(dtypes(choices))
     names = ("a", "b", "c", "d", "e", "f", "g", "h")[: len(mesh_shape)]
     either = any_placements(mesh_shape, names, shape, dtype)

@@ -1,8 +1,7 @@
 """Distributed tensors from known values, and back, without communication.
 
-Everything here follows from `spec.layout.runs`, the global index ranges that each rank holds. A Partial axis gets
-operands that differ on every rank and change sign, so that a reduction left out, doubled or done in the wrong order
-shows.
+Everything here follows from `spec.layout.runs`, the global index ranges that each rank holds. On a Partial axis every
+rank has different operands, of both signs, so that a missing, repeated or misordered reduction changes the result.
 """
 
 from __future__ import annotations
@@ -17,24 +16,25 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.groups import adopt
-from ..errors import PlacementError, WorldError
+from ..errors import WorldError
 from ..sharding.layout import Coordinate, Layout, PartialAxes
 from ..sharding.mesh import MeshInfo
 from ..sharding.placement import Placements
 from ..sharding.spec import DTensorSpec, contiguous_meta
 from ..tensor.dtensor import DTensor
 from ..world import RankTensor
+from .partial_operands import operands, wide_dtype
 
 Key = tuple[int, ...]
 """A rank's indices on the Partial axes, outermost first."""
 
 
 def make_dtensor(value: Tensor, mesh: DeviceMesh, placements: Placements, *, seed: int) -> DTensor:
-    """The distributed tensor of this value with these placements, `Partial` of every op included.
+    """Return the distributed tensor with this value and these placements, which may be `Partial` by any op.
 
-    Integer values, of any dtype, stay exact: their operands are whole numbers (or, in a product, powers of two). All
+    Integer values are exact in any dtype: the operands of a Partial are integers (or, in a product, powers of two). All
     ranks pass the same value and seed. In a simulated world, where a submesh has several parallel instances, `value`
-    may be a RankTensor that gives each instance its own.
+    may be a RankTensor with a value for each instance.
     """
     mesh_info = adopt(mesh)
     return with_spec(
@@ -43,7 +43,7 @@ def make_dtensor(value: Tensor, mesh: DeviceMesh, placements: Placements, *, see
 
 
 def with_spec(value: Tensor, spec: DTensorSpec, *, seed: int) -> DTensor:
-    """The same for a spec, whose layout no placement list need be able to say. Its mesh has been adopted."""
+    """Return the distributed tensor with this value and spec, also for layouts that placements cannot express."""
     mesh_info = spec.mesh_info
     if mesh_info.simulated:
         values = value.shards if isinstance(value, RankTensor) else (value,) * mesh_info.world_size
@@ -60,15 +60,15 @@ def with_spec(value: Tensor, spec: DTensorSpec, *, seed: int) -> DTensor:
 
 
 def assemble(dtensor: DTensor, *, instance: int | None = None) -> Tensor:
-    """The whole value of a tensor in a simulated world, put together from its shards without communication.
+    """Return the global value of a tensor in a simulated world, assembled from its shards without communication.
 
-    An AssertionError says what is wrong where a shard has another shape or dtype than its spec says, replicas differ,
-    or an element is held by nobody. Of nested Partial axes the inner ones, to the right, reduce first. On a submesh all
-    parallel instances must agree, unless one is chosen.
+    Raises AssertionError if the shape or dtype of a shard does not match the spec, if replicas differ, or if no rank
+    holds an element. Nested Partial axes are reduced from the innermost (rightmost) outwards. On a submesh all parallel
+    instances must agree, unless `instance` chooses one.
     """
     spec, local = dtensor._spec, dtensor._local_tensor
     if not isinstance(local, RankTensor):
-        raise WorldError("assemble sees only this process's shard", "use it in a simulated world, else full_tensor()")
+        raise WorldError("assemble needs the shards of all ranks", "call x.full_tensor() outside a simulated world")
     by_instance = spec.mesh_info.instances.flatten(1).tolist()
     chosen = by_instance if instance is None else [by_instance[instance]]
     values = [_assemble_ranks(ranks, local.shards, spec) for ranks in chosen]
@@ -77,101 +77,13 @@ def assemble(dtensor: DTensor, *, instance: int | None = None) -> Tensor:
     return values[0]
 
 
-# ---- operands of a reduction ----------------------------------------------------------------------------------------
-
-
-def operands(value: Tensor, count: int, op: str, generator: torch.Generator, unit: int = 1) -> list[Tensor]:
-    """Tensors, as many as asked, that differ and change sign and whose reduction by `op` is `value`.
-
-    Sums and averages add multiples of `unit`, so that integers stay integers; products multiply by powers of two, or
-    by signs alone where the dtype has no fractions.
-    """
-    dtype = value.dtype
-    if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
-        raise PlacementError(f"operands of an average of {dtype}", "use a floating-point dtype")
-    if op in ("max", "min") and dtype.is_complex:
-        raise PlacementError(f"operands of a {op} of {dtype}", "complex numbers have no order")
-    if dtype is torch.bool:
-        return _bool_operands(value, count, op, generator)
-    wide = value.to(_wide(dtype))
-    if op in ("max", "min"):
-        return [part.to(dtype) for part in _extreme_operands(wide, dtype, count, op, generator)]
-    if op == "product":
-        factors = [_pick(wide, _FACTORS[_kind(dtype)], generator) for _ in range(count - 1)]
-        rest = wide
-        for factor in factors:  # whose inverse is exact
-            rest = rest / factor if dtype.is_floating_point else rest * factor.conj()
-        return [part.to(dtype) for part in (*factors, rest)]
-    noise = [unit * _integers(wide, -4, 5, generator) for _ in range(count - 1)]
-    if op == "avg":
-        return [(wide + part).to(dtype) for part in (*noise, -sum(noise))]
-    return [part.to(dtype) for part in (*noise, wide - sum(noise))]
-
-
-_FACTORS: dict[str, list[complex]] = {
-    "unsigned": [1],
-    "signed": [1, -1],
-    "float": [-2, -1, -0.5, 0.5, 1, 2],
-    "complex": [1, -1, 1j, -1j],
-}
-
-
-def _kind(dtype: torch.dtype) -> str:
-    if dtype.is_complex:
-        return "complex"
-    if dtype.is_floating_point:
-        return "float"
-    return "signed" if dtype.is_signed else "unsigned"
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    if dtype.is_complex:
-        return torch.complex128
-    return torch.float64 if dtype.is_floating_point else torch.int64
-
-
-def _integers(like: Tensor, low: int, high: int, generator: torch.Generator) -> Tensor:
-    drawn = torch.randint(low, high, like.shape, generator=generator).to(like)
-    if like.is_complex():
-        drawn = torch.complex(drawn.real, torch.randint(low, high, like.shape, generator=generator).to(drawn.real))
-    return drawn
-
-
-def _pick(like: Tensor, choices: Sequence[complex], generator: torch.Generator) -> Tensor:
-    index = torch.randint(len(choices), like.shape, generator=generator).to(like.device)
-    return torch.tensor(choices, dtype=like.dtype, device=like.device)[index]
-
-
-def _extreme_operands(
-    wide: Tensor, dtype: torch.dtype, count: int, op: str, generator: torch.Generator
-) -> list[Tensor]:
-    """One rank, another for each element, holds the extreme; the others stay behind it by up to 12."""
-    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    holder = torch.randint(count, wide.shape, generator=generator).to(wide.device)
-    parts = []
-    for index in range(count):
-        behind = _integers(wide, 0, 13, generator)
-        if not dtype.is_floating_point:  # the widest integers have nowhere to go
-            behind = torch.where((wide > limits.max - 13) | (wide < limits.min + 13), 0, behind)
-        part = (wide - behind if op == "max" else wide + behind).clamp(limits.min, limits.max)
-        parts.append(torch.where((holder == index) | wide.isinf(), wide, part))  # nothing is behind an infinity
-    return parts
-
-
-def _bool_operands(value: Tensor, count: int, op: str, generator: torch.Generator) -> list[Tensor]:
-    holder = torch.randint(count, value.shape, generator=generator).to(value.device)
-    parts = []
-    for index in range(count):
-        coin = torch.randint(2, value.shape, generator=generator).to(value.device).bool()
-        part = value & coin if op in ("sum", "max") else value | coin
-        parts.append(torch.where(holder == index, value, part))
-    return parts
+# ---- shards of a value -----------------------------------------------------------------------------------------------
 
 
 def _operand_table(value: Tensor, layout: Layout, seed: int) -> dict[Key, Tensor]:
-    """The whole-tensor operand of every index on the Partial axes. Outer axes, to the left, split first."""
+    """Return the global operand for every index on the Partial axes. Outer axes, to the left, split first."""
     generator = torch.Generator().manual_seed(seed)
-    # Averages may be taken before or after sums: both are exact if operands differ by multiples of what divides.
+    # Averages may be taken before or after sums: both are exact if operands differ by multiples of the divisor.
     unit = math.prod(layout.mesh_sizes[axis] for axis, op in layout.partial if op == "avg")
     table: dict[Key, Tensor] = {(): value.detach()}
     for axis, op in layout.partial:
@@ -184,18 +96,18 @@ def _operand_table(value: Tensor, layout: Layout, seed: int) -> dict[Key, Tensor
 
 
 def _shard(table: dict[Key, Tensor], layout: Layout, at: Coordinate) -> Tensor:
-    """What the rank at this coordinate holds, in memory of its own."""
+    """Return a copy of the shard of the rank at this coordinate."""
     part = table[_key(layout.partial, at)]
     for dim, index in enumerate(_indices(layout, at)):
         part = _as_bytes(part).index_select(dim, index.to(part.device)).view(part.dtype)
     return part.clone(memory_format=torch.contiguous_format)
 
 
-# ---- the whole from its shards -----------------------------------------------------------------------------------
+# ---- the value of shards ------------------------------------------------------------------------------------------
 
 
 def _assemble_ranks(ranks: Sequence[int], shards: Sequence[Tensor], spec: DTensorSpec) -> Tensor:
-    layout, wholes, seen = spec.layout, dict[Key, Tensor](), dict[Key, Tensor]()
+    layout, globals_, seen = spec.layout, dict[Key, Tensor](), dict[Key, Tensor]()
     coordinates = _coordinates(spec.mesh_info)
     for rank in ranks:
         at, shard = coordinates[rank], shards[rank]
@@ -203,27 +115,27 @@ def _assemble_ranks(ranks: Sequence[int], shards: Sequence[Tensor], spec: DTenso
         _check(tuple(shard.shape) == expected, f"{spec!r}: rank {rank} has {list(shard.shape)}, not {list(expected)}")
         _check(shard.dtype == spec.dtype, f"{spec!r}: rank {rank} has {shard.dtype}, not {spec.dtype}")
         key = _key(layout.partial, at)
-        if key not in wholes:
-            wholes[key] = torch.zeros(spec.shape, dtype=spec.dtype, device=shard.device)
+        if key not in globals_:
+            globals_[key] = torch.zeros(spec.shape, dtype=spec.dtype, device=shard.device)
             seen[key] = torch.zeros(spec.shape, dtype=torch.bool, device=shard.device)
         if shard.numel() == 0:
             continue
         where = _grid(layout, at)
-        held = _as_bytes(wholes[key])[where].view(spec.dtype)
+        held = _as_bytes(globals_[key])[where].view(spec.dtype)
         agrees = _equal(held, shard) | ~seen[key][where]
         _check(bool(agrees.all()), f"{spec!r}: rank {rank} differs from a rank that holds the same elements")
-        _as_bytes(wholes[key])[where] = _as_bytes(shard)
+        _as_bytes(globals_[key])[where] = _as_bytes(shard)
         seen[key][where] = True
     for key, mask in seen.items():
-        _check(bool(mask.all()), f"{spec!r}: nobody holds {(~mask).nonzero().tolist()[:4]} of operand {key}")
-    return _reduced(wholes, layout.partial, spec.dtype)
+        _check(bool(mask.all()), f"{spec!r}: no rank holds {(~mask).nonzero().tolist()[:4]} of operand {key}")
+    return _reduced(globals_, layout.partial, spec.dtype)
 
 
 def _reduced(table: dict[Key, Tensor], partial: PartialAxes, dtype: torch.dtype) -> Tensor:
-    """The value of these operands: inner axes first, in a wide dtype, rounded once at the end."""
+    """Reduce operands: inner axes first, in a wide dtype, rounded once at the end."""
     if not partial:
         return table[()]
-    wide = {key: part if dtype is torch.bool else part.to(_wide(dtype)) for key, part in table.items()}
+    wide = {key: part if dtype is torch.bool else part.to(wide_dtype(dtype)) for key, part in table.items()}
     for _, op in reversed(partial):
         grouped: dict[Key, list[Tensor]] = {}
         for key in sorted(wide):
@@ -247,7 +159,7 @@ def _reduce(stacked: Tensor, op: str) -> Tensor:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and values, NaN being the same as NaN."""
+    """Return whether two tensors have the same shape, dtype and values; NaN equals NaN."""
     return one.shape == other.shape and one.dtype == other.dtype and bool(_equal(one, other).all())
 
 
@@ -261,7 +173,7 @@ def _equal(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _coordinates(mesh_info: MeshInfo) -> list[Coordinate]:
-    """The coordinate of every rank; all are in an adopted mesh."""
+    """Return the coordinate of every rank; all ranks are in an adopted mesh."""
     return [at for at in mesh_info.coordinates if at is not None]
 
 
@@ -274,7 +186,7 @@ def _key(partial: PartialAxes, at: Coordinate) -> Key:
 
 
 def _indices(layout: Layout, at: Coordinate) -> list[Tensor]:
-    """For each dim the global indices that the rank at this coordinate holds, in local order."""
+    """Return for each dim the global indices that the rank at this coordinate holds, in local order."""
     return [
         torch.tensor([*itertools.chain(*itertools.starmap(range, runs))], dtype=torch.int64) for runs in layout.runs(at)
     ]
@@ -282,7 +194,7 @@ def _indices(layout: Layout, at: Coordinate) -> list[Tensor]:
 
 @lru_cache(maxsize=4096)
 def _grid(layout: Layout, at: Coordinate) -> tuple[Tensor, ...]:
-    """The indices of all dims, ready to index the whole tensor with."""
+    """Return the indices of all dims, shaped to index the global tensor."""
     indices = _indices(layout, at)
     shape = [1] * len(indices)
     return tuple(index.view(*shape[:dim], -1, *shape[dim + 1 :]) for dim, index in enumerate(indices))
@@ -292,7 +204,7 @@ _INDEXED_AS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint6
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Dtypes that torch cannot index, as ones that it can."""
+    """View dtypes that PyTorch cannot index as dtypes that it can."""
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
         return tensor.view(torch.uint8)
     return tensor.view(_INDEXED_AS.get(tensor.dtype, tensor.dtype))

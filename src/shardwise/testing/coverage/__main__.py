@@ -6,7 +6,7 @@
     python -m shardwise.testing.coverage --gloo                some of them, on four processes
     python -m shardwise.testing.coverage --dtypes int64,bool --variants function,strided,inplace,out
 
-The exit code is 1 if anything was wrong or failed.
+The exit code is 1 if there was a failure.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REFERENCE = Effort(placements=2)  # four processes that plan every call take lon
 FEWER = Effort(samples=2, placements=2, most=2)
 QUICK_ENTRIES = 60
 GLOO_ENTRIES = 96
-PATIENCE = 200.0  # seconds for an entry
+SECONDS = 200.0  # seconds for an entry
 CHILDREN = 2
 BAD = ("wrong", "error", "crash", "slow")
 
@@ -44,7 +44,7 @@ BAD = ("wrong", "error", "crash", "slow")
 def covered(
     names: Sequence[str], effort: Effort, seed: int, sweep: Sweep, on_gloo: SideOfRank | None = None
 ) -> Iterator[Outcome]:
-    """Entries in child processes, two at a time; outcomes come as they are ready."""
+    """Cover entries in child processes, two at a time; yields outcomes as they are ready."""
     jobs: dict[tuple[str, ...], Callable[[], list[Outcome]]] = {}
     size = 1 if on_gloo is None else TOGETHER
     for start in range(0, len(names), size):
@@ -53,7 +53,7 @@ def covered(
             jobs[chunk] = partial(_simulated, chunk, effort, seed, sweep)
         else:
             jobs[chunk] = partial(cover_on_processes, chunk, effort, on_gloo, seed, sweep)
-    for given, answer in in_children(jobs, CHILDREN, PATIENCE * size):
+    for given, answer in in_children(jobs, CHILDREN, SECONDS * size):
         if isinstance(answer, Lost):
             kind = answer.reason if answer.reason in BAD else "error"
             answer = [Outcome(name, kind, failures=[f"{kind}: {answer.reason}"]) for name in given]
@@ -65,7 +65,7 @@ def _simulated(names: Sequence[str], effort: Effort, seed: int, sweep: Sweep) ->
 
 
 def chosen(only: str | None, count: int | None, seed: int) -> list[str]:
-    """Entries whose names contain one of the parts, or are one after `=`; or so many of them, by the seed."""
+    """Return entries whose names contain one of these parts (or equal `=NAME`), or a sample of this size."""
     names = list(operator_database())
     if only:
         parts = only.split(",")
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None, reference: SideOfRank | None = None) -> int:
-    """Run it; `reference` is the side of another implementation."""
+    """Run the command line; `reference` is the side of another implementation. Returns the exit code."""
     given = _parser().parse_args(arguments)
     torch.set_num_threads(1)
     count = QUICK_ENTRIES if given.quick else GLOO_ENTRIES if given.gloo else None

@@ -21,7 +21,7 @@ FAR = 2.5  # by chance one pair of samples in some 100,000 is farther apart than
 
 @contextmanager
 def other_seeds(number: int) -> Iterator[None]:
-    """Inside, seeds are others: functions of the database set the same one before each call."""
+    """Context in which `torch.manual_seed` sets other seeds: entries of the database set the same one every time."""
     seed = torch.manual_seed
     with mock.patch("torch.manual_seed", lambda value: seed(value + number)):
         yield
@@ -33,10 +33,10 @@ def same_distribution(
     whole: Callable[[Any], Tensor],
     again: Callable[[int], Answer],
 ) -> bool:
-    """Whether the results of plain and of distributed calls are drawn alike, as far as so few numbers can tell.
+    """Return whether plain and distributed calls draw from the same distribution, as far as these numbers show.
 
-    Numbers of one call may hang together, as where whole channels are dropped. So what is far apart is compared with
-    how far apart plain calls are: `again` makes another one.
+    Numbers of one call may be correlated, for example if entire channels are dropped. So a large distance is compared
+    with the distances between plain calls, which `again` makes.
     """
     for index, first in enumerate(plain[0].results):
         if not isinstance(first, Tensor):
@@ -60,7 +60,7 @@ def _pooled(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """The largest difference of cumulative frequencies, in units of its usual size for so many numbers."""
+    """Return the largest difference of cumulative frequencies, in units of its usual size for this many numbers."""
     at = torch.cat([one, other]).unique()
     below = [torch.searchsorted(values.sort().values, at, right=True) / len(values) for values in (one, other)]
     largest = float((below[0] - below[1]).abs().max()) if len(at) else 0.0

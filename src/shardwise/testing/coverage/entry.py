@@ -1,4 +1,4 @@
-"""All trials of one entry: is every answer right, what served it, which placements need no communication."""
+"""All trials of one entry: correct answers, how its ops are dispatched, and placements without communication."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from ...ops.served import KINDS, served_by
 from ...sharding.placement import Partial, Placement, Replicate, Shard
 from ...sharding.spec import TensorMeta
 from ...tensor.dtensor import DTensor
-from ..calls import Recorded
+from ..recording import Recorded
 from .distribution import other_seeds, same_distribution
 from .samples import MESHES, PLAIN, Placed, Sample, Sweep, choices, samples
 from .sides import Side, Simulated
 from .trial import Answer, Trial, called
 
-KEPT = 3  # failures of an entry that are told
+KEPT = 3  # failures of an entry that are reported
 MADE_OF = 4  # ops of a function that are named
-LOCAL_TRIED = 40  # placements of which is asked whether they need communication
+LOCAL_TRIED = 40  # placements that are tried for being free of communication
 
 
 class Effort(NamedTuple):
@@ -48,30 +48,30 @@ class Effort(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What an entry showed."""
+    """The result of an entry."""
 
     name: str
     status: str = "ok"
-    """`ok`, `wrong`, `error`; `crash` or `slow` for its process; `none` if there is nothing to place."""
+    """`ok`, `wrong`, `error`; `crash` or `slow` for its process; `none` if it has no tensors to distribute."""
     samples: int = 0
     cases: int = 0
     random: bool = False
     seconds: float = 0.0
     failures: list[str] = field(default_factory=list)
     served: dict[str, str] = field(default_factory=dict)
-    """For each op that was called how it is served: `rule`, `generated`, `decomposition` or `gathered`."""
+    """How each op that was called is dispatched: `rule`, `generated`, `decomposition` or `gathered`."""
     rule: str = ""
-    """The rule of the op of the same name for one sample; or the ops that the function is made of."""
+    """The rule of the op of the same name for one sample; or the ops that the function calls."""
     local: list[str] = field(default_factory=list)
     """Placements of one sample that need no communication, forward."""
 
     @property
     def kind(self) -> str:
-        """How the entry is served: as the op is that is served worst."""
+        """How the entry is dispatched: the worst kind among its ops."""
         return max(self.served.values(), key=KINDS.index, default="rule")
 
     def add(self, kind: str, text: str) -> None:
-        """Note a failure; the worst kind is the status."""
+        """Add a failure; the worst kind becomes the status."""
         if len(self.failures) < KEPT:
             self.failures.append(f"{kind}: {text}")
         if self.status != "wrong":
@@ -79,7 +79,7 @@ class Outcome:
 
 
 def cover(name: str, effort: Effort, side: Side, seed: int = 0, sweep: Sweep = PLAIN) -> Outcome:
-    """Try an entry: its samples, each with random placements on a line of 4 and on a mesh of 2x2."""
+    """Try the samples of an entry, each with random placements on a mesh of 4 and on a mesh of 2x2 ranks."""
     outcome, start = Outcome(name), time.monotonic()
     with DTensor._op_dispatcher.recording() as plans, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -104,7 +104,7 @@ def cover(name: str, effort: Effort, side: Side, seed: int = 0, sweep: Sweep = P
 def _cover_sample(
     outcome: Outcome, sample: Sample, number: int, effort: Effort, side: Side, meshes: list[DeviceMesh], seed: int
 ) -> bool:
-    """Try one sample; False if the ranks are out of step then."""
+    """Try one sample. Returns False if the ranks no longer agree."""
     try:
         trial = Trial(sample, seed + number)
     except Exception:
@@ -136,7 +136,7 @@ def _cover_sample(
         with other_seeds(10_000 + number):
             return trial.again()
 
-    if drawn and not same_distribution([a for a, _ in drawn], [b for _, b in drawn], side.whole, again):
+    if drawn and not same_distribution([a for a, _ in drawn], [b for _, b in drawn], side.global_value, again):
         outcome.add("wrong", f"another distribution than on one device | {_described(sample)}")
     return True
 
@@ -158,7 +158,7 @@ def _described(sample: Sample) -> str:
 
 
 def short(placements: Placed) -> str:
-    """Placements of one tensor: S0, R, P(sum), or a pair of them."""
+    """Return placements of one tensor as text: S0, R, P(sum), or a pair of them."""
     names = [_letter(placement) for placement in placements]
     return names[0] if len(names) == 1 else f"({','.join(names)})"
 
@@ -171,11 +171,11 @@ def _letter(placement: Placement) -> str:
     return "R" if isinstance(placement, Replicate) else repr(placement)
 
 
-# ---- what served it -------------------------------------------------------------------------------------------------
+# ---- how it was dispatched -------------------------------------------------------------------------------------------
 
 
 def _served(plans: Sequence[Planned]) -> Iterator[tuple[str, str]]:
-    """How each op was served that has a plan here; where calls differ, the worst of them."""
+    """Yield how each op with a plan was dispatched; if calls differ, the worst kind."""
     found: dict[str, str] = {}
     for op, plan, _ in plans:
         kind, name = served_by(op.func, plan is not None), str(op.func)
@@ -184,7 +184,7 @@ def _served(plans: Sequence[Planned]) -> Iterator[tuple[str, str]]:
 
 
 def _rule(name: str, calls: Sequence[Recorded]) -> str:
-    """The rule of the op that an entry is named after, for one of its calls; empty if there is no such op."""
+    """Return the rule of the op that an entry is named after, for one of its calls; empty if there is none."""
     names = {name.partition(":")[0].rpartition(".")[2].strip("_"), operator_database()[name].aten_name.strip("_")}
     for call in calls:
         found = rule_for(call.func)
@@ -200,7 +200,7 @@ def _meta(tensor: Tensor) -> TensorMeta:
 
 
 def _made_of(served: dict[str, str]) -> str:
-    """The ops that a function calls, those that are served worst first."""
+    """Return the ops that a function calls, the worst kinds first."""
     ops = sorted(served, key=lambda op: -KINDS.index(served[op]))
     packets = dict.fromkeys(op.split(".")[1] for op in ops)
     names = [name for name in packets if name not in ("clone", "detach", "alias")]
@@ -208,7 +208,7 @@ def _made_of(served: dict[str, str]) -> str:
 
 
 def _local(sample: Sample, side: Side, mesh: DeviceMesh) -> Iterator[str]:
-    """The placements of a sample on a line of ranks that run without communication, forward."""
+    """Yield the placements of a sample on a one-dimensional mesh that need no communication in forward."""
     options: list[list[Placement]] = []
     for tensor in sample.tensors:
         summed = [Partial("sum")] if tensor.is_floating_point() or tensor.is_complex() else []

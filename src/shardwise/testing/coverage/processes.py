@@ -1,7 +1,7 @@
-"""Entries on four gloo processes, forked for some entries and ended after them.
+"""Entries on four gloo processes, which are forked for a few entries at a time.
 
-Ranks that do not agree whether a trial failed are out of step from then on: they end there, and fresh ones take the
-entries that are left. So do they where a rank crashes or hangs.
+If the ranks do not agree whether a trial failed, or one of them crashes or hangs, they end, and new processes take the
+remaining entries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .samples import Sweep
 from .sides import Processes
 
 RANKS = 4
-PATIENCE = timedelta(seconds=30)  # for one collective
+TIMEOUT = timedelta(seconds=30)  # for one collective
 MOST = 40.0  # seconds for an entry, on average
 TOGETHER = 16  # entries that one set of processes is given
 
@@ -29,25 +29,25 @@ SideOfRank = Callable[["Ranks"], Processes]
 
 
 class Ranks:
-    """What the ranks tell each other beside the tensors: how a trial went; and what they tell the one who asked."""
+    """A store through which the ranks agree on failures, and send outcomes to the parent process."""
 
     def __init__(self, rank: int, port: int) -> None:
-        self.rank, self.told, self.in_step = rank, 0, True
-        self.store = TCPStore("localhost", port, timeout=2 * PATIENCE)
+        self.rank, self.trials, self.in_step = rank, 0, True
+        self.store = TCPStore("localhost", port, timeout=2 * TIMEOUT)
 
     def agree(self, failed: bool) -> bool:
-        """Whether all ranks say that a trial failed, or all that it did not."""
-        self.told += 1
-        self.store.set(f"{self.told}/{self.rank}", str(failed))
-        said = {self.store.get(f"{self.told}/{rank}") for rank in range(RANKS)}
-        self.in_step = len(said) == 1
+        """Return whether all ranks agree that a trial failed, or that it did not."""
+        self.trials += 1
+        self.store.set(f"{self.trials}/{self.rank}", str(failed))
+        answers = {self.store.get(f"{self.trials}/{rank}") for rank in range(RANKS)}
+        self.in_step = len(answers) == 1
         return self.in_step
 
 
 def cover_on_processes(
     names: Sequence[str], effort: Effort, side: SideOfRank, seed: int, sweep: Sweep
 ) -> list[Outcome]:
-    """The outcomes of entries on four processes: for each the worst of the ranks'."""
+    """Return the outcomes of entries on four processes: the worst of the ranks for each."""
     done: list[Outcome] = []
     while len(done) < len(names):
         left = names[len(done) :]
@@ -69,7 +69,7 @@ def _rank(
     rank: int, port: int, names: Sequence[str], effort: Effort, side: SideOfRank, seed: int, sweep: Sweep
 ) -> None:
     ranks = Ranks(rank, port)
-    dist.init_process_group("gloo", store=ranks.store, rank=rank, world_size=RANKS, timeout=PATIENCE)
+    dist.init_process_group("gloo", store=ranks.store, rank=rank, world_size=RANKS, timeout=TIMEOUT)
     mine = side(ranks)
     for name in names:
         outcome = cover(name, effort, mine, seed, sweep)

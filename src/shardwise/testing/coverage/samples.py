@@ -20,18 +20,18 @@ from ..._torch.testing import OpInfo, operator_database
 from ...sharding.placement import Partial, Placement, Replicate, Shard
 from ..samples import exact
 
-LARGEST = 4000  # elements of all tensors of a sample, where there are small ones
-LOOKED_AT = 120  # samples of an entry that the choice is made from
+LARGEST = 4000  # elements of all tensors of a small sample
+LOOKED_AT = 120  # samples of an entry among which some are chosen
 MESHES = ((4,), (2, 2))
 
 Placed = tuple[Placement, ...]
 
 
 class Sweep(NamedTuple):
-    """What is asked of every entry: the dtype of its samples, and which variant of the function is called."""
+    """The dtype of the samples, and which variant of each function is called."""
 
     dtype: str = ""
-    """Empty: float32, or the first dtype that the op takes."""
+    """Empty: float32, or the first dtype that the op supports."""
     variant: str = "function"
     """`function`, `inplace`, `out`, or `strided` for inputs that are not contiguous."""
 
@@ -47,7 +47,7 @@ class Sample(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     definite: Callable[[Any], Any]
-    """What is defined of the results: the absolute values of singular vectors, whose signs are not."""
+    """Returns what is defined of the results: the absolute values of singular vectors, for example."""
     variant: str = "function"
 
     @property
@@ -57,7 +57,7 @@ class Sample(NamedTuple):
 
 
 def dtype_of(name: str, sweep: Sweep) -> torch.dtype | None:
-    """The dtype that an entry is sampled with; None where it takes none of those asked for."""
+    """Return the dtype of an entry's samples; None if it does not support the dtype of the sweep."""
     supported = operator_database()[name].supported_dtypes("cpu")
     if sweep.dtype:
         dtype: torch.dtype = getattr(torch, sweep.dtype)
@@ -67,7 +67,7 @@ def dtype_of(name: str, sweep: Sweep) -> torch.dtype | None:
 
 
 def samples(name: str, sweep: Sweep, count: int, seed: int) -> list[Sample]:
-    """Samples of an entry, chosen by the seed: with tensors, and small if there are small ones."""
+    """Return samples of an entry, chosen by the seed: with tensors, and small if there are small ones."""
     op, dtype = operator_database()[name], dtype_of(name, sweep)
     fn = _variant(op, sweep.variant)
     if dtype is None or fn is None:
@@ -126,7 +126,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def choices(sample: Sample, mesh: tuple[int, ...], count: int, seed: int, number: int) -> list[tuple[Placed, ...]]:
-    """Random placements of all the tensors of a sample, different ones as far as there are."""
+    """Return random placements of all tensors of a sample, all different if there are enough."""
     chooser = random.Random(f"{seed} {sample.name} {number} {mesh}")
     found: dict[tuple[Placed, ...], None] = {}
     for _ in range(20 * count):

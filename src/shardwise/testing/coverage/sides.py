@@ -1,8 +1,7 @@
-"""Who holds the distributed tensors of a trial.
+"""A side: an implementation of distributed tensors that a trial runs on.
 
-A side makes tensors of known values and gives their values back. `Simulated` holds all ranks in this process and looks
-at each rank's part; `Processes` is one of several processes. Another implementation can be measured by giving it a
-side of its own.
+A side makes distributed tensors from global values, and returns the global values of results. `Simulated` has all
+ranks in this process; `Processes` is one of several processes. Another implementation is measured by a side of its own.
 """
 
 from __future__ import annotations
@@ -25,63 +24,63 @@ class Side(Protocol):
     """An implementation of distributed tensors in a world of four ranks."""
 
     def meshes(self, sizes: Sequence[tuple[int, ...]]) -> Any:
-        """A context with meshes of these sizes."""
+        """Return a context with meshes of these sizes."""
 
     def make(self, value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], seed: int) -> Tensor:
-        """The distributed tensor of this value."""
+        """Return the distributed tensor with this value."""
 
-    def whole(self, found: Any) -> Tensor:
-        """The value of a result, after a look whether all ranks agree on it."""
+    def global_value(self, found: Any) -> Tensor:
+        """Return the global value of a result; raises if ranks do not agree on it."""
 
     def settle(self, failed: bool) -> bool:
-        """Whether all ranks agree that a trial failed, or not; if they do not, no more trials are made."""
+        """Return whether all ranks agree that a trial failed, or that it did not. If not, the trials end."""
 
 
 class Agreeing(Protocol):
-    """Ranks that tell each other how a trial went."""
+    """Ranks that exchange whether a trial failed."""
 
     def agree(self, failed: bool) -> bool:
-        """Whether all ranks say the same."""
+        """Return whether all ranks pass the same value."""
 
 
 class Processes:
-    """This process is one of several, which agree on how trials went."""
+    """The side of one process of several."""
 
     def __init__(self, ranks: Agreeing | None = None) -> None:
         self.ranks = ranks
 
     @contextmanager
     def meshes(self, sizes: Sequence[tuple[int, ...]]) -> Iterator[list[DeviceMesh]]:
-        """Meshes of all processes."""
+        """Return meshes of all processes."""
         yield [init_device_mesh("cpu", size) for size in sizes]
 
     def make(self, value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], seed: int) -> Tensor:
-        """The distributed tensor of this value."""
+        """Return the distributed tensor with this value."""
         return make_dtensor(value, mesh, placements, seed=seed)
 
-    def whole(self, found: Any) -> Tensor:
-        """The value of a result."""
+    def global_value(self, found: Any) -> Tensor:
+        """Return the global value of a result."""
         if not isinstance(found, DTensor):
             raise TypeError(f"the result is a {type(found).__name__}, not a DTensor")
         with torch.no_grad():
             return found.full_tensor()
 
     def settle(self, failed: bool) -> bool:
-        """Whether all ranks agree that a trial failed, or not."""
+        """Return whether all ranks agree that a trial failed, or that it did not."""
         return self.ranks is None or self.ranks.agree(failed)
 
 
 class Simulated(Processes):
-    """All ranks are in this process."""
+    """The side with all ranks in this process."""
 
     @contextmanager
     def meshes(self, sizes: Sequence[tuple[int, ...]]) -> Iterator[list[DeviceMesh]]:
-        """Meshes in a simulated world."""
+        """Return meshes in a simulated world."""
         with simulate(4):
             yield [init_device_mesh("cpu", size) for size in sizes]
 
-    def whole(self, found: Any) -> Tensor:
-        """The value of a result, put together from the parts of all ranks."""
+    def global_value(self, found: Any) -> Tensor:
+        """Return the global value of a result, assembled from the shards of all ranks."""
         if isinstance(found, DTensor):
             return assemble(found)
         if isinstance(found, RankTensor):

@@ -1,4 +1,4 @@
-"""One sample with one choice of placements, against the plain call: results, gradients, and arguments written to.
+"""One sample with one choice of placements, compared with the plain call: results, gradients, written arguments.
 
 >>> trial = Trial(sample, seed=0)
 >>> trial.compare(Simulated(), mesh, placements)     # raises Wrong, or the error of the call
@@ -16,15 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..._torch import pytree
 from ...sharding.placement import Placement, Replicate, Shard
-from ..calls import HALF, INDEFINITE, Recorder
+from ..calls import HALF
+from ..recording import INDEFINITE, Recorder
 from .samples import Sample
 from .sides import Side
 
-NOISE = 16  # how many times the rounding error of the plain call is allowed to the distributed one
+NOISE = 16  # the distributed error may be this many times the rounding error of the plain call
 
 
 TIED = ("topk", "kthvalue", "median", "nanmedian", "mode")
-"""Functions that tell an index of a value, and not which one if there are several."""
+"""Functions that return the index of a value; if there are several, any of them is right."""
 
 
 class Wrong(AssertionError):
@@ -32,7 +33,7 @@ class Wrong(AssertionError):
 
 
 class Answer(NamedTuple):
-    """What a call gives: its results, the gradients of its arguments, the arguments as it leaves them."""
+    """The results of a call, the gradients of its arguments, and the arguments after the call."""
 
     results: list[Any]
     gradients: list[Tensor | None]
@@ -40,7 +41,7 @@ class Answer(NamedTuple):
 
 
 Make = Callable[[Tensor, int], Tensor]
-"""Makes the tensor that the call is given, of a plain one and its number."""
+"""Makes an argument of the call from a plain tensor and its number."""
 
 
 class Trial:
@@ -58,7 +59,7 @@ class Trial:
         self._wide: Answer | None = None
 
     def again(self) -> Answer:
-        """The plain answer once more, with other random numbers."""
+        """Return the plain answer again, with other random numbers."""
 
         def make(tensor: Tensor, number: int) -> Tensor:
             whole = tensor.detach().clone()
@@ -67,12 +68,12 @@ class Trial:
         return self.answer(make, lambda value, i: value)
 
     def answer(self, make: Make, cotangent: Make) -> Answer:
-        """The answer of the call on tensors that `make` makes of the sample's, with cotangents made likewise."""
+        """Return the answer of the call on tensors made by `make`, with cotangents made by `cotangent`."""
         sample = self.sample
         made = {id(t): make(t, i) for i, t in enumerate(sample.tensors)}
         for original in sample.tensors:
             made[id(original)].requires_grad_(original.requires_grad)
-        # Writing to a leaf that requires grad is refused, so functions see a value made from it.
+        # PyTorch refuses to write to a leaf that requires grad, so the function gets a tensor computed from it.
         seen = {key: t.clone() for key, t in made.items()}
         out = {"out": self._outs(sample, cotangent)} if sample.variant == "out" else {}
         results = called(sample, seen, out)
@@ -85,14 +86,14 @@ class Trial:
         return Answer(results, list(found), list(seen.values()))
 
     def _outs(self, sample: Sample, make: Make) -> Any:
-        """Tensors for the results, full of other numbers."""
+        """Return tensors for `out=`, filled with other numbers."""
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (sample.args, sample.kwargs))
         results = sample.fn(*args, **kwargs)
         outs = [make(torch.full_like(t, t.dtype is torch.bool or 7), i) for i, t in enumerate(leaves(results))]
         return outs[0] if isinstance(results, Tensor) else outs if type(results) is list else tuple(outs)
 
     def compare(self, side: Side, mesh: DeviceMesh, placements: Sequence[Sequence[Placement]]) -> Answer:
-        """The answer on distributed tensors; raises if the call fails, or gives another answer than the plain one."""
+        """Return the answer on distributed tensors; raises `Wrong` if it differs from the plain one."""
         chooser = random.Random(f"{self.seed} {placements}")
 
         def make(value: Tensor, number: int) -> Tensor:
@@ -126,8 +127,8 @@ class Trial:
                 raise Wrong(f"{what}: nothing")
             return
         wanted = wanted.detach()
-        # Of what is left undefined nobody promises that replicas hold the same, either.
-        value = torch.empty(found.shape, dtype=found.dtype) if self.indefinite else side.whole(found).detach()
+        # Replicas of undefined results may differ.
+        value = torch.empty(found.shape, dtype=found.dtype) if self.indefinite else side.global_value(found).detach()
         if value.shape != wanted.shape or value.dtype != wanted.dtype:
             raise Wrong(f"{what}: {value.dtype}{list(value.shape)} instead of {wanted.dtype}{list(wanted.shape)}")
         tied = self.tied and kind == "results" and index == 1
@@ -140,7 +141,7 @@ class Trial:
         raise Wrong(f"{what}: {_difference(value, wanted)}")
 
     def _noise(self, kind: str, index: int, wanted: Tensor) -> float:
-        """How far the plain answer is from that in twice the precision."""
+        """Return the distance of the plain answer from that in double precision."""
         if not wanted.dtype.is_floating_point and not wanted.dtype.is_complex:
             return 0.0
         if self._wide is None:
@@ -155,7 +156,7 @@ class Trial:
 
 
 def called(sample: Sample, given: dict[int, Tensor], more: dict[str, Any] | None = None) -> list[Any]:
-    """What is defined of the results of a call on these tensors, by the identity of those they stand for."""
+    """Call a sample with its tensors replaced, by id, and return what is defined of the results."""
     args, kwargs = pytree.tree_map_only(Tensor, lambda t: given[id(t)], (sample.args, sample.kwargs))
     return leaves(sample.definite(sample.fn(*args, **kwargs, **(more or {}))))
 
@@ -172,19 +173,19 @@ def _widened(sample: Sample) -> dict[str, Any]:
 
 def _weight(output: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    steps = 2.0**8  # few digits, so that no dtype rounds them
+    steps = 2.0**8  # few digits, which no dtype rounds
     kind = torch.complex128 if output.dtype.is_complex else torch.float64
     weight = torch.randn(tuple(output.shape), generator=generator, dtype=torch.float64)
     return ((weight * steps).round() / steps).to(kind).to(output.dtype)
 
 
 def _turned(value: Tensor) -> Tensor:
-    """The same, with its last two dims the other way round in memory."""
+    """Return the tensor with its last two dims swapped in memory."""
     return value.mT.contiguous().mT
 
 
 def _strided(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], number: int, side: Side) -> Tensor:
-    """The distributed tensor as a view that is not contiguous: transposed, or every other number of a line."""
+    """Return the distributed tensor as a view that is not contiguous: transposed, or every other element."""
     if value.dim() == 0:
         return side.make(value, mesh, placements, number)
     if value.dim() == 1:
@@ -195,7 +196,7 @@ def _strided(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], n
 
 
 def tolerances(dtype: torch.dtype) -> tuple[float, float]:
-    """Relative and absolute, for sums in another order."""
+    """Return the relative and absolute tolerance for sums in another order."""
     if dtype in HALF:
         return 5e-2, 5e-2
     return 1e-4, 1e-5
@@ -214,7 +215,7 @@ def _difference(value: Tensor, wanted: Tensor) -> str:
 
 
 def leaves(value: Any) -> list[Any]:
-    """The values in nested lists and tuples."""
+    """Return the values in nested lists and tuples."""
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
         return [leaf for element in value for leaf in leaves(element)]
     return [value]

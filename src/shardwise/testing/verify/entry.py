@@ -17,9 +17,10 @@ from ...ops.registry import rule_for
 from ...ops.served import served_by
 from ...tensor.dtensor import DTensor
 from ...world import simulate
-from ..calls import Failure, Recorded, call_key, recorded, try_call
+from ..calls import Failure, try_call
 from ..checker import MESHES, check
 from ..probe import Suggestion, probe
+from ..recording import Recorded, call_key, recorded
 from ..samples import Sample, samples
 
 QUICK_MESHES: tuple[tuple[int, ...], ...] = ((3,), (2, 2))

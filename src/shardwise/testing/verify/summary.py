@@ -14,7 +14,7 @@ from .entry import Report
 def unreached(reports: Sequence[Report]) -> tuple[list[str], list[str]]:
     """Return the registered rules that no entry used: those that run on a CPU, and those of other devices."""
     reached = {rule for report in reports for rule in report.rules}
-    missing = [key for key in registry if key not in reached]
+    missing = [key for key in registry if registry[key].rule is not None and key not in reached]
     here = [key for key in missing if _runs_here(key)]
     return here, [key for key in missing if key not in here]
 

@@ -1,0 +1,94 @@
+"""Whether a line of the table says of a call exactly what was found by trying it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..notation import BindError, Bound, BoundTensor, RuleError, bind, parse
+from .cuts import Cut
+from .probe_call import ProbeCall
+
+
+def ranks_were_tried(text: str, calls: Sequence[ProbeCall]) -> bool:
+    """Return whether every pattern with an ellipsis was tried with tensors of at least two ranks."""
+    rule = parse(text)
+    for position, pattern in enumerate((*rule.inputs, *rule.outputs)):
+        if not any(atom.many for dim in pattern.dims for atom in dim):
+            continue
+        tensors = [t for call in calls for t in _tensors_at(call, position)]
+        if tensors and len({t.dim() for t in tensors}) < 2:
+            return False
+    return True
+
+
+def _tensors_at(setup: ProbeCall, position: int) -> list[Tensor]:
+    """Return the tensors at a position: operands first, then results."""
+    if position < len(setup.names):
+        return setup.tensors(position)
+    results = setup.run() or []
+    position -= len(setup.names)
+    return results[position] if position < len(results) else []
+
+
+def says(text: str, setup: ProbeCall, cuts: Sequence[Cut]) -> bool:
+    """Return whether a line allows exactly these cuts in a call."""
+    results = setup.run()
+    if results is None:
+        return True
+    listed = [str(result.type) == "List[Tensor]" for result in setup.func._schema.returns] or [False] * len(results)
+    outputs: list[Any] = [
+        [tuple(t.shape) for t in tensors] if many else tuple(tensors[0].shape)
+        for tensors, many in zip(results, listed, strict=True)
+    ]
+    given = [setup.arguments.get(name) for name in setup.names]
+    shapes = [_shape(value) for value in given]
+    try:
+        rule = parse(text)
+        sizes = {argument.name: setup.arguments[argument.name] for argument in rule.size_arguments}
+        bound = bind(rule, shapes, outputs, sizes or None)
+    except (BindError, RuleError, KeyError):
+        return False
+    return _allowed(bound) == {_Allowed(cut.dims, _places(cut), _reductions(cut)) for cut in cuts}
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    return [_shape(element) for element in value] if isinstance(value, (list, tuple)) else None
+
+
+class _Allowed(NamedTuple):
+    dims: tuple[tuple[int, int], ...]
+    results: tuple[tuple[int, int], ...]
+    reduced: tuple[tuple[int, str], ...]
+
+
+def _places(cut: Cut) -> tuple[tuple[int, int], ...]:
+    return tuple((i, dim) for i, (way, dim) in enumerate(cut.ways) if way == "concat")
+
+
+def _reductions(cut: Cut) -> tuple[tuple[int, str], ...]:
+    return tuple((i, way) for i, (way, _) in enumerate(cut.ways) if way != "concat")
+
+
+def _allowed(bound: Bound) -> set[_Allowed]:
+    found = set()
+    for index, factor in enumerate(bound.factors):
+        if factor.must_replicate:
+            continue
+        dims = _where(bound.inputs, index)
+        results = _where(bound.outputs, index)
+        lacking = [i for i in range(len(bound.outputs)) if i not in dict(results)]
+        found.add(_Allowed(dims, results, tuple((i, bound.rule.reduce[i]) for i in lacking)))
+    return found
+
+
+def _where(tensors: Sequence[Any], factor: int) -> tuple[tuple[int, int], ...]:
+    places = []
+    for i, tensor in enumerate(tensors):
+        for one in tensor if isinstance(tensor, tuple) and not isinstance(tensor, BoundTensor) else (tensor,):
+            places += [(i, dim) for dim, factors in enumerate(one.dims if one is not None else ()) if factor in factors]
+    return tuple(dict.fromkeys(places))
