@@ -25,7 +25,7 @@ from typing import Any
 from .._torch.decompositions import is_composite
 from .._torch.ops import OpOverload
 from ..notation import Rule, parse
-from ..notation.rule import Positions
+from ..notation.clauses import Positions
 from ..notation.schema import FOREACH, operands_of, overload_key, overloads, packet_name
 from .call import Call, is_list
 from .find import AnyOp, called_with, find_op
@@ -181,7 +181,7 @@ def _factors(rule: Rule) -> Iterator[tuple[str, str]]:
     for name, atom in seen.items():
         text = f"{name}.." if atom.many else name
         without = [i for i, side in enumerate(outputs) if name not in {a.name for a in side}]
-        if atom.whole:
+        if atom.replicated:
             yield text, "must be replicated"
         elif name in rule.kernel:
             yield text, f"handled by a kernel{_after_kernel(rule, without)}"
