@@ -82,7 +82,7 @@ def derivatives(fn: Callable[[Any], Any], x: Any) -> list[Any]:
     return [y, first, *torch.autograd.grad(first.square().sum(), x, allow_unused=True)]
 
 
-@pytest.mark.filterwarnings("ignore::shardwise.dispatch.dispatcher.GatherWarning")
+@pytest.mark.filterwarnings("ignore::shardwise.dispatch.fallback.GatherWarning")
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate(), Partial()], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_one_device_answer(case: str, placement: Placement) -> None:
