@@ -32,12 +32,13 @@ from ..sharding.placement import Replicate
 from ..sharding.spec import DTensorSpec, TensorMeta, contiguous_meta
 from .call_plan import LOCALIZE, Argument, CallPlan, Constant, plan_call
 from .explicit import redistributions
+from .formulas import as_replicated, hold_result, in_formula
 from .gather_cache import Last, state_of
 from .hot_path import Ready, may_enter, ready, ready_list
 from .list_plan import ListPlan, plan_list, run_list
 from .modes import modes
 from .numbers import with_numbers
-from .provenance import as_replicated, record_replicated, taken_as_replicated
+from .provenance import record_replicated, taken_as_replicated
 from .result_meta import NEEDS_DATA, NoRule
 
 Wrap = Callable[[Tensor, DTensorSpec], Any]
@@ -83,8 +84,15 @@ class OpDispatcher:
 
     def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], hot_key: Any = None) -> Any:
         """The result of the op, wrapped. The hot path comes here with the key of a call that it does not know."""
-        if modes.implicit_replication:
-            args, kwargs = self._with_replicas(func, args, kwargs)
+        if modes.implicit_replication or in_formula():
+            replicas = self._with_replicas(func, args, kwargs)
+            if replicas is not None:
+                result = self._dispatch(func, *replicas, None)
+                hold_result(result)
+                return result
+        return self._dispatch(func, args, kwargs, hot_key)
+
+    def _dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], hot_key: Any) -> Any:
         by_type = _BY_TYPE[func]
         for position in _INDICES[func]:
             for index in args[position] if position < len(args) else ():
@@ -125,8 +133,8 @@ class OpDispatcher:
 
     def _with_replicas(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with plain tensors taken as replicated, but for those that are written."""
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments with plain tensors taken as replicated, but for those that are written; None if there is none."""
         flat, tree = pytree.tree_flatten((args, kwargs))
         like = next(value for value in flat if isinstance(value, self.kind))
         written = _written(func, args, kwargs)
@@ -137,7 +145,10 @@ class OpDispatcher:
             record_replicated(value)
             return as_replicated(value, like)
 
-        found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(map(replica, flat), tree)
+        replicas = [replica(value) for value in flat]
+        if all(new is old for new, old in zip(replicas, flat, strict=True)):
+            return None
+        found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(replicas, tree)
         return found
 
     # ---- the key ----------------------------------------------------------------------------------------------

@@ -15,17 +15,11 @@ from typing import Any
 
 import torch
 
+from .._torch.tls import ThreadValue
 from ..sharding.layout import Layout
 from ..sharding.spec import DTensorSpec
 
-
-class _Switch:
-    """One for the process: autograd runs backward passes in threads of its own."""
-
-    accumulating = False
-
-
-_switch = _Switch()
+_accumulating = ThreadValue("accumulate_gradients", False)
 
 
 @contextmanager
@@ -36,11 +30,12 @@ def accumulate_gradients(enabled: bool = True) -> Iterator[None]:
     axes. Along axes that cut a parameter its gradient is reduced and cut in each pass, so that it needs no more
     memory than the parameter. With `enabled=False` the context does nothing: `accumulate_gradients(not last)`.
     """
-    before, _switch.accumulating = _switch.accumulating, enabled
+    before = _accumulating.get()
+    _accumulating.set(enabled)
     try:
         yield
     finally:
-        _switch.accumulating = before
+        _accumulating.set(before)
 
 
 class Home:
@@ -54,7 +49,7 @@ class Home:
     def target(self, grad: DTensorSpec) -> DTensorSpec:
         """The spec that a gradient is brought to when it arrives."""
         wanted = _of_dtype(self.spec.cotangent(), grad.dtype)
-        if not (self.waits or _switch.accumulating) or not grad.layout.partial:
+        if not (self.waits or _accumulating.get()) or not grad.layout.partial:
             return wanted
         leaf = _accumulated_leaf()
         if leaf is None:
@@ -78,7 +73,7 @@ def _when_accumulated(leaf: Any, home: Home) -> None:
     """Reduce the leaf's `.grad` after the next backward pass outside of the context."""
 
     def reduce(leaf: Any) -> None:
-        if _switch.accumulating:
+        if _accumulating.get():
             return
         handle.remove()
         home.waits = False
