@@ -134,7 +134,7 @@ class OpDispatcher:
     def _with_replicas(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments with plain tensors taken as replicated, but for those that are written; None if there is none."""
+        """The arguments with plain tensors as replicated ones, but for those that are written; None if there is none."""
         flat, tree = pytree.tree_flatten((args, kwargs))
         like = next(value for value in flat if isinstance(value, self.kind))
         written = _written(func, args, kwargs)
