@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 from .._torch.tls import ThreadValue
+from .formulas import mark_held_result
 
 
 class _Switches(NamedTuple):
@@ -61,9 +62,14 @@ def explicit(enabled: bool = True) -> AbstractContextManager[None]:
     return _switched(explicit=enabled)
 
 
-def implicit_replication() -> AbstractContextManager[None]:
+@contextmanager
+def implicit_replication() -> Iterator[None]:
     """Inside, plain tensors that meet distributed ones are taken as replicated: the same on all ranks."""
-    return _switched(implicit_replication=True)
+    with _switched(implicit_replication=True):
+        try:
+            yield
+        finally:
+            mark_held_result()
 
 
 def strict_ops() -> AbstractContextManager[None]:

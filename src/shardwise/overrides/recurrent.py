@@ -16,7 +16,8 @@ from torch import Tensor
 from .._torch import pytree
 from .._torch.above_autograd import call_original, override_above_autograd
 from .._torch.ops import OpOverload
-from ..dispatch.provenance import as_replicated, taken_as_replicated
+from ..dispatch.formulas import as_replicated
+from ..dispatch.provenance import taken_as_replicated
 from ..sharding.base import DTensorBase
 
 State = tuple[Tensor, ...]

@@ -1,0 +1,142 @@
+"""Derivative formulas of PyTorch in which plain tensors are the same on all ranks.
+
+A formula makes tensors from sizes and numbers (cumprod fills in ones), or from a plain operand that its op has accepted
+as replicated in forward (a power computes the logarithm of its exponent). Only the formula may bring such tensors; a
+hook that the user puts on the same node of autograd may not. So the node is marked when it is recorded: its prehook,
+which runs after the user's tensor hooks, says that the formula begins, and its hook that it has ended. A plain gradient
+that the formula returns becomes a replicated one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from .._torch import pytree
+from .._torch.backward_pass import current_node, current_pass, materialized, metadata_of, saved_tensor_hooks
+from ..sharding.base import DTensorBase
+from ..sharding.placement import Replicate
+from ..sharding.spec import DTensorSpec, contiguous_meta
+from ..world import RankTensor, replicate
+
+Gradients = tuple[Tensor | None, ...]
+Passes = dict[int, tuple[Callable[[Any], Any], Callable[[Any], Any]] | None]
+
+_RUNNING = "shardwise: backward passes that are in the formula of this node"
+"""A node's metadata holds, under this key, the passes by number: two threads may run passes over one graph, and a pass
+that failed in a formula must not count as running. With each pass, the hooks for saved tensors when it began."""
+
+
+def in_formula() -> bool:
+    """Whether the formula of a marked node runs in this thread.
+
+    Code that `torch.utils.checkpoint` recomputes is no part of the formula that asks for a saved tensor. It runs with
+    hooks of its own for the tensors that it saves.
+    """
+    node = current_node()
+    passes: Passes = {} if node is None else metadata_of(node).get(_RUNNING, {})
+    number = current_pass()
+    return number in passes and passes[number] == saved_tensor_hooks()
+
+
+@contextmanager
+def outside_formula() -> Iterator[None]:
+    """Inside, code that is no part of the running formula, such as a user's unpack hook, does not count as one."""
+    if not in_formula():
+        yield
+        return
+    _leave()
+    try:
+        yield
+    finally:
+        _enter()
+
+
+def mark_formula(node: Node) -> None:
+    """Take plain tensors as replicated in the formula of this node, in every backward pass."""
+    node.register_prehook(_begin)
+    node.register_hook(_end)
+
+
+def _begin(grad_outputs: Gradients) -> None:
+    _enter()
+
+
+def _end(grad_inputs: Gradients, grad_outputs: Gradients) -> Gradients | None:
+    _leave()
+    mark_held_result()
+    like = next((g for g in grad_outputs if isinstance(g, DTensorBase)), None)
+    if like is None or all(g is None or isinstance(g, DTensorBase) for g in grad_inputs):
+        return None
+    return tuple(g if g is None or isinstance(g, DTensorBase) else as_replicated(g, like) for g in grad_inputs)
+
+
+def _enter() -> None:
+    node = current_node()
+    if node is not None:
+        metadata_of(node).setdefault(_RUNNING, {})[current_pass()] = saved_tensor_hooks()
+
+
+def _leave() -> None:
+    node = current_node()
+    if node is not None:
+        metadata_of(node).get(_RUNNING, {}).pop(current_pass(), None)
+
+
+def as_replicated(tensor: Tensor, like: DTensorBase) -> DTensorBase:
+    """A plain tensor that is the same on all ranks, as a replicated one on the mesh of another."""
+    mesh_info = like._spec.mesh_info
+    local = materialized(tensor.detach()).contiguous()
+    meta = contiguous_meta(local.shape, local.dtype)
+    if mesh_info.simulated and not isinstance(local, RankTensor):
+        local = replicate(local, mesh_info.world_size)
+    spec = DTensorSpec(mesh_info.mesh, (Replicate(),) * len(mesh_info.sizes), meta)
+    return type(like).wrap(local, spec)
+
+
+# ---- the results of ops that accepted a plain tensor ----------------------------------------------------------------
+
+
+class _Held(threading.local):
+    """The last result of an op that accepted a plain tensor, and the versions of its tensors then."""
+
+    result: Any = None
+    versions: tuple[int, ...] = ()
+
+
+_held = _Held()
+
+
+def hold_result(result: Any) -> None:
+    """Mark the node of a result of an op that accepted a plain tensor, as soon as autograd has recorded it.
+
+    Ops run below autograd, which records the node when they have returned. So the result is held until the next one
+    comes, or until the block of code ends in which plain tensors are accepted.
+    """
+    mark_held_result()
+    if torch.is_grad_enabled():
+        _held.result = [value for value in pytree.tree_leaves(result) if isinstance(value, DTensorBase)]
+        _held.versions = tuple(value._version for value in _held.result)
+
+
+def mark_held_result() -> None:
+    """Mark the node of the result that is held, if any."""
+    held = _held.result
+    if held is None:
+        return
+    _held.result = None
+    for tensor, version in zip(held, _held.versions, strict=True):
+        for written in (tensor,) if tensor._base is None else (tensor, tensor._base):
+            node = written.grad_fn
+            # Writes in place since then have added nodes in front.
+            for _ in range(1 + tensor._version - version):
+                if node is None:
+                    break
+                mark_formula(node)
+                node = node.next_functions[0][0] if node.next_functions else None

@@ -1,0 +1,166 @@
+"""Modes belong to the thread that enters them, and several threads may compute on one mesh."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import shardwise
+from shardwise import Replicate, Shard
+from shardwise.dispatch.modes import modes
+from shardwise.errors import CommunicationError, MixedTensorError
+from tests.ops.helpers import on, r, ranks, whole
+
+X, Y = r(6, 4), r(6, 4, seed=1)
+
+
+def in_thread(run: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
+
+
+CONTEXTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "explicit": shardwise.explicit,
+    "implicit_replication": shardwise.implicit_replication,
+    "strict_ops": shardwise.strict_ops,
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_other_threads_do_not_see_a_mode(name: str) -> None:
+    with CONTEXTS[name]():
+        assert getattr(modes, name)
+        assert not in_thread(lambda: getattr(modes, name))
+    assert not getattr(modes, name)
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_a_mode_entered_in_a_thread_stays_there(name: str) -> None:
+    entered, left = threading.Event(), threading.Event()
+
+    def run() -> bool:
+        with CONTEXTS[name]():
+            entered.set()
+            left.wait(30)
+            return bool(getattr(modes, name))
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        assert entered.wait(30)
+        assert not getattr(modes, name)
+        left.set()
+        assert running.result()
+
+
+def test_modes_nest_and_end_with_an_error() -> None:
+    def fail() -> None:
+        with shardwise.explicit(False):
+            assert not modes.explicit
+            assert modes.implicit_replication
+        assert modes.explicit
+        raise KeyError
+
+    with pytest.raises(KeyError), shardwise.explicit(), shardwise.implicit_replication():
+        fail()
+    assert not modes.explicit
+    assert not modes.implicit_replication
+
+
+def test_a_backward_pass_has_the_modes_of_the_thread_that_starts_it() -> None:
+    """Not those of the thread that ran the forward."""
+    seen: list[bool] = []
+
+    def hook(gradient: Any) -> None:
+        seen.append(modes.explicit)
+
+    with ranks(2) as mesh:
+        x = on(mesh, X, Shard(0), grad=True)
+        with shardwise.explicit():
+            y = x * 2
+            y.register_hook(hook)
+            in_thread(lambda: y.sum().backward(retain_graph=True))
+            y.sum().backward()
+    assert seen == [False, True]
+
+
+def test_a_backward_pass_in_another_thread_is_not_excused() -> None:
+    with ranks(2) as mesh:
+        x = on(mesh, X, Shard(0), grad=True)
+        y = x * 2
+        y.register_hook(lambda gradient: gradient * torch.ones(6, 4))
+        with shardwise.implicit_replication(), pytest.raises(MixedTensorError):
+            in_thread(lambda: y.sum().backward())
+
+
+def test_what_was_accepted_in_one_thread_is_accepted_in_the_backward_of_another() -> None:
+    with ranks(2) as mesh:
+        x = on(mesh, X, Shard(0), grad=True)
+        with shardwise.implicit_replication():
+            y = (x * Y).cumprod(0)
+        in_thread(lambda: y.sum().backward())
+        one = X.clone().requires_grad_()
+        (one * Y).cumprod(0).sum().backward()
+        assert one.grad is not None
+        torch.testing.assert_close(whole(x.grad), one.grad)
+
+
+def test_accumulate_gradients_belongs_to_its_thread() -> None:
+    with ranks(2) as mesh:
+        w = on(mesh, r(4, 4), Replicate(), grad=True)
+        x = on(mesh, X, Shard(0))
+        with shardwise.accumulate_gradients():
+            in_thread(lambda: (x @ w).sum().backward())
+            assert w.grad is not None
+            assert w.grad.placements == (Replicate(),)
+            w.grad = None
+            (x @ w).sum().backward()
+            assert w.grad.placements == (shardwise.Partial(),)
+
+
+def test_one_thread_is_explicit_while_another_communicates() -> None:
+    with ranks(2) as mesh:
+        x, y = on(mesh, X, Shard(0)), on(mesh, Y, Shard(1))
+        with shardwise.explicit():
+            torch.testing.assert_close(whole(in_thread(lambda: x + y)), X + Y)
+            with pytest.raises(CommunicationError):
+                x + y
+
+
+def test_eight_threads_compute_on_one_mesh() -> None:
+    """Each trains on its own data, with shapes and placements that others meet at the same time."""
+
+    def train(x: Any, w: Any) -> list[Any]:
+        found: list[Any] = []
+        for step in range(6):
+            rows = x[: 2 + step]
+            y = F.linear(F.layer_norm(rows, (4,)), w).softmax(-1) @ w
+            loss = (y.cumprod(0) + rows[[0, 1]].sum(0)).square().sum()
+            found.append(torch.autograd.grad(loss, w)[0])
+        return found
+
+    data = [(r(8, 4, seed=seed).double(), r(4, 4, seed=seed + 50).double()) for seed in range(8)]
+    wanted = [train(x, w.clone().requires_grad_()) for x, w in data]
+    with ranks(2, 2) as mesh:
+        placements = [(Shard(0), Replicate()), (Shard(1), Shard(0)), (Replicate(), Shard(1)), (Shard(0), Shard(0))]
+        given = [
+            (on(mesh, x, *placements[seed % 4]), on(mesh, w, *placements[(seed + 1) % 4], grad=True))
+            for seed, (x, w) in enumerate(data)
+        ]
+        barrier = threading.Barrier(8)
+
+        def run(pair: tuple[Any, Any]) -> list[Any]:
+            barrier.wait(30)
+            return train(*pair)
+
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(run, given))
+        for mine, plain in zip(found, wanted, strict=True):
+            for gradient, expected in zip(mine, plain, strict=True):
+                torch.testing.assert_close(whole(gradient), expected)
