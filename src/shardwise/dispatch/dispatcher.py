@@ -24,6 +24,7 @@ from .arguments import Args, Kwargs, as_argument, common_mesh, distributed
 from .call_plan import CallPlan, plan_call
 from .explicit import refuse_communication
 from .fallback import run_without_plan
+from .formulas import hold_result
 from .hot_path import HOT, Ready, hot_path, ready_call
 from .key import Key, plan_key
 from .list_plan import ListPlan, plan_list
@@ -83,16 +84,19 @@ class OpDispatcher:
         planned = self.plans.get(shared)
         if planned is None:
             try:
-                replaced = None if op.variant == "foreach" else with_replicas(op, args, kwargs)
-                if replaced is None:
+                replicas = None if op.variant == "foreach" else with_replicas(op, args, kwargs)
+                if replicas is None:
                     planned = self.plans[shared] = self._planned(op, args, kwargs)
             except (MeshError, MixedTensorError):
-                replaced = with_numbers(op, args, kwargs)
-                if replaced is None:
+                numbers = with_numbers(op, args, kwargs)
+                if numbers is None:
                     raise
+                return func(*numbers[0], **numbers[1])
             if planned is None:
-                assert replaced is not None
-                return func(*replaced[0], **replaced[1])
+                assert replicas is not None
+                result = self.torch_dispatch(func, (), *replicas)
+                hold_result(result)
+                return result
         _, plan, ready = planned
         if plan is None:
             return run_without_plan(op, args, kwargs, self.kind)

@@ -20,9 +20,9 @@ from ..ops.served import served_by
 from ..sharding.base import DTensorBase
 from .arguments import Args, Kwargs, Written, distributed, written_arguments
 from .explicit import refuse_gathering
+from .formulas import as_replicated
 from .gather_cache import after_write
 from .modes import modes
-from .provenance import as_replicated
 from .view_call import ViewCall
 
 

@@ -23,8 +23,9 @@ from ..sharding.base import DTensorBase
 from ..world import RankTensor
 from ..world.agreement import same
 from .arguments import Args, Kwargs, distributed, named_tensors, written_arguments
+from .formulas import as_replicated
 from .modes import modes
-from .provenance import as_replicated, record_replicated, taken_as_replicated
+from .provenance import record_replicated, taken_as_replicated
 
 
 def with_replicas(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
