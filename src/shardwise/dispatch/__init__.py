@@ -1,18 +1,18 @@
 """Dispatch: from an op call on distributed tensors to its result.
 
-    hot_path      calls that are known and need no communication
-    dispatcher    all others: find or make the plan, carry it out
-    key           the key of a call
-    arguments     how planning sees arguments, and how a plan treats them
-    bind_call     the op's rule with the sizes of this call
-    propagate     which factor each mesh axis shards
-    result_meta   shapes of results
-    call_plan     the plan of a call, run by `run_call`
-    list_plan     the plan of an op on lists, run by `run_list`
-    local_code    what runs on the local shards, made of the parts in `local_call`
-    view_call     views that are made again
-    fallback      calls that no rule takes
-    plain         plain tensors among distributed ones; which are replicated: `provenance`, `formulas`
-    gather_cache  the last redistributed operand
-    modes         explicit, implicit_replication, strict_ops; refusing in explicit mode: `explicit`
+hot_path      calls that are known and need no communication
+dispatcher    all others: find or make the plan, carry it out
+key           the key of a call
+arguments     how planning sees arguments, and how a plan treats them
+bind_call     the op's rule with the sizes of this call
+propagate     which factor each mesh axis shards
+result_meta   shapes of results
+call_plan     the plan of a call, run by `run_call`
+list_plan     the plan of an op on lists, run by `run_list`
+local_code    what runs on the local shards, made of the parts in `local_call`
+view_call     views that are made again
+fallback      calls that no rule takes
+plain         plain tensors among distributed ones; which are replicated: `provenance`, `formulas`
+gather_cache  the last redistributed operand
+modes         explicit, implicit_replication, strict_ops; refusing in explicit mode: `explicit`
 """

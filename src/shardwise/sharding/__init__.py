@@ -1,12 +1,12 @@
 """How a tensor is sharded: pure values, and what is known of a mesh and its world.
 
-    placement         Shard, Replicate, Partial, InterleavedShard, P
-    layout            which elements each rank holds, as arithmetic
-    from_placements   placements to layouts and back
-    normalize         placements as users write them, in one form
-    memory_order      strides, and the order of dims in memory
-    spec              mesh, layout and metadata of a tensor, in one interned value; as text: `spec_text`
-    mesh              what is known of a DeviceMesh
-    base              the base class of DTensor
-    runtime           everything that lives as long as one world; its caches: `cache`; making one of a kind: `once`
+placement         Shard, Replicate, Partial, InterleavedShard, P
+layout            which elements each rank holds, as arithmetic
+from_placements   placements to layouts and back
+normalize         placements as users write them, in one form
+memory_order      strides, and the order of dims in memory
+spec              mesh, layout and metadata of a tensor, in one interned value; as text: `spec_text`
+mesh              what is known of a DeviceMesh
+base              the base class of DTensor
+runtime           everything that lives as long as one world; its caches: `cache`; making one of a kind: `once`
 """

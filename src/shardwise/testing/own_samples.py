@@ -89,7 +89,7 @@ def _fused() -> list[Row]:
             given = (*given[:3], [tensor.abs() for tensor in given[3]])
         return step(op, lists, **settings), tuple([t.float() for t in tensors] for tensors in given), {}
 
-    return [of(torch._fused_adam_, 4, adam), of(torch._fused_adamw_, 4, adam), of(torch._fused_sgd_, 3, sgd)]
+    return [of(aten._fused_adam_, 4, adam), of(aten._fused_adamw_, 4, adam), of(aten._fused_sgd_, 3, sgd)]
 
 
 def _attention() -> list[Row]:

@@ -1,0 +1,24 @@
+"""Adding an op as CONTRIBUTING.md describes it: the record in its code block serves the op, with every sharding."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwise.ops import call, kernel
+from shardwise.ops.registry import Define, Registry, registry
+from shardwise.notation import dims_text
+from shardwise.testing import check
+
+PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
+
+
+@torch.library.custom_op("shardwise_tests::alternate", mutates_args=())
+def alternate(self: Tensor, dim: int) -> Tensor:
+    signs = 1.0 - 2.0 * (torch.arange(self.shape[dim]) % 2)
+    shape = [1] * self.dim()
+    shape[dim] = -1
+    return self * signs.view(shape)
