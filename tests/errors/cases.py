@@ -382,7 +382,7 @@ ROWS: dict[str, Row] = {
         lambda w: shardwise.zeros(4, layout=torch.sparse_coo, device_mesh=w.line, placements=[Shard(0)]),
         errors.InputError,
         "a distributed tensor of layout torch.sparse_coo",
-        "only torch.strided tensors can be cut",
+        "only torch.strided tensors can be distributed",
     ),
     "a negative size": Row(
         lambda w: shardwise.zeros(-4, device_mesh=w.line, placements=[Shard(0)]),
@@ -394,19 +394,19 @@ ROWS: dict[str, Row] = {
         lambda w: DTensor.from_local(w.x, w.mesh, [Shard(0), Replicate()]),
         errors.InputError,
         "from_local got a DTensor",
-        "pass its local part, x.to_local(), or use x.redistribute",
+        "pass its local shard, x.to_local(), or use x.redistribute",
     ),
     "a DTensor to cut otherwise": Row(
         lambda w: distribute_tensor(w.x, w.mesh, [Shard(1), Replicate()]),
         errors.PlacementError,
         ("distribute_tensor got f32[6@dp, 4], which is distributed already, for [Shard(dim=1), Replicate()]"),
-        "use x.redistribute(placements=...) to change how it is cut",
+        "use x.redistribute(placements=...) to change its placements",
     ),
     "a DTensor to replicate": Row(
         lambda w: distribute_tensor(w.x, w.mesh),
         errors.PlacementError,
         ("distribute_tensor got f32[6@dp, 4], which is distributed already, for [Replicate(), Replicate()]"),
-        "use x.redistribute(placements=...) to change how it is cut",
+        "use x.redistribute(placements=...) to change its placements",
     ),
     "a DTensor of another mesh": Row(
         lambda w: distribute_tensor(w.x, w.line, [Shard(0)]),

@@ -40,6 +40,8 @@ def test_every_text_rule_parses_and_names_the_kernels_of_its_record() -> None:
 
 def test_every_record_names_an_op_and_the_file_that_defines_it() -> None:
     for name in registry:
+        if registry[name].origin == "user":  # of another test
+            continue
         packet, _, overload = name.partition(".")
         found = list(overloads(packet))
         # PyTorch may lack an op; it may not lack one overload of an op that it has.

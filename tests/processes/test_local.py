@@ -106,9 +106,9 @@ def test_parts_that_are_no_cut_are_refused_by_all_ranks_alike() -> None:
     with pytest.raises(ShapeError) as caught:
         DTensor.from_local(torch.zeros(rows, 3), mesh, [Shard(0)])
     assert str(caught.value) == (
-        "the local tensors are no cut of shape [7, 3] by [Shard(dim=0)] over mesh(a=4): "
+        "the local tensors are not the shards of a tensor of shape [7, 3] placed by [Shard(dim=0)] over mesh(a=4): "
         "rank 2 holds [1, 3] instead of [2, 3], rank 3 holds [2, 3] instead of [1, 3]: "
-        "pass the right shape=, cut as torch.chunk does, or use other placements"
+        "pass the right shape=, shard as torch.chunk does, or use other placements"
     )
     with pytest.raises(ShapeError) as caught:  # the other dim differs
         DTensor.from_local(torch.zeros(2, 3 + dist.get_rank() // 3), mesh, [Shard(0)])

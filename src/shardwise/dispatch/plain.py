@@ -33,17 +33,19 @@ def with_replicas(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
 
     Tensors that are written stay as they are. Raises MixedTensorError for a tensor that is not known to be replicated.
     """
-    written = written_arguments(op, args, kwargs)
-    plain = [(name, t) for name, t in named_tensors(op, args, kwargs) if is_plain(t) and t not in written]
+    plain = [(name, tensor) for name, tensor in named_tensors(op, args, kwargs) if is_plain(tensor)]
     if not plain:
         return None
-    like = distributed(args, kwargs)[0]
+    like, written = distributed(args, kwargs)[0], written_arguments(op, args, kwargs)
     replicas: dict[int, DTensorBase] = {}
     for name, tensor in plain:
         if not (taken_as_replicated(tensor) or _is_index(op, name)):
             raise mixed_tensors(op, name, tensor)
-        record_replicated(tensor)
-        replicas[id(tensor)] = as_replicated(tensor, like)
+        if tensor not in written:
+            record_replicated(tensor)
+            replicas[id(tensor)] = as_replicated(tensor, like)
+    if not replicas:
+        return None
     flat, tree = pytree.tree_flatten((args, kwargs))
     found: tuple[Args, Kwargs] = pytree.tree_unflatten([replicas.get(id(value), value) for value in flat], tree)
     return found
