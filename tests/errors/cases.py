@@ -217,7 +217,7 @@ ROWS: dict[str, Row] = {
         lambda w: distribute_tensor(w.whole, w.mesh, P(("dp", "dp"))),
         errors.PlacementError,
         "P(('dp', 'dp')) uses an axis twice on one dim",
-        "an axis cuts a dim once",
+        "name each axis once",
     ),
     "an axis that cuts and is partial": Row(
         lambda w: distribute_tensor(w.whole, w.mesh, P("dp", partial={"dp": "sum"})),

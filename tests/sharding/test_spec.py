@@ -219,3 +219,16 @@ def test_the_cotangent_of_a_layout_without_placements(mesh):
     meta = contiguous_meta((16, 16), torch.float32)
     spec = DTensorSpec.from_layout(mesh_info_of(mesh), layout, meta)
     assert spec.cotangent().layout is layout.without_partial()
+
+
+def test_with_placements(mesh):
+    spec = DTensorSpec(mesh, [Partial(), Shard(1)], TensorMeta(torch.Size([8, 16]), (1, 8), torch.float32))
+    moved = spec.with_placements([Shard(0), Replicate()])
+    assert (moved.placements, moved.stride) == ((Shard(0), Replicate()), (16, 1))  # moved data is row-major
+    assert spec.with_placements((Shard(0), Replicate())) is moved
+    assert spec.with_placements(P("dp")) is moved
+    assert spec.with_placements([Partial(), Shard(-1)]) is spec
+    with pytest.raises(InputError, match="the placement of axis tp is"):
+        spec.with_placements([Replicate(), [Shard(0)]])
+    with pytest.raises(InputError, match="placements is 'cotangent'"):
+        spec.with_placements("cotangent")

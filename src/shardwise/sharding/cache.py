@@ -23,7 +23,7 @@ ENTRY_BYTES = 256
 
 
 class Cache(Generic[K, V]):
-    """A table of at most about `max_bytes`. `size_of(key, value)` says what an entry takes."""
+    """A table of at most about `max_bytes`; `size_of(key, value)` returns the bytes of an entry."""
 
     __slots__ = ("_older_bytes", "_recent_bytes", "_size_of", "max_bytes", "older", "recent")
 
@@ -36,7 +36,7 @@ class Cache(Generic[K, V]):
 
     @property
     def nbytes(self) -> int:
-        """What the entries take, as `size_of` says; those of `older` count until the generation is dropped."""
+        """The bytes of all entries, by `size_of`."""
         return self._recent_bytes + self._older_bytes
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
 """Placements: what one mesh axis does to a tensor.
 
-A list with one placement per mesh axis describes a distributed tensor. `P` is the same thing told from the
-tensor's side: for each tensor dim, the names of the axes that cut it, major to minor.
+A list with one placement for each mesh axis describes a distributed tensor. `P` describes it dim by dim: for each
+tensor dim, the names of the axes that shard it, major to minor.
 
 >>> Shard(0), Replicate(), Partial("max")
 (Shard(dim=0), Replicate(), Partial(max))
@@ -20,16 +20,16 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 
 class Placement:
-    """What one mesh axis does to a tensor: cut it, copy it, or hold summands of it.
+    """What one mesh axis does to a tensor: shard it, replicate it, or hold operands of a reduction.
 
-    Frozen and interned: equal placements are one object, so they hash and compare at no cost.
+    Frozen and interned: equal placements are one object, so they hash and compare by identity.
     """
 
     __slots__ = ()
     _interned: ClassVar[dict[Any, Any]] = {}
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Whether this axis cuts a tensor dim (that dim, when one is given)."""
+        """Whether this axis shards a tensor dim (that dim, if one is given)."""
         return False
 
     def is_replicate(self) -> bool:
@@ -37,7 +37,7 @@ class Placement:
         return False
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """Whether the value is a reduction over this axis (by that op, when one is given)."""
+        """Whether the value is a reduction over this axis (by that op, if one is given)."""
         return False
 
     @classmethod
@@ -62,7 +62,7 @@ class Placement:
 
 
 class Shard(Placement):
-    """The axis cuts tensor dim `dim` the way `torch.chunk` does: the last ranks may hold less, or nothing."""
+    """The axis shards tensor dim `dim` as `torch.chunk` does: the last ranks may hold less, or nothing."""
 
     __slots__ = ("dim",)
     __match_args__ = ("dim",)
@@ -84,10 +84,10 @@ class Shard(Placement):
 
 
 class InterleavedShard(Shard):
-    """The axis cuts `dim` inside each of `blocks` equal blocks: every rank holds a piece of every block.
+    """The axis shards each of `blocks` equal blocks of `dim`: every rank holds a shard of every block.
 
-    With 8 rows, 2 blocks and 2 ranks, rank 0 holds rows 0, 1, 4, 5. This is how a fused `[q; k; v]` weight is
-    cut by heads (3 blocks), and what a flattened `(batch, sequence)` dim looks like when the sequence is cut.
+    With 8 rows, 2 blocks and 2 ranks, rank 0 holds rows 0, 1, 4, 5. A fused `[q; k; v]` weight is sharded by heads in
+    this way (3 blocks), and so is a flattened `(batch, sequence)` dim if the sequence is sharded.
     """
 
     __slots__ = ("blocks",)
@@ -149,22 +149,22 @@ class Partial(Placement):
 
 
 class ShardOrderEntry(NamedTuple):
-    """The mesh axes that cut one tensor dim, major to minor."""
+    """The mesh axes that shard one tensor dim, major to minor."""
 
     tensor_dim: int
     mesh_dims: tuple[int, ...]
 
 
 ShardOrder = tuple[ShardOrderEntry, ...]
-"""One entry for each tensor dim that is cut, by ascending tensor dim."""
+"""One entry for each sharded tensor dim, in ascending order."""
 
 DimAxes = str | tuple[str, ...] | None
 
 
 class P:
-    """Placements told per tensor dim: the mesh axis, or tuple of axes (major to minor), that cuts each dim.
+    """Placements dim by dim: the mesh axis, or tuple of axes (major to minor), that shards each tensor dim.
 
-    Dims left out at the end are not cut, axes that are not named replicate, and `partial` names the axes that
+    Dims left out at the end are not sharded, axes that are not named replicate, and `partial` names the axes that
     hold operands of a reduction.
 
     >>> P("dp", ("tp", "cp"), None, partial={"ep": "sum"})
@@ -201,7 +201,7 @@ class P:
         return _rebuild_p, (self.dims, self.partial)
 
     def resolve(self, axis_names: Sequence[str], ndim: int) -> tuple[tuple[Placement, ...], ShardOrder]:
-        """The placement of every axis of a mesh with these names, and the order of the cuts."""
+        """The placement of every axis of a mesh with these names, and the shard order."""
         if len(self.dims) > ndim:
             raise PlacementError(
                 f"{self!r} names {len(self.dims)} dims of a tensor that has {ndim}", "give at most one entry a dim"
@@ -210,25 +210,26 @@ class P:
         order: list[ShardOrderEntry] = []
         for dim, entry in enumerate(self.dims):
             names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-            self._take(placements, axis_names, dict.fromkeys(names, Shard(dim)), len(names))
+            self._use_axes(placements, axis_names, dict.fromkeys(names, Shard(dim)), len(names))
             if names:
                 order.append(ShardOrderEntry(dim, tuple(axis_names.index(name) for name in names)))
-        self._take(placements, axis_names, {a: Partial(op) for a, op in self.partial.items()}, len(self.partial))
+        self._use_axes(placements, axis_names, {a: Partial(op) for a, op in self.partial.items()}, len(self.partial))
         return tuple(placements.get(name, Replicate()) for name in axis_names), tuple(order)
 
-    def _take(
-        self, taken: dict[str, Placement], axis_names: Sequence[str], new: Mapping[str, Placement], count: int
+    def _use_axes(
+        self, used: dict[str, Placement], axis_names: Sequence[str], new: Mapping[str, Placement], count: int
     ) -> None:
+        """Add `new` to the axes used so far, once each; `count` is how many axes were named."""
         for name in new:
             if name not in axis_names:
                 raise PlacementError(
                     f"{self!r} names the axis {name!r}", f"the mesh has the axes {', '.join(axis_names)}"
                 )
-            if name in taken:
+            if name in used:
                 raise PlacementError(f"{self!r} uses the axis {name!r} twice", "an axis does one thing to a tensor")
         if len(new) != count:
-            raise PlacementError(f"{self!r} uses an axis twice on one dim", "an axis cuts a dim once")
-        taken.update(new)
+            raise PlacementError(f"{self!r} uses an axis twice on one dim", "name each axis once")
+        used.update(new)
 
 
 def _rebuild_p(dims: tuple[DimAxes, ...], partial: dict[str, str]) -> P:
@@ -236,4 +237,4 @@ def _rebuild_p(dims: tuple[DimAxes, ...], partial: dict[str, str]) -> P:
 
 
 Placements = Sequence[Placement] | P
-"""What every public function accepts to say how a tensor is distributed."""
+"""How public functions take placements: one for each mesh axis, or `P(...)`."""

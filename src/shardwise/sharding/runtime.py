@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Runtime:
-    """What one world owns."""
+    """The meshes, caches and other state of one world."""
 
     __slots__ = ("__weakref__", "_state", "adopted", "meshes")
 
@@ -44,7 +44,7 @@ class Runtime:
         self._state: dict[object, Any] = {}
 
     def state(self, owner: object, make: Callable[[], T]) -> T:
-        """The state that a declaration keeps in this world, made when it is first asked for."""
+        """The state of a declaration in this world, made on first use."""
         found = self._state.get(owner)
         if found is None:
             with making:
@@ -52,14 +52,14 @@ class Runtime:
         return cast(T, found)
 
     def clear_caches(self) -> None:
-        """Empty every cache: rules, or the cost model, have changed. State that is no cache stays."""
+        """Empty every cache. Other state stays."""
         for state in self._state.values():
             if isinstance(state, Cache):
                 state.clear()
 
 
 class WorldState(Generic[T]):
-    """A declaration of state that each world has its own of: `COUNTS = WorldState(dict)`, `COUNTS.of(runtime)`."""
+    """Declares state that each world has its own copy of: `COUNTS = WorldState(dict)`, `COUNTS.of(runtime)`."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -70,7 +70,7 @@ class WorldState(Generic[T]):
 
 
 class WorldCache(WorldState[Cache[K, V]]):
-    """A declaration of a cache that each world has its own of, bounded in bytes."""
+    """Declares a cache that each world has its own copy of, bounded in bytes."""
 
     def __init__(
         self, name: str, max_bytes: int, size_of: Callable[[K, V], int] = lambda key, value: ENTRY_BYTES
@@ -88,7 +88,7 @@ _runtimes: WeakKeyDictionary[dist.ProcessGroup, Runtime] = WeakKeyDictionary()
 
 
 class _Active:
-    """The runtime whose tables are looked up first, and who wants to know when another takes its place."""
+    """The runtime whose tables are looked up first, and the functions to call when another becomes active."""
 
     runtime: Runtime = Runtime()
     listeners: tuple[Callable[[Runtime], None], ...] = ()

@@ -221,10 +221,11 @@ class DTensorSpec:
 
     def with_placements(self, placements: Placements) -> DTensorSpec:
         """The spec of the same tensor with other placements: row-major, unless its layout stays the same."""
-        key = tuple(placements) if isinstance(placements, list) else placements
-        if isinstance(key, (P, tuple)):
+        key = tuple(placements) if type(placements) is list else placements
+        if isinstance(key, (tuple, P)):
             try:
-                return self.derived(key, lambda: self._placed(placements))
+                # Looked up here, not by `derived` alone: every redistribute comes this way.
+                return self._derived.get(key) or self.derived(key, lambda: self._placed(placements))
             except TypeError:  # an entry is not hashable, so no placement: refused by name below
                 pass
         return self._placed(placements)
