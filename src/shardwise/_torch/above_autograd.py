@@ -26,7 +26,7 @@ _transforms_active = torch._C._are_functorch_transforms_active
 _libraries: dict[str, torch.library.Library] = {}
 
 
-def override_above_autograd(func: OpOverload, kernel: Callable[..., Any]) -> None:
+def override_above_autograd(func: OpOverload, kernel: Callable[..., object]) -> None:
     """Run `kernel(keys, *args, **kwargs)` in the place of an op whenever a tensor subclass is among its arguments."""
     space = func.namespace
     if space not in _libraries:
@@ -34,7 +34,7 @@ def override_above_autograd(func: OpOverload, kernel: Callable[..., Any]) -> Non
     _libraries[space].impl(func.name(), kernel, _KEY.name, with_keyset=True)
 
 
-def call_original(func: OpOverload, keys: Any, *args: Any, **kwargs: Any) -> Any:
+def call_original(func: OpOverload, keys: Any, *args: object, **kwargs: object) -> object:
     """Call a composite op from its kernel as if it were not overridden: autograd decomposes it into other ops."""
     below = keys.remove(_KEY)
     if below.highestPriorityTypeId() == DispatchKey.Python:
@@ -42,7 +42,7 @@ def call_original(func: OpOverload, keys: Any, *args: Any, **kwargs: Any) -> Any
     return func.redispatch(below, *args, **kwargs)
 
 
-def call_with_autograd(func: OpOverload, keys: Any, *args: Any, **kwargs: Any) -> Any:
+def call_with_autograd(func: OpOverload, keys: Any, *args: object, **kwargs: object) -> object:
     """Call an op that has a derivative from its kernel as if it were not overridden: autograd records a node for it.
 
     On its way to the tensors' class such a call needs a snapshot of PyTorch's dispatch state, which the fallback of the
@@ -55,7 +55,7 @@ def call_with_autograd(func: OpOverload, keys: Any, *args: Any, **kwargs: Any) -
     if _transforms_active():  # they dispatch anew what they have unwrapped
         return func.redispatch(below, *args, **kwargs)
     entered = next(value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor))
-    results: list[Any] = []
+    results: list[object] = []
     before = getattr(_call, "run", None)
     _call.run = lambda: results.append(func.redispatch(below, *args, **kwargs))
     try:
@@ -79,7 +79,7 @@ for _key in ("Autograd", "ADInplaceOrView"):  # the highest of the keys that a c
 _with_snapshot = torch.ops.shardwise_dispatch.with_snapshot.default
 
 
-def dispatch_to_subclass(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def dispatch_to_subclass(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Call `__torch_dispatch__` of the innermost dispatch mode, or of the most derived class among the arguments.
 
     A kernel above autograd cannot leave this to PyTorch 2.11, which fails for want of a snapshot of its dispatch state.

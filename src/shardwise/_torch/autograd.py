@@ -11,14 +11,14 @@ class QuickFunction(torch.autograd.Function):
     """An autograd function that is applied without preparing for functorch where none of its transforms is active."""
 
     @classmethod
-    def apply(cls, *args: Any) -> Any:
+    def apply(cls, *args: object) -> Any:
         """As for any autograd function; arguments by position."""
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 
-def accumulating_leaf() -> Any:
+def accumulating_leaf() -> object:
     """In a hook of a leaf: the leaf whose `.grad` the gradient will be added to; None where a caller of
     `torch.autograd.grad` takes it instead."""
     node: Any = torch._C._current_autograd_node()

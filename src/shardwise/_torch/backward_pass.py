@@ -27,9 +27,9 @@ def metadata_of(node: Node) -> dict[str, Any]:
     return found
 
 
-def saved_tensor_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
+def saved_tensor_hooks() -> tuple[Callable[[object], object], Callable[[object], object]] | None:
     """The (pack, unpack) functions of the innermost `saved_tensors_hooks` block, if any is active in this thread."""
-    found: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = _top_hooks(False)
+    found: tuple[Callable[[Any], object], Callable[[object], object]] | None = _top_hooks(False)
     return found
 
 

@@ -21,7 +21,7 @@ _PLACES = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
 _NAMES = {"_to_copy": "to"}
 
 
-def binding(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+def binding(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[..., object]:
     """What calls this op quickest with arguments of these types.
 
     >>> binding(torch.ops.aten.t.default, (torch.ones(2, 3),), {})
@@ -30,18 +30,18 @@ def binding(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _choose(func, args, kwargs)
 
 
-def types_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def types_key(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """What the choice of a binding depends on."""
     return tuple(map(_kind, args)), tuple((name, str(value)) for name, value in kwargs.items())
 
 
-def _kind(value: Any) -> Any:
+def _kind(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return tuple(map(_kind, value))
     return (type(value), value.dtype) if isinstance(value, Tensor) else type(value)
 
 
-def _choose(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+def _choose(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[..., object]:
     namespace, _, name = func._schema.name.partition("::")
     if namespace == "aten" and not func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
         for place in _PLACES:
@@ -51,7 +51,9 @@ def _choose(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return func._op
 
 
-def _calls(candidate: Callable[..., Any], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _calls(
+    candidate: Callable[..., object], func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
+) -> bool:
     """Whether a binding calls just this op, with just these arguments."""
     given = pytree.tree_map_only(Tensor, _on_meta, (list(args), kwargs))
     with without_modes(), torch.no_grad(), _Recorder() as recorder:
@@ -71,14 +73,14 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[OpOverload, list[Any], dict[str, Any]]] = []
+        self.calls: list[tuple[OpOverload, list[object], dict[str, object]]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         self.calls.append((func, list(args), kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _same(called: tuple[Any, ...], wanted: tuple[Any, ...]) -> bool:
+def _same(called: tuple[object, ...], wanted: tuple[object, ...]) -> bool:
     """Whether two calls are the same: identical tensors, equal values."""
     one, its_tree = pytree.tree_flatten(called)
     other, tree = pytree.tree_flatten(wanted)

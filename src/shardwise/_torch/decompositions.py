@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from .ops import OpOverload
 
 
-def pytorch_decomposition(func: OpOverload) -> Callable[..., Any]:
+def pytorch_decomposition(func: OpOverload) -> Callable[..., object]:
     """The function that PyTorch's table of decompositions (`torch._decomp`) holds for an op.
 
     The table takes a quarter of a second to import, so that happens when the function is first called.
     """
 
-    def decomposed(*args: Any, **kwargs: Any) -> Any:
+    def decomposed(*args: object, **kwargs: object) -> object:
         from torch._decomp import decomposition_table
 
         return decomposition_table[func](*args, **kwargs)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._jit_internal import boolean_dispatched
 
-Function = Callable[..., Any]
+Function = Callable[..., object]
 
 
 class Place(NamedTuple):
     """An attribute of a module or class that holds a function. Several may hold the same one."""
 
-    owner: Any
+    owner: object
     name: str
 
 

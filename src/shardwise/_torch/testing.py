@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch._C._distributed_c10d import TCPStore
@@ -24,11 +24,11 @@ CPU_KEYS = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 class SampleInput(Protocol):
     """One call of an entry: `entry.op(input, *args, **kwargs)`."""
 
-    input: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    input: object
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
     broadcasts_input: bool
-    output_process_fn_grad: Callable[[Any], Any]
+    output_process_fn_grad: Callable[[object], object]
 
 
 class OpInfo(Protocol):
@@ -41,11 +41,11 @@ class OpInfo(Protocol):
     supports_autograd: bool
 
     @property
-    def op(self) -> Callable[..., Any]:
+    def op(self) -> Callable[..., object]:
         """The function."""
 
     @property
-    def inplace_variant(self) -> Callable[..., Any] | None:
+    def inplace_variant(self) -> Callable[..., object] | None:
         """The method that writes its result into the input, if there is one."""
 
     def supports_dtype(self, dtype: torch.dtype, device_type: str) -> bool:

@@ -19,7 +19,7 @@ from .._torch.collectives import wait
 from ..errors import MeshError
 from ..sharding.cache import ENTRY_BYTES
 from ..sharding.memory_order import in_memory_order, memory_order
-from ..sharding.mesh import MeshInfo
+from ..sharding.mesh import MeshInfo, require_world
 from ..sharding.runtime import Runtime, WorldCache, on_activate
 from ..sharding.spec import DTensorSpec
 from .bind_move import bind_move
@@ -87,6 +87,7 @@ def links_of(mesh_info: MeshInfo) -> Links:
 
 def _moves_between(source: DTensorSpec, target: DTensorSpec) -> tuple[Move, ...]:
     mesh_info = source.mesh_info
+    require_world()  # the tensor may have outlived its own
     if not mesh_info.adopted:
         adopt(mesh_info.mesh)
     cache = _MOVES.of(mesh_info.runtime)

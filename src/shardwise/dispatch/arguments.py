@@ -29,7 +29,7 @@ Where = int | str
 class Constant(NamedTuple):
     """An argument that the plan itself gives: a size as this rank must pass it."""
 
-    value: Any
+    value: object
 
 
 class Localize:
@@ -51,7 +51,7 @@ class Argument(NamedTuple):
     spec: DTensorSpec | None
 
 
-def as_argument(value: Any) -> Any:
+def as_argument(value: Any) -> object:
     """A value as planning sees it: tensors become `Argument`s, in lists as well."""
     if isinstance(value, DTensorBase):
         return Argument(value._spec.tensor_meta, value._spec)

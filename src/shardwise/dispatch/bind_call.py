@@ -31,7 +31,7 @@ from .result_meta import NoRule, cache_form, cached_results, form_key, result_me
 Place = tuple[Where, int | None]
 """Where an operand is: its argument, and its index if the argument is a list of tensors."""
 
-Metas = tuple[list[Any], dict[str, Any]]
+Metas = tuple[list[object], dict[str, object]]
 """The arguments of a call with a `TensorMeta` for each tensor."""
 
 NO_LISTS: frozenset[Where] = frozenset()
@@ -53,7 +53,7 @@ class BoundCall(NamedTuple):
     operands: list[Operand]
     places: list[Place]
     """One for each operand."""
-    outputs: Any
+    outputs: object
     """The results of the op as tensors without data, in the structure in which it returns them."""
     results: list[Result]
     written: list[Where]
@@ -62,8 +62,8 @@ class BoundCall(NamedTuple):
 
 def bind_call(
     resolved: ResolvedOp,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     mesh_info: MeshInfo,
     lists: frozenset[Where] = NO_LISTS,
 ) -> BoundCall:
@@ -83,10 +83,12 @@ def operand_layout(resolved: ResolvedOp, argument: Argument, mesh_sizes: Sizes) 
     return Layout.make(mesh_sizes, tuple((Factor(size, ()),) for size in argument.meta.shape))
 
 
-def element_result(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], lists: frozenset[Where]) -> Any:
+def element_result(
+    func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], lists: frozenset[Where]
+) -> Any:
     """Return what an op on lists returns for one element, as a tensor without data."""
 
-    def listed(where: Where, value: Any) -> Any:
+    def listed(where: Where, value: object) -> object:
         return value if where not in lists else [] if value is None else [value]
 
     named = {name: listed(name, value) for name, value in kwargs.items()}
@@ -99,8 +101,8 @@ class _Binding:
     def __init__(
         self,
         resolved: ResolvedOp,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
         mesh_info: MeshInfo,
         lists: frozenset[Where],
     ) -> None:
@@ -168,7 +170,7 @@ class _Binding:
     def _at(self, where: Where) -> Any:
         return self.args[where] if isinstance(where, int) else self.kwargs.get(where)
 
-    def _outputs(self) -> Any:
+    def _outputs(self) -> object:
         if self.written and not self.resolved.returns:
             # An op that only writes yields what it writes; not all of them can run without data.
             metas = [self._at(where).meta for where in self.written]
@@ -199,7 +201,7 @@ class _Binding:
             in_args = schema_position < len(self.args)
             where = schema_position if in_args else self.resolved.names[schema_position]
             value = self._at(where)
-            tensors: list[tuple[Any, BoundTensor | None, int | None]] = [(value, bound, None)]
+            tensors: list[tuple[object, BoundTensor | None, int | None]] = [(value, bound, None)]
             if isinstance(bound, tuple) and not isinstance(bound, BoundTensor):
                 tensors = [(e, tensor, i) for i, (e, tensor) in enumerate(zip(value or (), bound, strict=True))]
             for element, tensor, index in tensors:
@@ -226,7 +228,7 @@ class _Binding:
         return results
 
 
-def _meta_of(value: Any) -> Any:
+def _meta_of(value: object) -> object:
     if isinstance(value, Argument):
         return value.meta
     if isinstance(value, (list, tuple)):
@@ -234,7 +236,7 @@ def _meta_of(value: Any) -> Any:
     return value
 
 
-def _shapes(value: Any) -> Any:
+def _shapes(value: Any) -> object:
     """The shape of a tensor or number, the shapes of a list of them, None for a missing one."""
     if value is None:
         return None

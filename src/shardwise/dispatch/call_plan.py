@@ -49,8 +49,8 @@ class CallPlan(NamedTuple):
 
 def plan_call(
     op: ResolvedOp,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     mesh_info: MeshInfo,
     lists: frozenset[Where] = NO_LISTS,
 ) -> CallPlan:
@@ -117,7 +117,7 @@ class _PlanWriter:
 
     # ---- arguments ----------------------------------------------------------------------------------------------
 
-    def _treat(self, where: Where, value: Any, layouts: Mapping[Place, Layout]) -> Treatment:
+    def _treat(self, where: Where, value: object, layouts: Mapping[Place, Layout]) -> Treatment:
         name = self.op.names[where] if isinstance(where, int) else where
         if isinstance(value, Argument):
             return self._treat_tensor(name, value, layouts.get((where, None)))
@@ -170,7 +170,7 @@ class _PlanWriter:
             for layout, meta in zip(self.decision.results, metas, strict=True)
         ]
 
-    def _structured(self, values: Sequence[Any]) -> Any:
+    def _structured(self, values: Sequence[object]) -> object:
         """One value for each tensor result, in the structure of the results; None for the others."""
         remaining, outputs = iter(values), self.found.outputs
         if isinstance(outputs, (tuple, list)):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .._torch.ops import OpOverload
 from ..errors import MeshError, MixedTensorError
@@ -77,7 +77,7 @@ class OpDispatcher:
         finally:
             self._recorded = before
 
-    def dispatch(self, func: OpOverload, args: Args, kwargs: Kwargs, key: Key) -> Any:
+    def dispatch(self, func: OpOverload, args: Args, kwargs: Kwargs, key: Key) -> object:
         """The result of a call that the hot path does not make."""
         op = resolve(func)
         shared = plan_key(op, key, args, kwargs)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from typing import Any
 
 from torch import Tensor
 
@@ -30,7 +29,7 @@ class GatherWarning(UserWarning):
     """An op has no rule: its inputs were gathered and every rank computed all of it."""
 
 
-def run_without_plan(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> Any:
+def run_without_plan(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> object:
     """The result of a call that no rule takes."""
     if op.decomposition is not None and (result := op.decomposition(*args, **kwargs)) is not NotImplemented:
         return result
@@ -56,7 +55,7 @@ def _warn_of_gathering(op: ResolvedOp) -> None:
         warnings.warn(f"{problem}; {advice}", GatherWarning, stacklevel=2)
 
 
-def _run_on_gathered(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> Any:
+def _run_on_gathered(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> object:
     written = written_arguments(op, args, kwargs)
     if not all(isinstance(tensor, DTensorBase) for tensor in written):
         raise InputError(f"{op.func} would write a distributed result into a plain tensor", "write into a DTensor")
@@ -71,7 +70,7 @@ def _run_on_gathered(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTen
     returned = {id(gathered[id(tensor)]): tensor for tensor in written}
     position = itertools.count()
 
-    def wrap(local: Tensor) -> Any:
+    def wrap(local: Tensor) -> object:
         if id(local) in returned:
             return returned[id(local)]
         made = as_replicated(local, tensors[0])

@@ -26,7 +26,7 @@ from ..sharding.spec import DTensorSpec, contiguous_meta
 from ..world import RankTensor, replicate
 
 Gradients = tuple[Tensor | None, ...]
-Passes = dict[int, tuple[Callable[[Any], Any], Callable[[Any], Any]] | None]
+Passes = dict[int, tuple[Callable[[object], object], Callable[[object], object]] | None]
 
 _RUNNING = "shardwise: backward passes that are in the formula of this node"
 """A node's metadata holds, under this key, the passes by number: two threads may run passes over one graph, and a pass
@@ -113,7 +113,7 @@ class _Held(threading.local):
 _held = _Held()
 
 
-def hold_result(result: Any) -> None:
+def hold_result(result: object) -> None:
     """Mark the node of a result of an op that accepted a plain tensor, as soon as autograd has recorded it.
 
     Ops run below autograd, which records the node when they have returned. So the result is held until the next one

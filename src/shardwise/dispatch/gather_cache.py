@@ -11,7 +11,7 @@ neither it nor what was made from it is served from here.
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from ..sharding.runtime import Runtime, WorldState, on_activate
 from ..sharding.spec import DTensorSpec
 from ..world import RankTensor
 
-State = tuple[Any, ...]
+State = tuple[object, ...]
 """Which memory a local shard is, and how often it was written."""
 
 
@@ -60,7 +60,7 @@ class GatherCache:
             ref = weakref.ref(root, self._drop)
             self._entry = _Entry(ref, tensor._spec, target, state, result, result_state)
 
-    def _drop(self, root: Any) -> None:
+    def _drop(self, root: object) -> None:
         if self._entry is not None and self._entry.root is root:
             self._entry = None
 

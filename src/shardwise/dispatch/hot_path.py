@@ -39,7 +39,7 @@ class Ready(NamedTuple):
     spec: DTensorSpec | None
     """Of the one result; None where `finish` says what becomes of the results."""
     is_view: bool
-    finish: Callable[[Any, Args], Any] | None
+    finish: Callable[[object, Args], object] | None
     """(local results, arguments) -> results."""
     op: ResolvedOp
     """Keeps the op alive: keys hold its id."""
@@ -48,7 +48,7 @@ class Ready(NamedTuple):
 HOT: WorldCache[Key, Ready] = WorldCache("hot calls", 32 << 20, lambda key, ready: ENTRY_BYTES + 8 * len(key))
 
 
-def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., Any]) -> Callable[..., Any]:
+def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Callable[..., object]:
     """`__torch_dispatch__` of a class of distributed tensors.
 
     One look-up, the op on the local shards, one wrapper: whatever can be done once is done in planning.
@@ -62,7 +62,7 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., Any]) -> Calla
 
     on_activate(use_table_of)
 
-    def __torch_dispatch__(func: OpOverload, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_dispatch__(func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
         # As `call_key`, which would cost a call.
         key = (id(func), *[v._spec if type(v) is kind else argument_key(v) for v in args])
         if kwargs:
@@ -123,7 +123,7 @@ def _ready_list(op: ResolvedOp, plan: ListPlan, args: Args, kwargs: Kwargs, kind
     lists = [isinstance(how, list) or how is LOCALIZE_LIST for how in plan.args]
     written = [where for where in plan.writes if isinstance(where, int)]
 
-    def run_on_lists(*args: Any, **named: Any) -> Any:
+    def run_on_lists(*args: Any, **named: object) -> object:
         local = [
             [v._local_tensor if type(v) is kind else v for v in value] if listed else value
             for value, listed in zip(args, lists, strict=True)
@@ -145,20 +145,20 @@ def _is_local(how: Treatment) -> bool:
     return how is None or how is LOCALIZE or how is LOCALIZE_LIST
 
 
-def _are_known(args: Args, kwargs: Kwargs, kind: type[Any]) -> bool:
+def _are_known(args: Args, kwargs: Kwargs, kind: type[object]) -> bool:
     """Whether the hot path knows how to treat all arguments."""
     if any(isinstance(value, (Tensor, list, tuple)) for value in kwargs.values()):
         return False
     return all(_is_known(value, kind) for value in args)
 
 
-def _is_known(value: Any, kind: type[Any]) -> bool:
+def _is_known(value: object, kind: type[object]) -> bool:
     if isinstance(value, (list, tuple)):
         return all(_is_known(element, kind) for element in value)
     return not isinstance(value, Tensor) or type(value) is kind or (type(value) is Tensor and not value.dim())
 
 
-def _quickest(op: ResolvedOp, args: Args, kwargs: Kwargs) -> Callable[..., Any]:
+def _quickest(op: ResolvedOp, args: Args, kwargs: Kwargs) -> Callable[..., object]:
     """What calls this op quickest on local arguments of these types."""
     if op.python is not None:
         return op.python
@@ -169,7 +169,7 @@ def _quickest(op: ResolvedOp, args: Args, kwargs: Kwargs) -> Callable[..., Any]:
     return found
 
 
-def _treating(treatments: tuple[Treatment, ...], run: Callable[..., Any]) -> Callable[..., Any] | None:
+def _treating(treatments: tuple[Treatment, ...], run: Callable[..., object]) -> Callable[..., object] | None:
     """What runs on arguments whose tensors are local shards already: lists and sizes are still to be treated."""
     known = {i: how for i, how in enumerate(treatments) if how is not None and how is not LOCALIZE}
     if not known:
@@ -181,30 +181,30 @@ def _treating(treatments: tuple[Treatment, ...], run: Callable[..., Any]) -> Cal
     return None
 
 
-def _with_constants(run: Callable[..., Any], constants: dict[int, Any]) -> Callable[..., Any]:
+def _with_constants(run: Callable[..., object], constants: dict[int, object]) -> Callable[..., object]:
     if list(constants) == [1]:
         constant = constants[1]
         return lambda first, _, *rest, **named: run(first, constant, *rest, **named)
     return lambda *args, **named: run(*[constants.get(i, value) for i, value in enumerate(args)], **named)
 
 
-def _nothing(local: Any, args: Args) -> None:
+def _nothing(local: object, args: Args) -> None:
     """An op that returns nothing; what it wrote is its first argument."""
     if args and isinstance(args[0], DTensorBase):
         _first(local, args)
 
 
-def _first(local: Any, args: Args) -> Any:
+def _first(local: object, args: Args) -> object:
     """What was written in place is the result."""
     target = args[0]
     after_write(target)
     return target
 
 
-def _wrapping(specs: Any, kind: type[DTensorBase]) -> Callable[[Any, Args], Any]:
+def _wrapping(specs: Any, kind: type[DTensorBase]) -> Callable[[object, Args], object]:
     structure, wrap = type(specs), kind.wrap
 
-    def finish(locals_: Any, args: Args) -> Any:
+    def finish(locals_: Any, args: Args) -> object:
         wrapped = [x if spec is None else wrap(x, spec) for x, spec in zip(locals_, specs, strict=True)]
         return wrapped if structure is list else tuple(wrapped)
 

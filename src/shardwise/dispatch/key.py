@@ -20,17 +20,17 @@ from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
 from .arguments import Args, Kwargs
 
-Key = tuple[Any, ...]
+Key = tuple[object, ...]
 CallKey = Callable[[OpOverload, Args, Kwargs | None], Key]
 
 _BY_VALUE = frozenset((int, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format))
 _UNHASHABLE = (torch.SymInt, torch.SymFloat, torch.SymBool, dict)
 
 
-def key_functions(kind: type[DTensorBase]) -> tuple[Callable[[Any], Any], CallKey]:
+def key_functions(kind: type[DTensorBase]) -> tuple[Callable[[object], object], CallKey]:
     """For distributed tensors of this class: the key of an argument that is no such tensor, and the key of a call."""
 
-    def argument_key(value: Any) -> Any:
+    def argument_key(value: Any) -> object:
         """An argument in the key. Its type is fixed by the schema, but for numbers: 1 is not True, nor 1.0."""
         its = type(value)
         if its in _BY_VALUE:
@@ -50,7 +50,7 @@ def key_functions(kind: type[DTensorBase]) -> tuple[Callable[[Any], Any], CallKe
             return (value.dtype, its) if not value.dim() else (value.dtype, its, value.shape)
         return object() if its in _UNHASHABLE else value  # equal to no other key
 
-    def list_key(values: Any) -> Any:
+    def list_key(values: Any) -> object:
         first = type(values[0]) if values else None
         if first is int:
             return tuple(values)
@@ -81,11 +81,11 @@ def plan_key(op: ResolvedOp, key: Key, args: Args, kwargs: Kwargs) -> Key:
     return tuple(changed)
 
 
-def _by_value(value: Any) -> Any:
+def _by_value(value: object) -> object:
     return tuple(map(_by_value, value)) if isinstance(value, (list, tuple)) else (type(value), value)
 
 
-def _by_type(value: Any, key: Any) -> Any:
+def _by_type(value: object, key: Any) -> object:
     if isinstance(value, (list, tuple)):
         return tuple(map(_by_type, value, key))
     return type(value) if isinstance(value, (int, float, complex)) else key

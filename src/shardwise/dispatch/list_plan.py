@@ -77,15 +77,15 @@ class _Lists:
             raise InputError(f"{op.func} on lists of lengths {sorted(lengths)}", "pass lists of one length")
         self.length = lengths.pop()
 
-    def element(self, index: int) -> tuple[list[Any], Kwargs]:
+    def element(self, index: int) -> tuple[list[object], Kwargs]:
         """The arguments for one element."""
 
-        def pick(where: Where, value: Any) -> Any:
+        def pick(where: Where, value: Any) -> object:
             return value if where not in self.lists else value[index] if len(value) else None
 
         return [pick(i, v) for i, v in enumerate(self.args)], {n: pick(n, v) for n, v in self.kwargs.items()}
 
-    def argument(self, name: str, index: int, value: Any) -> Any:
+    def argument(self, name: str, index: int, value: object) -> object:
         """An argument of one element as planning sees it."""
         # A tensor that all elements share (a scale, numbers for each element) is the same on all ranks.
         if isinstance(value, Tensor) and is_plain(value) and name not in self.shared and not taken_as_replicated(value):
@@ -96,7 +96,7 @@ class _Lists:
 def plan_list(op: ResolvedOp, args: Args, kwargs: Kwargs) -> ListPlan:
     """The plan of an op on lists."""
     lists = _Lists(op, args, kwargs)
-    planned: dict[Any, CallPlan] = {}
+    planned: dict[object, CallPlan] = {}
     elements: list[CallPlan | None] = []
     for index in range(lists.length):
         its_args, its_kwargs = lists.element(index)
@@ -117,7 +117,7 @@ def plan_list(op: ResolvedOp, args: Args, kwargs: Kwargs) -> ListPlan:
     return _join(lists, elements)
 
 
-def _hashable(value: Any) -> Any:
+def _hashable(value: object) -> object:
     if isinstance(value, Argument):
         return value
     return (type(value), value) if isinstance(value, (int, bool)) else type(value)
@@ -185,7 +185,7 @@ def _groups(op: ResolvedOp, elements: Sequence[CallPlan | None]) -> tuple[tuple[
 def _of_one(plan: CallPlan) -> LocalRun:
     """What runs on one element, for lists of one."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         result = plan.run_local(*args, **kwargs)
         return result if isinstance(result, (tuple, list)) else [result]
 
@@ -199,7 +199,7 @@ def _plan_for_kernel(
     op: ResolvedOp,
     kernel: ListKernel,
     args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    kwargs: Mapping[str, object],
     mesh_info: MeshInfo,
     lists: frozenset[Where],
 ) -> CallPlan:
@@ -207,7 +207,7 @@ def _plan_for_kernel(
     communication: list[str] = []
     axes: set[int] = set(range(len(mesh_info.sizes))) if kernel.whole_mesh else set()
 
-    def treat(name: str, value: Any) -> Treatment:
+    def treat(name: str, value: object) -> Treatment:
         if not isinstance(value, Argument) or value.spec is None:
             return None
         layout = value.spec.layout
@@ -225,7 +225,7 @@ def _plan_for_kernel(
         metas = [_meta(value) for value in args], {name: _meta(value) for name, value in kwargs.items()}
         out = element_result(op.func, *metas, lists)
         replicated = (Replicate(),) * len(mesh_info.sizes)
-        results: Any = DTensorSpec(mesh_info.mesh, replicated, TensorMeta(out.shape, out.stride(), out.dtype))
+        results: object = DTensorSpec(mesh_info.mesh, replicated, TensorMeta(out.shape, out.stride(), out.dtype))
     else:
         results = tuple(args[i].spec if treated[i] is LOCALIZE else treated[i] for i in written)
     sharding_axes = tuple(sorted(axes))
@@ -245,7 +245,7 @@ def _plan_for_kernel(
     )
 
 
-def _meta(value: Any) -> Any:
+def _meta(value: object) -> object:
     return value.meta if isinstance(value, Argument) else value
 
 
@@ -264,7 +264,7 @@ def _kernel_run(op: ResolvedOp, kernel: ListKernel, mesh_info: MeshInfo, axes: t
 def _make_kernel_run(op: ResolvedOp, kernel: ListKernel, mesh_info: MeshInfo, axes: tuple[int, ...]) -> LocalRun:
     pieces = Pieces(mesh_info, Factor(math.prod(mesh_info.sizes[axis] for axis in axes), axes))
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         def start(at: Coordinate, rank: int) -> Any:
             arguments = op.arguments(of_rank(args, rank), of_rank(kwargs, rank))
             return kernel.run(LocalCall(op.func, arguments, (), (), (), (), (), at), pieces.cut(at))

@@ -23,22 +23,22 @@ from ..sharding.spec import DTensorSpec, TensorMeta
 from ..world import RankTensor, map_ranks, values_of
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def tensors_in(value: object) -> list[Tensor]:
     """The tensors that an argument or a result is, or holds."""
     values = value if isinstance(value, (list, tuple)) else (value,)
     return [element for element in values if isinstance(element, Tensor)]
 
 
-def ordered_as(specs: Sequence[DTensorSpec], run: Callable[..., Any]) -> Callable[..., Any]:
+def ordered_as(specs: Sequence[DTensorSpec], run: Callable[..., object]) -> Callable[..., object]:
     """Local results as the op itself would lay them out in memory, so that the same views of them are legal."""
     orders = [memory_order(spec.tensor_meta) for spec in specs]
     if not any(order is not None for order in orders):
         return run
 
-    def ordered(*args: Any, **kwargs: Any) -> Any:
+    def ordered(*args: object, **kwargs: object) -> object:
         remaining = iter(orders)
 
-        def place(result: Any) -> Any:
+        def place(result: Any) -> object:
             if isinstance(result, (list, tuple)):
                 return type(result)(place(element) for element in result)
             order = next(remaining) if isinstance(result, Tensor) else None
@@ -57,7 +57,7 @@ def in_order(local: Tensor, order: tuple[int, ...]) -> Tensor:
     return in_memory_order(local, order)
 
 
-def fill(layout: Layout, dtype: torch.dtype) -> Any:
+def fill(layout: Layout, dtype: torch.dtype) -> object:
     """What a rank without data contributes: the identity of the reduction, or nothing at all."""
     ops = [op for _, op in layout.partial]
     return identity(dtype, ops[0]) if ops else 0
@@ -70,12 +70,12 @@ def skipping_empty(
     fills: Sequence[Any],
     dtypes: Sequence[torch.dtype],
     structure: Any,
-) -> Callable[..., Any]:
+) -> Callable[..., object]:
     """The op, but on a rank that holds nothing of some operand: many kernels raise there, some crash."""
     outs = [argument.name for argument in tensor_arguments(op.func) if argument.out]
     run = op.python or op.func
 
-    def at_rank(at: Coordinate, args: Any, kwargs: Any) -> Any:
+    def at_rank(at: Coordinate, args: Any, kwargs: Any) -> object:
         read = (*args, *(value for name, value in kwargs.items() if name not in outs))
         tensors = [t for value in read for t in tensors_in(value)]
         if not any(tensor.numel() == 0 for tensor in tensors):
@@ -94,21 +94,23 @@ def skipping_empty(
     return on_each(mesh_info, lambda at, args, kwargs: (args, kwargs), lambda call, at: at_rank(at, *call))
 
 
-def drawing(run: Callable[..., Any], mesh_info: MeshInfo, like: Tensor) -> Callable[..., Any]:
+def drawing(run: Callable[..., object], mesh_info: MeshInfo, like: Tensor) -> Callable[..., object]:
     """With a `Draw` in the place of the generator: made once a call, so that all ranks have the same."""
     meta = TensorMeta(like.shape, like.stride(), like.dtype)
 
-    def draw(*args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Any:
+    def draw(*args: object, generator: torch.Generator | None = None, **kwargs: object) -> object:
         device = next(tensor.device for value in (*args, *kwargs.values()) for tensor in tensors_in(value))
         return run(*args, **kwargs, generator=Draw(mesh_info, meta, device, generator))
 
     return draw
 
 
-def on_each(mesh_info: MeshInfo, make: Callable[..., Any], fn: Callable[[Any, Coordinate], Any]) -> Callable[..., Any]:
+def on_each(
+    mesh_info: MeshInfo, make: Callable[..., object], fn: Callable[[Any, Coordinate], object]
+) -> Callable[..., object]:
     """Runs on local arguments rank by rank, with the coordinate of each rank."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         if not mesh_info.simulated:
             return fn(make(mesh_info.coordinate, args, kwargs), mesh_info.coordinate)
         coordinates = mesh_info.coordinates
@@ -119,7 +121,7 @@ def on_each(mesh_info: MeshInfo, make: Callable[..., Any], fn: Callable[[Any, Co
     return run
 
 
-def of_rank(value: Any, rank: int) -> Any:
+def of_rank(value: object, rank: int) -> Any:
     """Arguments as one rank sees them."""
     if isinstance(value, RankTensor):
         return value.shards[rank]

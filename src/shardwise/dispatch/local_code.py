@@ -37,7 +37,7 @@ class LocalCode:
         implemented = record.local is not None or record.draw is not None
         return bool(self.kernel_factors) or copies or (self.op.variant == "out" and implemented)
 
-    def run(self, structure: Any) -> tuple[LocalRun, int]:
+    def run(self, structure: object) -> tuple[LocalRun, int]:
         """What runs, and how many collectives it makes. `structure` holds the index of each result, as returned."""
         record, mesh_info = self.op.op, self.mesh_info
         if record.draw is not None:
@@ -79,7 +79,7 @@ class LocalCode:
         factors = [factor for layout in self.decision.operands for dim in layout.dims for factor in dim]
         return any(_smallest_shard(self.mesh_info, factor) == 0 for factor in factors)
 
-    def _skipping_empty(self, structure: Any) -> LocalRun:
+    def _skipping_empty(self, structure: object) -> LocalRun:
         layouts, dtypes = self.decision.results, [t.dtype for t in tensors_in(self.found.outputs)]
         identities = [fill(layout, dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
         if self.op.variant == "functional":
@@ -94,7 +94,7 @@ class LocalCode:
         pieces = self._pieces()
         make = self._bind_arguments(factor)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> object:
             def start(at: Coordinate, rank: int) -> Any:
                 return kernel.run(make(at, of_rank(args, rank), of_rank(kwargs, rank)), pieces.cut(at))
 
@@ -117,7 +117,7 @@ class LocalCode:
         shapes = tuple(result.tensor.shape for result in results)
         dtypes = tuple(tensor.dtype for tensor in tensors_in(self.found.outputs))
 
-        def make(at: Coordinate, args: Sequence[Any], kwargs: dict[str, Any]) -> LocalCall:
+        def make(at: Coordinate, args: Sequence[object], kwargs: dict[str, object]) -> LocalCall:
             return LocalCall(func, op.arguments(args, kwargs), dims, out_dims, shapes, dtypes, layouts, at, given)
 
         return make

@@ -10,8 +10,6 @@ meshes is such a value.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -91,7 +89,7 @@ def with_numbers(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Args, Kwar
     return found
 
 
-def _number(tensor: DTensorBase) -> Any:
+def _number(tensor: DTensorBase) -> object:
     spec = tensor._spec
     if modes.explicit and spec.layout.partial:
         raise CommunicationError(

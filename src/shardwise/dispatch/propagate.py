@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..comm.cost import Links
 from ..comm.estimate import estimate
@@ -91,9 +91,9 @@ class ShardingPropagator:
         self.factors_of_results = [frozenset(itertools.chain(*result.tensor.dims)) for result in results]
         # Most choices share the layouts of most of their tensors.
         self._summands_of: dict[int, frozenset[int]] = {}
-        self._priced: dict[Any, tuple[float, float]] = {}
-        self._priced_operands: dict[Any, tuple[Layout, float, float]] = {}
-        self._priced_results: dict[Any, tuple[Layout, float, float]] = {}
+        self._priced: dict[object, tuple[float, float]] = {}
+        self._priced_operands: dict[object, tuple[Layout, float, float]] = {}
+        self._priced_results: dict[object, tuple[Layout, float, float]] = {}
 
     def choose(self) -> Decision:
         """Return the cheapest choice; of equally cheap ones, the one that needs the least memory."""

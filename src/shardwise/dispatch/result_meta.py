@@ -25,7 +25,7 @@ class NoRule(Exception):
     """The op has no rule that fits this call; it is decomposed, or runs on gathered inputs."""
 
 
-def result_metas(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def result_metas(func: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> Any:
     """The results of the call on tensors without data: shapes, strides and dtypes, or the op's own error."""
     with without_modes(), torch.no_grad():
         try:
@@ -49,13 +49,13 @@ _OWN_ERRORS = 1 << 24  # elements up to which a call that fails is made with rea
 _REAL_RESULTS = 1 << 24  # elements up to which an op without a meta kernel is run for the shapes of its results
 
 
-def _of_zeros(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _of_zeros(func: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> object:
     """The results of an op that has no meta kernel, found by running it on zeros; None where that does not work."""
     metas = [value for value in pytree.tree_leaves((args, kwargs), is_leaf=_is_meta) if _is_meta(value)]
     if sum(meta.shape.numel() for meta in metas) > _REAL_RESULTS:
         return None
 
-    def zeros(value: Any) -> Any:
+    def zeros(value: object) -> object:
         return torch.zeros_like(_on_meta(value), device="cpu") if _is_meta(value) else value
 
     try:
@@ -66,13 +66,13 @@ def _of_zeros(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return pytree.tree_map_only(Tensor, lambda t: t.to("meta"), result)
 
 
-def _own_error(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Exception | None:
+def _own_error(func: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> Exception | None:
     """The error that the op itself raises for a call that failed on tensors without data."""
     metas = [value for value in pytree.tree_leaves((args, kwargs), is_leaf=_is_meta) if _is_meta(value)]
     if sum(meta.shape.numel() for meta in metas) > _OWN_ERRORS:
         return None
 
-    def zeros(value: Any) -> Any:
+    def zeros(value: Any) -> object:
         return torch.zeros((), dtype=value.dtype).expand(value.shape) if _is_meta(value) else value
 
     try:
@@ -83,7 +83,7 @@ def _own_error(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) ->
     return None
 
 
-def refuse_what_fails(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def refuse_what_fails(func: OpOverload, args: Sequence[object], kwargs: dict[str, Any]) -> None:
     """Raise the error of a call that its meta kernel accepts and the op does not: dtypes that do not go together."""
     metas = [value for value in (*args, *kwargs.values()) if _is_meta(value)]
     if len({meta.dtype for meta in metas if meta.dtype.is_floating_point or meta.dtype.is_complex}) > 1:
@@ -92,11 +92,11 @@ def refuse_what_fails(func: OpOverload, args: Sequence[Any], kwargs: dict[str, A
             raise error
 
 
-def _is_meta(value: Any) -> bool:
+def _is_meta(value: object) -> bool:
     return isinstance(value, TensorMeta)
 
 
-def _on_meta(value: Any, name: str = "") -> Any:
+def _on_meta(value: object, name: str = "") -> Any:
     if isinstance(value, TensorMeta):
         return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
     if isinstance(value, (list, tuple)):
@@ -121,11 +121,11 @@ class ResultForm(NamedTuple):
     """The type of the collection of results; None for a single one."""
 
 
-def form_key(op: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def form_key(op: ResolvedOp, args: Sequence[object], kwargs: dict[str, object]) -> object:
     """What the form of the results depends on; None for calls whose results are not cached."""
     if op.variant != "functional" or op.is_view:
         return None
-    key: list[Any] = [torch.get_default_dtype()]
+    key: list[object] = [torch.get_default_dtype()]
     for value in (*args, *kwargs.values()):
         if isinstance(value, TensorMeta):
             if value.stride != contiguous_stride(value.shape) or any(size < 2 for size in value.shape):
@@ -144,7 +144,7 @@ def form_key(op: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     return made
 
 
-def cache_form(op: ResolvedOp, key: Any, bound: Bound, outputs: Any) -> None:
+def cache_form(op: ResolvedOp, key: object, bound: Bound, outputs: object) -> None:
     """Cache the form of these results, if the rule says where each of their sizes comes from.
 
     A factor that is handled by a kernel, or that is ragged, may have other sizes in a result, and a size argument gives
@@ -190,7 +190,7 @@ def _sources(bound: Bound, output: BoundTensor, pattern: Pattern) -> tuple[Size,
     return tuple(sources)
 
 
-def cached_results(op: ResolvedOp, key: Any, operands: Sequence[Any]) -> Any:
+def cached_results(op: ResolvedOp, key: object, operands: Sequence[object]) -> object:
     """The results of a call by their cached form, as tensors without data; None if there is none."""
     found = op.result_forms.get(key) if key is not None else None
     if found is None:

@@ -16,7 +16,7 @@ from .gather_cache import after_write
 from .view_call import ViewCall
 
 
-def run_call(plan: CallPlan, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> Any:
+def run_call(plan: CallPlan, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> object:
     """The results of a planned call."""
     local_args = [localize(value, how) for value, how in zip(args, plan.args, strict=True)]
     local_kwargs = {name: localize(value, plan.kwargs[name]) for name, value in kwargs.items()}
@@ -28,7 +28,7 @@ def run_call(plan: CallPlan, args: Args, kwargs: Kwargs, kind: type[DTensorBase]
     return _wrapped(result, plan.results, kind)
 
 
-def _wrapped(result: Any, specs: Any, kind: type[DTensorBase]) -> Any:
+def _wrapped(result: Any, specs: Any, kind: type[DTensorBase]) -> object:
     if type(specs) is DTensorSpec:
         return kind.wrap(result, specs)
     if isinstance(specs, (tuple, list)):
@@ -40,7 +40,7 @@ def _wrap_views(plan: CallPlan, result: Any, args: Args, kwargs: Kwargs, kind: t
     base = args[0]
     shares_memory = plan.local_view and base._source is None
 
-    def wrap(piece: Tensor, spec: DTensorSpec, index: int | None) -> Any:
+    def wrap(piece: Tensor, spec: DTensorSpec, index: int | None) -> object:
         replay = None if shares_memory else ViewCall(base, plan.func, args, kwargs, index)
         return kind.wrap_view(piece, spec, base, replay)
 
@@ -49,7 +49,7 @@ def _wrap_views(plan: CallPlan, result: Any, args: Args, kwargs: Kwargs, kind: t
     return type(plan.results)([wrap(r, s, i) for i, (r, s) in enumerate(zip(result, plan.results, strict=True))])
 
 
-def _run_writing(plan: CallPlan, args: Args, kwargs: Kwargs, local_args: list[Any], local_kwargs: Kwargs) -> Any:
+def _run_writing(plan: CallPlan, args: Args, kwargs: Kwargs, local_args: list[Any], local_kwargs: Kwargs) -> object:
     def at(where: Where, given: Any, named: Kwargs) -> Any:
         return given[where] if isinstance(where, int) else named[where]
 

@@ -15,11 +15,11 @@ from .gather_cache import after_write
 from .list_plan import ListPlan
 
 
-def run_list(plan: ListPlan, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> list[Any] | None:
+def run_list(plan: ListPlan, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> list[object] | None:
     """The results of a planned op on lists; None where it returns nothing."""
-    given: dict[Where, Any] = dict(enumerate(args))
+    given: dict[Where, object] = dict(enumerate(args))
     given.update(kwargs)
-    hows: dict[Where, Any] = dict(enumerate(plan.args))
+    hows: dict[Where, object] = dict(enumerate(plan.args))
     hows.update(plan.kwargs)
     local = {where: localize(value, hows[where]) for where, value in given.items()}
     for where, index, _, _ in plan.moved:
@@ -49,7 +49,7 @@ def _write_back(plan: ListPlan, given: Mapping[Where, Any], local: Mapping[Where
                 after_write(tensor)
 
 
-def _picked(plan: ListPlan, local: Mapping[Where, Any], indices: Sequence[int]) -> dict[Where, Any]:
+def _picked(plan: ListPlan, local: Mapping[Where, Any], indices: Sequence[int]) -> dict[Where, object]:
     """The arguments with these elements of their lists."""
     return {
         where: [value[i] for i in indices] if where in plan.lists and len(value) else value

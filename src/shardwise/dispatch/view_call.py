@@ -21,8 +21,8 @@ class ViewCall:
 
     root: DTensorBase
     func: OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
     index: int | None
 
     def of(self, root: Tensor) -> Any:

@@ -92,17 +92,22 @@ class MeshInfo:
         return f"mesh({axes})"
 
 
+def require_world() -> None:
+    """Raise an error if there is no world, or no longer one."""
+    if not dist.is_initialized():
+        raise MeshError(
+            "there is no world: torch.distributed is not initialised",
+            "start under torchrun and call init_device_mesh, or use `with shardwise.simulate(8):`",
+        )
+
+
 def mesh_info_of(mesh: DeviceMesh) -> MeshInfo:
     """The one `MeshInfo` of this mesh and of all meshes equal to it in this world."""
     if not isinstance(mesh, DeviceMesh):
         raise InputError(
             f"device_mesh is a {type(mesh).__name__}", "pass a DeviceMesh, e.g. init_device_mesh('cpu', (4,))"
         )
-    if not dist.is_initialized():
-        raise MeshError(
-            "there is no world: torch.distributed is not initialised",
-            "start under torchrun and call init_device_mesh, or use `with shardwise.simulate(8):`",
-        )
+    require_world()
     runtime = runtime_of_world()
     mesh_info = runtime.meshes.get(mesh)
     if mesh_info is None:

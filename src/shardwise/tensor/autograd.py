@@ -67,7 +67,7 @@ class Redistribute(QuickFunction):
         return _redistributed(tensor, target, async_op, forward_dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[object, ...]:
         """Redistribute the gradient, in `backward_dtype` if there is one."""
         wanted: DTensorSpec = ctx.source.cotangent()
         distributed = as_distributed_gradient(grad, wanted, ctx.kind)

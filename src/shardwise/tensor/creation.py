@@ -139,7 +139,7 @@ def _to_partial(local: Tensor, spec: DTensorSpec) -> Tensor:
 
 
 def zeros(
-    *size: Any,
+    *size: object,
     requires_grad: bool = False,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
@@ -151,7 +151,7 @@ def zeros(
 
 
 def ones(
-    *size: Any,
+    *size: object,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
@@ -163,7 +163,7 @@ def ones(
 
 
 def empty(
-    *size: Any,
+    *size: object,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
@@ -175,7 +175,7 @@ def empty(
 
 
 def full(
-    size: Any,
+    size: object,
     fill_value: Any,
     *,
     dtype: torch.dtype | None = None,
@@ -195,7 +195,7 @@ def full(
 
 
 def rand(
-    *size: Any,
+    *size: object,
     requires_grad: bool = False,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
@@ -207,7 +207,7 @@ def rand(
 
 
 def randn(
-    *size: Any,
+    *size: object,
     requires_grad: bool = False,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
@@ -233,7 +233,7 @@ def randperm(
 
 def _filled(
     fill: Callable[..., Tensor],
-    size: tuple[Any, ...],
+    size: tuple[object, ...],
     dtype: torch.dtype | None,
     layout: torch.layout,
     requires_grad: bool,
@@ -247,7 +247,7 @@ def _filled(
 
 def _drawn(
     name: str,
-    size: tuple[Any, ...],
+    size: tuple[object, ...],
     dtype: torch.dtype | None,
     layout: torch.layout,
     requires_grad: bool,

@@ -210,7 +210,7 @@ class DTensor(DTensorBase):
             return dict(enumerate(local.shards))
         return {dist.get_rank(): local}
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         grad = f", grad_fn=<{type(self.grad_fn).__name__}>" if self.grad_fn is not None else ""
         grad = grad or (", requires_grad=True" if self.requires_grad else "")
         return f"DTensor({self._spec!r} on {self._spec.mesh_info!r}{grad}, local={self._local_tensor!r})"
@@ -280,10 +280,10 @@ class DTensor(DTensorBase):
             copied.grad = copy.deepcopy(self.grad, memo)
         return copied
 
-    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         return _rebuild, (self._local_tensor, self._spec, self.requires_grad, _is_param(self))
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[object, ...]]:
         """For the compiler: the inner tensor, and what else it takes to build this one (sizes come separately)."""
         spec = self._spec
         return ["_local_tensor"], (spec.mesh, spec.placements, spec.shard_order, self.requires_grad)

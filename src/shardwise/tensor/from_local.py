@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -60,11 +60,11 @@ class _ToRanks(torch.autograd.Function):
     """One copy for every rank, and one gradient from every rank: each rank is a program with a tensor of its own."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: int) -> Tensor:
+    def forward(ctx: object, tensor: Tensor, ranks: int) -> Tensor:
         return replicate(tensor, ranks)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: object, grad: Tensor) -> tuple[object, ...]:
         return grad, None
 
 
@@ -98,7 +98,7 @@ class _Given(NamedTuple):
         return _Given(placements, None if shape is None else tuple(shape), None if stride is None else tuple(stride))
 
 
-_SPECS: WorldCache[Any, DTensorSpec] = WorldCache("specs of local tensors", 8 << 20)
+_SPECS: WorldCache[object, DTensorSpec] = WorldCache("specs of local tensors", 8 << 20)
 
 
 def spec_of_local(
