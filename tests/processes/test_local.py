@@ -117,7 +117,8 @@ def test_parts_that_are_no_cut_are_refused_by_all_ranks_alike() -> None:
         DTensor.from_local(torch.zeros([2] * (1 + dist.get_rank() % 2)), mesh, [Shard(0)])
     assert str(caught.value) == (
         "the local tensors differ in dtype or number of dims: rank 0 holds torch.float32 of 1 dims, "
-        "rank 1 holds torch.float32 of 2 dims, rank 2 holds torch.float32 of 1 dims, rank 3 holds torch.float32 of 2 dims: make them alike on all ranks"
+        "rank 1 holds torch.float32 of 2 dims, rank 2 holds torch.float32 of 1 dims, "
+        "rank 3 holds torch.float32 of 2 dims: make them alike on all ranks"
     )
     dist.barrier()  # all ranks are still in step
 
