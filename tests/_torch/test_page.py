@@ -17,7 +17,7 @@ PRIVATE = re.compile(r"(^|\.)_[a-zA-Z]")
 
 
 def private_names(source: str) -> set[str]:
-    """The private names of PyTorch in a module: those it imports, and attributes of torch's modules.
+    r"""The private names of PyTorch in a module: those it imports, and attributes of torch's modules.
 
     >>> private_names("import torch\\nfrom torch._ops import OpOverload\\nmake = torch.Tensor._make_wrapper_subclass")
     {'torch._ops.OpOverload', 'torch.Tensor._make_wrapper_subclass'}

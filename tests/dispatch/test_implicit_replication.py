@@ -71,3 +71,45 @@ def test_it_ends_with_its_block() -> None:
             x + Y
         with pytest.raises(MixedTensorError):
             x + Y
+
+
+def test_lists_end_with_the_block_too() -> None:
+    """A plan of a call that was accepted must not serve one that is not."""
+    with ranks(2) as mesh:
+        x = on(mesh, X, Shard(0))
+        with shardwise.implicit_replication():
+            torch._foreach_add([x, x], [Y, Y])
+        with pytest.raises(MixedTensorError, match=r"'other\[0\]'"):
+            torch._foreach_add([x, x], [Y, Y])
+
+
+def test_lists_may_hold_plain_tensors_that_meet_plain_ones() -> None:
+    with ranks(2) as mesh:
+        x = on(mesh, X, Shard(0))
+        found = torch._foreach_add([x, X], [x, Y])
+        torch.testing.assert_close(assemble(found[0]), X + X)
+        torch.testing.assert_close(found[1], X + Y)
+        with shardwise.implicit_replication():
+            found = torch._foreach_add([x, X, X], [Y, Y, x])
+        torch.testing.assert_close(assemble(found[0]), X + Y)
+        torch.testing.assert_close(found[1], X + Y)
+        torch.testing.assert_close(assemble(found[2]), X + X)
+
+
+def test_gradients_of_lists_outside_of_the_block() -> None:
+    one = X.abs().requires_grad_()
+    (one * Y + one**Y).sum().backward()
+    assert one.grad is not None
+    with ranks(2) as mesh:
+        x = on(mesh, X.abs(), Shard(0), grad=True)
+        with shardwise.implicit_replication():
+            made = [*torch._foreach_mul([x], [Y]), *torch._foreach_pow([x], [Y])]
+        sum(result.sum() for result in made).backward()
+        torch.testing.assert_close(assemble(x.grad), one.grad)
+
+
+def test_a_plain_scale_of_a_list_is_a_number_for_all() -> None:
+    with ranks(2) as mesh:
+        x = on(mesh, X, Shard(0))
+        found = torch._foreach_addcmul([x], [x], [x], torch.tensor([2.0]))
+        torch.testing.assert_close(assemble(found[0]), X + 2 * X * X)

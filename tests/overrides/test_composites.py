@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise import Shard
+from shardwise import Shard, implicit_replication
 from shardwise.errors import InputError, MixedTensorError
 from shardwise.testing import assemble
 from tests.ops.helpers import Case, check_case, on, r, ranks, table, whole
@@ -113,3 +113,34 @@ def test_batch_norm_with_results_given_updates_its_statistics() -> None:
         torch.native_batch_norm(*given, True, 0.5, 1e-5, out=outs)
         torch.testing.assert_close(whole(running[0]), mean)
         torch.testing.assert_close(whole(running[1]), var)
+
+
+def test_a_plain_operand_counts_as_replicated_where_the_user_says_so() -> None:
+    x, w = r(6, 4), r(3, 4)
+    target = torch.tensor([0, 2, 1, 1, 0, 2])
+    with ranks(2) as mesh, implicit_replication():
+        q = on(mesh, x, Shard(0))
+        torch.testing.assert_close(
+            whole(torch.quantile(q, torch.tensor([0.25, 0.5]))), torch.quantile(x, torch.tensor([0.25, 0.5]))
+        )
+        loss = F.cross_entropy(F.linear(q, w), target)
+        torch.testing.assert_close(whole(loss), F.cross_entropy(F.linear(x, w), target))
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="not in this PyTorch")
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("plain_weight", [False, True])
+def test_the_loss_of_a_linear_layer(reduction: str, plain_weight: bool) -> None:
+    x, w, target = r(6, 4), r(3, 4), torch.tensor([0, 2, 1, 1, 0, 2])
+    one = x.clone().requires_grad_()
+    wanted = F.cross_entropy(F.linear(one, w), target, reduction=reduction)
+    wanted.sum().backward()
+    assert one.grad is not None
+    with ranks(2) as mesh:
+        q = on(mesh, x, Shard(0), grad=True)
+        weight = w if plain_weight else on(mesh, w, Shard(0))
+        with implicit_replication():
+            found = F.linear_cross_entropy(q, weight, on(mesh, target, Shard(0)), reduction=reduction)
+        found.sum().backward()
+        torch.testing.assert_close(whole(found), wanted.detach())
+        torch.testing.assert_close(whole(q.grad), one.grad)

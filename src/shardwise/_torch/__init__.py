@@ -10,8 +10,13 @@
     autograd_graph  nodes of the autograd graph, and the one that runs now
     async_tensors   results of functional collectives whose data is under way
     script_objects  process groups boxed in script objects
-    above_autograd  kernels that run before autograd takes a function apart
+    above_autograd  kernels that see a call before autograd records or decomposes it
     below_autograd  ops that skip autograd
+    backward_pass   the node that autograd evaluates, and the hooks for tensors that it saves
+    tls             values of a thread that its backward passes inherit
+    transforms      function transforms, forward derivatives, autocast
+    schemas         the table of all ops
+    python_functions  functions in Python that make plain tensors
     collectives     functional collectives, and process groups by name
     device_mesh     submeshes, parallel instances and groups of a DeviceMesh
     testing         PyTorch's operator database, and a store between processes, for `shardwise.testing`

@@ -84,7 +84,7 @@ class OpDispatcher:
         planned = self.plans.get(shared)
         if planned is None:
             try:
-                replicas = None if op.variant == "foreach" else with_replicas(op, args, kwargs)
+                replicas = with_replicas(op, args, kwargs)
                 if replicas is None:
                     planned = self.plans[shared] = self._planned(op, args, kwargs)
             except (MeshError, MixedTensorError):

@@ -12,8 +12,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from .._torch.ops import OpOverload
 from ..errors import InputError
 from ..ops.drive import Pieces, drive
@@ -31,8 +29,6 @@ from .bind_call import element_result
 from .call_plan import CallPlan, plan_call
 from .local_call import of_rank
 from .local_code import LocalRun
-from .plain import is_plain, mixed_tensors
-from .provenance import taken_as_replicated
 from .result_meta import NoRule
 
 
@@ -71,7 +67,6 @@ class _Lists:
         places.update(kwargs)
         types = {argument.name: str(argument.type) for argument in op.func._schema.arguments}
         self.lists = frozenset(w for w in places if "List[" in types[op.names[w] if isinstance(w, int) else w])
-        self.shared = {name for name, type_ in types.items() if type_ in ("Tensor", "Optional[Tensor]")}
         lengths = {len(places[where]) for where in self.lists} - {0}
         if len(lengths) != 1:
             raise InputError(f"{op.func} on lists of lengths {sorted(lengths)}", "pass lists of one length")
@@ -84,13 +79,6 @@ class _Lists:
             return value if where not in self.lists else value[index] if len(value) else None
 
         return [pick(i, v) for i, v in enumerate(self.args)], {n: pick(n, v) for n, v in self.kwargs.items()}
-
-    def argument(self, name: str, index: int, value: object) -> object:
-        """An argument of one element as planning sees it."""
-        # A tensor that all elements share (a scale, numbers for each element) is the same on all ranks.
-        if isinstance(value, Tensor) and is_plain(value) and name not in self.shared and not taken_as_replicated(value):
-            raise mixed_tensors(self.op, f"{name}[{index}]", value)
-        return as_argument(value)
 
 
 def plan_list(op: ResolvedOp, args: Args, kwargs: Kwargs) -> ListPlan:
@@ -105,8 +93,8 @@ def plan_list(op: ResolvedOp, args: Args, kwargs: Kwargs) -> ListPlan:
             elements.append(None)
             continue
         mesh_info = common_mesh(op.func, tensors)
-        seen = [lists.argument(op.names[i], index, value) for i, value in enumerate(its_args)]
-        seen_named = {name: lists.argument(name, index, value) for name, value in its_kwargs.items()}
+        seen = [as_argument(value) for value in its_args]
+        seen_named = {name: as_argument(value) for name, value in its_kwargs.items()}
         key = (*map(_hashable, seen), *((name, _hashable(value)) for name, value in seen_named.items()))
         if key not in planned:
             if op.op.list_kernel is not None:

@@ -10,6 +10,9 @@ meshes is such a value.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,33 +23,53 @@ from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
 from ..world import RankTensor
 from ..world.agreement import same
-from .arguments import Args, Kwargs, distributed, named_tensors, written_arguments
+from .arguments import Args, Kwargs, named_tensors, written_arguments
 from .formulas import as_replicated
 from .modes import modes
 from .provenance import record_replicated, taken_as_replicated
 
 
 def with_replicas(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-    """The arguments with plain tensors as replicated distributed ones; None where there are no plain tensors.
+    """The arguments with plain tensors as replicated distributed ones; None where none meets a distributed one.
 
     Tensors that are written stay as they are. Raises MixedTensorError for a tensor that is not known to be replicated.
     """
-    plain = [(name, tensor) for name, tensor in named_tensors(op, args, kwargs) if is_plain(tensor)]
-    if not plain:
+    named = list(named_tensors(op, args, kwargs))
+    if all(isinstance(tensor, DTensorBase) or not tensor.dim() for _, tensor in named):
         return None
-    like, written = distributed(args, kwargs)[0], written_arguments(op, args, kwargs)
-    replicas: dict[int, DTensorBase] = {}
-    for name, tensor in plain:
+    written, meets = written_arguments(op, args, kwargs), _partners(op, named)
+    replicas: dict[str, DTensorBase] = {}
+    for name, tensor in named:
+        if not is_plain(tensor) or (like := meets(name)) is None:
+            continue
         if not (taken_as_replicated(tensor) or _is_index(op, name)):
             raise mixed_tensors(op, name, tensor)
         if tensor not in written:
             record_replicated(tensor)
-            replicas[id(tensor)] = as_replicated(tensor, like)
+            replicas[name] = as_replicated(tensor, like)
     if not replicas:
         return None
-    flat, tree = pytree.tree_flatten((args, kwargs))
-    found: tuple[Args, Kwargs] = pytree.tree_unflatten([replicas.get(id(value), value) for value in flat], tree)
-    return found
+
+    def replaced(name: str, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [replicas.get(f"{name}[{i}]", element) for i, element in enumerate(value)]
+        return replicas.get(name, value)
+
+    return tuple(map(replaced, op.names, args)), {name: replaced(name, value) for name, value in kwargs.items()}
+
+
+def _partners(op: ResolvedOp, named: list[tuple[str, Tensor]]) -> Callable[[str], DTensorBase | None]:
+    """For an argument: a distributed tensor that it meets.
+
+    In an op on lists, elements meet those at the same index, on their mesh; there may be plain ones at all of them. A
+    tensor that all elements share (a scale, numbers for each element) is the same on all ranks.
+    """
+    distributed = {name: tensor for name, tensor in reversed(named) if isinstance(tensor, DTensorBase)}
+    if op.variant != "foreach":
+        first = distributed[next(reversed(distributed))]
+        return lambda name: first
+    by_index = {name.partition("[")[2]: tensor for name, tensor in distributed.items()}  # "": one for all elements
+    return lambda name: by_index.get(name.partition("[")[2], by_index.get("")) if "[" in name else None
 
 
 def is_plain(tensor: Tensor) -> bool:

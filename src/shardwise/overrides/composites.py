@@ -23,7 +23,7 @@ from .._torch import pytree
 from .._torch.above_autograd import call_original, override_above_autograd
 from .._torch.ops import OpOverload
 from .._torch.schemas import find_overload, is_composite
-from ..dispatch.modes import implicit_replication
+from ..dispatch.modes import implicit_replication, modes
 from ..sharding.base import DTensorBase
 
 MAKE_TENSORS = (
@@ -60,11 +60,15 @@ def install_composites() -> None:
 
 
 def override_for_distributed(func: OpOverload, run: Callable[..., Any]) -> None:
-    """Call `run(keys, *args, **kwargs)` in the place of a composite function whose tensors are all distributed."""
+    """Call `run(keys, *args, **kwargs)` in the place of a function whose tensors are all distributed.
+
+    Plain tensors count as such where the user says that they are replicated; those without dims are numbers.
+    """
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        if tensors and all(isinstance(tensor, DTensorBase) or tensor.dim() == 0 for tensor in tensors):
+        plain = [tensor for tensor in tensors if not isinstance(tensor, DTensorBase)]
+        if len(plain) < len(tensors) and (modes.implicit_replication or not any(tensor.dim() for tensor in plain)):
             return run(keys, *args, **kwargs)
         return call_original(func, keys, *args, **kwargs)
 
