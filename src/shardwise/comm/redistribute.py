@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch.distributed as dist
 from torch import Tensor
 
 from .._torch.below_autograd import below_autograd
@@ -87,8 +88,8 @@ def links_of(mesh_info: MeshInfo) -> Links:
 
 def _moves_between(source: DTensorSpec, target: DTensorSpec) -> tuple[Move, ...]:
     mesh_info = source.mesh_info
-    if not mesh_info.adopted:
-        adopt(mesh_info.mesh)
+    if not mesh_info.adopted or not dist.is_initialized():
+        adopt(mesh_info.mesh)  # raises MeshError if the world of this mesh has ended and there is no other
     cache = _MOVES.of(mesh_info.runtime)
     found = cache.get((source, target))
     if found is None:
