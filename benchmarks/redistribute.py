@@ -173,10 +173,10 @@ def report_traffic(report: Report) -> None:
         rows,
     )
     report.add(
-        "The bound is the number of bytes of its target shard that a rank does not hold yet, for the rank where that is "
-        "most. A peak is a pair for which some rank, after a step, holds more than max(source, target); the last column "
-        "counts pairs for which the data packed for one collective is larger than that. On CPU PyTorch replaces "
-        "all-to-all by all-gather."
+        "The bound is the number of bytes of its target shard that a rank does not hold yet, for the rank where that "
+        "is most. A peak is a pair for which some rank, after a step, holds more than max(source, target); the last "
+        "column counts pairs for which the data packed for one collective is larger than that. On CPU PyTorch "
+        "replaces all-to-all by all-gather."
     )
 
 

@@ -138,7 +138,7 @@ def compare(alone: list[float], shared: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--simulate", type=int, default=8, metavar="RANKS", help="number of simulated ranks, without torchrun")
+    parser.add_argument("--simulate", type=int, default=8, metavar="RANKS", help="simulated ranks, without torchrun")
     parser.add_argument("--tp", type=int, help="size of the tp axis; by default 4 of 8 ranks, 2 of 4")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rows", type=int, default=8, help="batch size")
@@ -168,7 +168,8 @@ def run(options: argparse.Namespace, ranks: int) -> None:
     def place(x: Tensor) -> Tensor:
         return distribute_tensor(x, mesh, P("dp"))
 
-    say(f"{sum(p.numel() for p in reference.parameters()):,} parameters, {ranks} ranks as dp x tp = {ranks // tp} x {tp}\n")
+    size = sum(p.numel() for p in reference.parameters())
+    say(f"{size:,} parameters, {ranks} ranks as dp x tp = {ranks // tp} x {tp}\n")
     say(f"{draw(model)}\n")
     start = time.perf_counter()
     alone = train(reference, data, bar="one device")

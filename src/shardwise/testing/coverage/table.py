@@ -23,7 +23,7 @@ choices of placements for all its tensors, on a 1-D mesh of 4 ranks and on a 2x2
 are sharded unevenly. Results, gradients and arguments that are written in place are compared. For random functions the
 shapes, dtypes and distributions are compared, and replicas must be equal.
 
-`make reference` measures torch.distributed.tensor: the same script, samples and comparisons on four gloo processes, with
+`make reference` measures torch.distributed.tensor: the same script, samples and comparisons on four gloo processes, and
 at least two of the choices of placements. There, a hang counts as an error.
 
 """
