@@ -1,4 +1,4 @@
-# Every target sets up .venv by itself when it is missing or out of date.
+# Every target creates or updates .venv when needed.
 
 PYTHON ?= python3
 BIN    := .venv/bin
@@ -8,14 +8,14 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constr
 .DEFAULT_GOAL := help
 .PHONY: demo test lint verify rules coverage reference bench clean help
 
-demo: $(READY)  ## train a small GPT on 8 simulated ranks, beside one device
+demo: $(READY)  ## train a small GPT on 8 simulated ranks and compare it with one device
 	@$(BIN)/python examples/train.py --simulate 8
 
-test: lint  ## lint, then all the tests; ARGS="-k mesh" narrows them
+test: lint  ## run lint and all tests; ARGS="-k mesh" selects tests
 	@echo "== pytest"
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q $(ARGS)
 
-lint: $(READY)  ## style, types and layers
+lint: $(READY)  ## check style, types and layers
 	@echo "== ruff"
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/ruff format --check --quiet
@@ -24,34 +24,34 @@ lint: $(READY)  ## style, types and layers
 	@echo "== import-linter"
 	@$(BIN)/lint-imports --no-logo
 
-verify: $(READY)  ## every rule against the one-device op, in some 20 minutes; ARGS="--quick", ARGS="--only norm"
+verify: $(READY)  ## compare every rule with the op on one device, about 20 minutes; ARGS="--quick", ARGS="--only norm"
 	@$(BIN)/python -m shardwise.testing.verify $(ARGS)
 
-rules: $(READY)  ## probe ops that have no rule, and write what is found to rules/generated.txt; ARGS="--only relu" prints
+rules: $(READY)  ## find rules of ops without one by probing; write them to ops/generated.txt; ARGS="--only relu" prints them
 	@OMP_NUM_THREADS=1 $(BIN)/python -m shardwise.testing.generate $(ARGS)
 
-coverage: $(READY)  ## PyTorch's operator database against one device, in some 15 minutes; ARGS="--quick", ARGS="--gloo"
+coverage: $(READY)  ## compare PyTorch's operator database with one device, about 15 minutes; ARGS="--quick", ARGS="--gloo"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m shardwise.testing.coverage $(ARGS)
 
-reference: $(READY)  ## the same for torch.distributed.tensor, on four processes, in some 30 minutes
+reference: $(READY)  ## the same for torch.distributed.tensor on four processes, about 30 minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.testing.reference $(ARGS)
 
-bench: $(READY)  ## run every script in benchmarks/
+bench: $(READY)  ## run all benchmarks and update benchmarks/README.md
 	@set -e; for script in $(sort $(wildcard benchmarks/*.py)); do \
 	    echo "== $$script"; $(BIN)/python $$script; \
 	done
 
-clean:  ## remove caches and build output; .venv stays
+clean:  ## remove caches and build output, but not .venv
 	@rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	@find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
-help:  ## show this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+help:  ## show this help
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 $(READY): pyproject.toml constraints.txt
 	@echo "== .venv (1/3): creating"
 	@$(PYTHON) -m venv .venv
-	@echo "== .venv (2/3): installing torch, the long one"
+	@echo "== .venv (2/3): installing torch, which takes longest"
 	@$(PIP) setuptools torch==2.13.0
 	@echo "== .venv (3/3): installing shardwise and its tools"
 	@$(PIP) --no-build-isolation -e '.[dev]'

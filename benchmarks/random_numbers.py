@@ -1,9 +1,9 @@
-"""Random numbers on a part of a distributed tensor, beside PyTorch's on a plain tensor of the part's size.
+"""Random numbers on one shard of a distributed tensor, compared with PyTorch's on a plain tensor of that size.
 
     python benchmarks/random_numbers.py [--print] [--device cuda] [--numbers 100000000]
 
-The process is rank 0 of 4 on the fake process group: what is timed is what one rank does. On a GPU the part has as many
-numbers as asked for, and calls are queued. The CPU takes fewer numbers, with one thread, whose own time counts.
+The process is rank 0 of 4 on the fake process group: what is timed is what one rank does. On a GPU the shard has as
+many numbers as asked for, and calls are queued. The CPU takes fewer numbers, with one thread, whose own time counts.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def best(call: Callable[[], Any], device: str, repeats: int) -> float:
 
 
 def shapes(numbers: int) -> dict[str, tuple[tuple[int, int], int]]:
-    """Whole shapes of which a rank holds about so many numbers, and the dim that is cut."""
+    """Return global shapes whose shards hold about so many numbers, and the dim that is sharded."""
     rows = numbers // 1000
     return {
-        "rows cut": ((rows * RANKS, 1000), 0),
-        "columns cut": ((rows, 1000 * RANKS), 1),
+        "rows sharded": ((rows * RANKS, 1000), 0),
+        "columns sharded": ((rows, 1000 * RANKS), 1),
         "odd columns": ((numbers // 999, 999 * RANKS), 1),
     }
 
@@ -63,15 +63,15 @@ def shapes(numbers: int) -> dict[str, tuple[tuple[int, int], int]]:
 def compare(report: Report, title: str, device: str, numbers: int, repeats: int) -> None:
     mesh = init_device_mesh(device, (RANKS,))
     rows = []
-    for cut, (shape, dim) in shapes(numbers).items():
+    for sharding, (shape, dim) in shapes(numbers).items():
         for name, fill in FILLS.items():
-            part = shardwise.zeros(*shape, device_mesh=mesh, placements=[Shard(dim)])
-            plain = torch.zeros(part.to_local().shape, device=device)
-            fill(part)  # compiles, plans
+            shard = shardwise.zeros(*shape, device_mesh=mesh, placements=[Shard(dim)])
+            plain = torch.zeros(shard.to_local().shape, device=device)
+            fill(shard)  # compiles, plans
             with torch.no_grad():
-                ours = best(lambda: fill(part), device, repeats)  # noqa: B023
+                ours = best(lambda: fill(shard), device, repeats)  # noqa: B023
                 theirs = best(lambda: fill(plain), device, repeats)  # noqa: B023
-            rows.append([f"{name}, {cut}", f"{ours:.3f}", f"{theirs:.3f}", f"{ours / theirs:.2f}"])
+            rows.append([f"{name}, {sharding}", f"{ours:.3f}", f"{theirs:.3f}", f"{ours / theirs:.2f}"])
     report.table(title, ["", "shardwise ms", "PyTorch ms", "ratio"], rows)
 
 

@@ -173,9 +173,10 @@ def report_traffic(report: Report) -> None:
         rows,
     )
     report.add(
-        "The bound is what the rank that lacks most of its target lacks. A peak is a pair for which some rank, after "
-        "a step, holds more than max(source, target); the last column counts pairs for which the data packed for "
-        "one collective is larger than that. On CPU PyTorch replaces all-to-all by all-gather."
+        "The bound is the number of bytes of its target shard that a rank does not hold yet, for the rank where that "
+        "is most. A peak is a pair for which some rank, after a step, holds more than max(source, target); the last "
+        "column counts pairs for which the data packed for one collective is larger than that. On CPU PyTorch "
+        "replaces all-to-all by all-gather."
     )
 
 
@@ -217,7 +218,7 @@ def report_cold(report: Report) -> None:
     for name, library in LIBRARIES.items():
         measured[f"{name}, first call minus second"] = first_calls(library)
     rows = [[name, f"{sum(ms) / len(ms):.3f}", f"{max(ms):.2f}"] for name, ms in measured.items()]
-    report.table("A pair met for the first time, over the 702 pairs", ["", "mean ms", "max ms"], rows)
+    report.table("First call for a pair, over the 702 pairs", ["", "mean ms", "max ms"], rows)
 
 
 # ---- warm: a repeated call ----------------------------------------------------------------------------------------

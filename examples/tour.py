@@ -40,10 +40,10 @@ def show(text: object) -> None:
 
 
 def check(what: str, ours: torch.Tensor, one_device: torch.Tensor) -> None:
-    """Compare a distributed result with the same computation on one device."""
+    """Compare a distributed result with the same computation on one device, and print the outcome."""
     global failures
-    whole = ours.full_tensor() if isinstance(ours, DTensor) else ours
-    difference = (whole - one_device).abs().max().item() if one_device.numel() else 0.0
+    gathered = ours.full_tensor() if isinstance(ours, DTensor) else ours
+    difference = (gathered - one_device).abs().max().item() if one_device.numel() else 0.0
     equal = difference <= 1e-6 * one_device.abs().max().item()
     failures += not equal
     verdict = paint("yes", "32") if equal else paint("NO", "1;31")
@@ -51,7 +51,7 @@ def check(what: str, ours: torch.Tensor, one_device: torch.Tensor) -> None:
 
 
 def move(x: DTensor, placements: P) -> DTensor:
-    """Redistribute, and show the plan that does it."""
+    """Redistribute a tensor, and print the plan."""
     y = x.redistribute(placements=placements)
     show(plan(x.spec, y.spec))
     return y
@@ -62,66 +62,66 @@ def tour() -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     data = torch.randn(16, 32)
 
-    title("1. A tensor cut over a 2x4 mesh: rows over dp, columns over tp. Each cell shows its rank.")
+    title("1. A tensor on a 2x4 mesh: rows sharded over dp, columns over tp. Each cell shows the rank that holds it.")
     x = distribute_tensor(data, mesh, P("dp", "tp"))
     show(draw(x))
-    show(f"rank 5 holds a {list(x.shards[5].shape)} tensor; x itself is still {list(x.shape)}")
-    check("the whole tensor", x, data)
+    show(f"the local shard of rank 5 has shape {list(x.shards[5].shape)}; the global shape of x is {list(x.shape)}")
+    check("the gathered tensor is", x, data)
 
-    title("2. Moved through other placements. Each plan says what is sent, and how much.")
+    title("2. Redistributed five times. Each plan lists the collectives and the bytes that a rank receives.")
     y = x
     for placements in (P(None, ("dp", "tp")), P(("tp", "dp")), P("tp", "dp"), P("dp"), P()):
         y = move(y, placements)
-    check("after five moves", y, data)
+    check("the redistributed tensor is", y, data)
 
-    title("3. Partial: each dp group holds summands. They are reduced when a value is needed.")
+    title("3. Partial: each rank holds one summand of a sum over dp. The sum is computed when its value is needed.")
     p = DTensor.from_local(torch.ones(8, 4), mesh, [Partial(), Replicate()])
     show(draw(p))
     reduced = move(p, P(("dp", "tp")))
-    check("the sum over dp", reduced, torch.full((8, 4), 2.0))
+    check("the sum over dp is", reduced, torch.full((8, 4), 2.0))
 
-    title("4. Sizes need not divide: 10 rows over 8 ranks, as torch.chunk cuts them.")
+    title("4. Uneven shards: 10 rows over 8 ranks, sharded as torch.chunk does.")
     odd = torch.arange(10.0)
     z = distribute_tensor(odd, mesh, P(("dp", "tp")))
     show(draw(z))
-    check("the uneven tensor, moved", move(z, P("tp")), odd)
+    check("the redistributed uneven tensor is", move(z, P("tp")), odd)
 
-    title("5. Interleaved: a fused [q; k; v] weight, each third cut over tp.")
+    title("5. Interleaved shards: a fused [q; k; v] weight, each third sharded over tp.")
     fused = torch.arange(24.0)
     qkv = distribute_tensor(fused, mesh, [Replicate(), InterleavedShard(0, 3)])
     show(draw(qkv))
-    check("the interleaved tensor, moved", move(qkv, P("tp")), fused)
+    check("the redistributed interleaved tensor is", move(qkv, P("tp")), fused)
 
-    title("6. Gradients go back the way the values came.")
+    title("6. Gradients: a leaf's gradient has the placements of the leaf.")
     weight = data.clone().requires_grad_()
     (weight * weight).sum().backward()
     w = distribute_tensor(data, mesh, P("dp", "tp")).requires_grad_()
-    whole = w.redistribute(placements=P(None, ("tp", "dp"))).full_tensor()
-    (whole * whole).sum().backward()
-    show(f"w is {w.spec}, its gradient {w.grad.spec}")
-    check("the gradient", w.grad, weight.grad)
+    gathered = w.redistribute(placements=P(None, ("tp", "dp"))).full_tensor()
+    (gathered * gathered).sum().backward()
+    show(f"w is {w.spec}, its gradient is {w.grad.spec}")
+    check("the gradient is", w.grad, weight.grad)
 
-    title("7. Random numbers belong to the tensor, not to the ranks.")
+    title("7. Random numbers do not depend on the sharding.")
     torch.manual_seed(1)
     a = randn(16, 32, device_mesh=mesh, placements=P("dp", "tp"))
     with simulate(1):
         torch.manual_seed(1)
         alone = randn(16, 32, device_mesh=init_device_mesh("cpu", (1,)), placements=[Replicate()]).shards[0]
-    check("randn over 8 ranks", a, alone)
+    check("randn over 8 ranks is", a, alone)
 
-    title("8. Saved on this mesh, loaded on another.")
+    title("8. Checkpoints: saved on this mesh, loaded on another.")
     with tempfile.TemporaryDirectory() as folder:
         dcp.save({"x": x}, checkpoint_id=folder, no_dist=True)
         other = init_device_mesh("cpu", (8,), mesh_dim_names=("all",))
         loaded = {"x": zeros(16, 32, device_mesh=other, placements=[Shard(1)])}
         dcp.load(loaded, checkpoint_id=folder, no_dist=True)
     show(f"saved as {x.spec}, loaded as {loaded['x'].spec}")
-    check("the loaded tensor", loaded["x"], data)
+    check("the loaded tensor is", loaded["x"], data)
 
 
 def main() -> None:
     warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
-    print(paint("shardwise: one tensor over 8 simulated ranks, in this process", "1"))
+    print(paint("shardwise: a tour of distributed tensors on 8 simulated ranks, in this process", "1"))
     with simulate(8):
         tour()
     print()

@@ -1,9 +1,9 @@
-"""Train a small GPT, cut over a mesh, and compare its loss with the same training on one device.
+"""Train a small GPT on a mesh, and compare its loss with the same training on one device.
 
     python examples/train.py                              8 simulated ranks in this process, as dp x tp = 2 x 4
-    torchrun --nproc-per-node 4 examples/train.py         4 processes, as 2 x 2; on GPUs where there are some
+    torchrun --nproc-per-node 4 examples/train.py         4 processes, as 2 x 2; on GPUs if there are any
 
-The model and its training are plain PyTorch. What is distributed is said in `PLAN` and `distribute`.
+The model and its training are plain PyTorch. `PLAN` and `distribute` define how it is sharded.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from shardwise.debug import CommDebugMode, draw
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 TEXT = (Path(__file__).parent / "sonnets.txt").read_text()  # Shakespeare, 1609
-LETTERS = sorted(set(TEXT))  # 57 of them: a number that 4 ranks cannot share evenly
+LETTERS = sorted(set(TEXT))  # 57 of them, which 4 does not divide: shards are uneven
 
 
 class Block(nn.Module):
@@ -38,7 +38,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.attention_norm(x)
         q, k, v = (project(y).unflatten(-1, (self.heads, -1)) for project in (self.query, self.key, self.value))
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.dropout(self.out(mixed))
         return x + self.dropout(self.down(F.gelu(self.up(self.mlp_norm(x)))))
@@ -63,28 +63,28 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-cut = ColwiseParallel(use_local_output=False)  # each rank makes some of the features
-join = RowwiseParallel(use_local_output=False)  # each rank reads some of them, and results are summed
+colwise = ColwiseParallel(use_local_output=False)  # each rank computes some of the output features
+rowwise = RowwiseParallel(use_local_output=False)  # each rank reads some of the input features; results are summed
 PLAN = {
-    "letters": join,
-    "blocks.*.query": cut,
-    "blocks.*.key": cut,
-    "blocks.*.value": cut,
-    "blocks.*.out": join,
-    "blocks.*.up": cut,
-    "blocks.*.down": join,
-    "head": cut,
+    "letters": rowwise,
+    "blocks.*.query": colwise,
+    "blocks.*.key": colwise,
+    "blocks.*.value": colwise,
+    "blocks.*.out": rowwise,
+    "blocks.*.up": colwise,
+    "blocks.*.down": rowwise,
+    "head": colwise,
 }
 
 
 def distribute(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Cut what the plan names over tp; replicate the rest, and everything over dp."""
+    """Shard the parameters that the plan names over tp; replicate all others, and replicate all of them over dp."""
     parallelize_module(model, mesh, PLAN)
     return distribute_module(model, mesh)
 
 
 def batches(steps: int, rows: int, length: int, device: str = "cpu") -> list[tuple[Tensor, Tensor]]:
-    """Pieces of the text, and the same one letter further on: what the model is to predict."""
+    """Return batches of inputs and targets: rows of the text, and the same rows shifted by one letter."""
     numbers = torch.tensor([LETTERS.index(letter) for letter in TEXT], device=device)
     generator = torch.Generator().manual_seed(1)
     found = []
@@ -106,7 +106,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tenso
 def train(
     model: nn.Module, data: list[tuple[Tensor, Tensor]], place: Callable[[Tensor], Tensor] = lambda x: x, bar: str = ""
 ) -> list[float]:
-    """The loss of every step. `place` brings the tensors of a batch to where the model is."""
+    """Train, and return the loss of every step. `place` distributes the tensors of a batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses: list[float] = []
     for tokens, targets in data:
@@ -127,7 +127,7 @@ def is_first_rank() -> bool:
 
 
 def compare(alone: list[float], shared: list[float]) -> str:
-    """The losses of both trainings side by side."""
+    """Return a table of the losses of both trainings."""
     shown = sorted({*range(0, len(alone), max(len(alone) // 8, 1)), len(alone) - 1})
     rows = [(step + 1, alone[step], shared[step], abs(alone[step] - shared[step])) for step in shown]
     lines = [f"{step:6} {one:14.6f} {other:10.6f} {apart:11.1e}" for step, one, other, apart in rows]
@@ -138,14 +138,14 @@ def compare(alone: list[float], shared: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--simulate", type=int, default=8, metavar="RANKS", help="ranks, when not under torchrun")
-    parser.add_argument("--tp", type=int, help="ranks that share a model; 4 of 8, 2 of 4")
+    parser.add_argument("--simulate", type=int, default=8, metavar="RANKS", help="simulated ranks, without torchrun")
+    parser.add_argument("--tp", type=int, help="size of the tp axis; by default 4 of 8 ranks, 2 of 4")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rows", type=int, default=8, help="rows of a batch")
-    parser.add_argument("--dropout", type=float, default=0.0, help="one device draws other numbers: losses differ")
+    parser.add_argument("--rows", type=int, default=8, help="batch size")
+    parser.add_argument("--dropout", type=float, default=0.0, help="with dropout the losses differ: the masks do")
     options = parser.parse_args()
     processes = int(os.environ.get("WORLD_SIZE", 0))
-    torch.set_num_threads(1)  # the parts are small, and on one machine the ranks share its cores
+    torch.set_num_threads(1)  # shards are small, and ranks on one machine share its cores
     with contextlib.nullcontext() if processes else simulate(options.simulate):
         run(options, processes or options.simulate)
     if dist.is_initialized():
@@ -162,16 +162,17 @@ def run(options: argparse.Namespace, ranks: int) -> None:
         torch.manual_seed(0)
         return GPT(dropout=options.dropout).to(device)
 
-    whole, model = new_model(), distribute(new_model(), mesh)
+    reference, model = new_model(), distribute(new_model(), mesh)
     data = batches(options.steps, options.rows, model.length, device)
 
     def place(x: Tensor) -> Tensor:
         return distribute_tensor(x, mesh, P("dp"))
 
-    say(f"{sum(p.numel() for p in whole.parameters()):,} parameters, {ranks} ranks as dp x tp = {ranks // tp} x {tp}\n")
+    size = sum(p.numel() for p in reference.parameters())
+    say(f"{size:,} parameters, {ranks} ranks as dp x tp = {ranks // tp} x {tp}\n")
     say(f"{draw(model)}\n")
     start = time.perf_counter()
-    alone = train(whole, data, bar="one device")
+    alone = train(reference, data, bar="one device")
     shared = train(model, data, place, bar="sharded   ")
     say(f"\n{compare(alone, shared)}; both took {time.perf_counter() - start:.1f} s\n")
 
@@ -179,7 +180,7 @@ def run(options: argparse.Namespace, ranks: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     with CommDebugMode() as comm:
         train_step(model, optimizer, tokens, targets)
-    say(f"one step: {comm.get_total_counts()} collectives bring a rank {comm.get_total_bytes():,} bytes")
+    say(f"one step: {comm.get_total_counts()} collectives; each rank receives {comm.get_total_bytes():,} bytes")
     say(comm.generate_comm_debug_tracing_table(noise_level=0))
 
 

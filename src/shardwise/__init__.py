@@ -1,13 +1,16 @@
-"""shardwise: one tensor, cut over a mesh of devices, that behaves as on one device.
+"""shardwise: distributed tensors for PyTorch.
 
-values      Shard, Replicate, Partial, InterleavedShard, P: how a tensor is cut
-tensor      DTensor, distribute_tensor; zeros, ones, empty, full, rand, randn
-worlds      init_device_mesh under torchrun, or simulate(8) in this process
-planning    plan, CostModel
-modes       explicit, implicit_replication, strict_ops
-training    accumulate_gradients
-modules     distribute_module; styles and plans in shardwise.parallel
-extending   register_sharding, local_map
+A `DTensor` is one global tensor, sharded over a mesh of devices. Programs are written as for one device and compute the
+same values, gradients and random numbers.
+
+placements    Shard, Replicate, Partial, InterleavedShard, P
+tensors       DTensor, distribute_tensor; zeros, ones, empty, full, rand, randn, randperm
+meshes        init_device_mesh: the processes that torchrun started, or simulate(8): 8 ranks in this process
+planning      plan, CostModel
+modes         explicit, implicit_replication, strict_ops
+training      accumulate_gradients
+modules       distribute_module; parallel styles and plans are in shardwise.parallel
+extending     register_sharding, local_map; shardwise.rules.explain shows the rule of an op
 """
 
 from . import experimental, random, rules

@@ -38,7 +38,7 @@ PICTURES = [
          ┌─────┬─────┬─────┬─────┬─────┬──────┐
          │  0  │  1  │  2  │  4  │  5  │  6   │
          └─────┴─────┴─────┴─────┴─────┴──────┘
-        nothing: 3,7""",
+        empty shards: 3,7""",
     ),
     (
         (8,),
@@ -68,12 +68,12 @@ PICTURES = [
               0  [:, :, 0:1]
               1  [:, :, 1:2]
               2  [:, :, 2:3]
-          3,6,7  nothing
+          3,6,7  empty
               4  [:, :, 3:4]
               5  [:, :, 4:5]""",
     ),
     ((), [Partial(), Replicate()], "f32[] sum(dp) on mesh(dp=2, tp=4)\n  0-3 + 4-7  []"),
-    ((0, 4), P("dp"), "f32[0@dp, 4] on mesh(dp=2, tp=4)\n  0-7  nothing"),
+    ((0, 4), P("dp"), "f32[0@dp, 4] on mesh(dp=2, tp=4)\n  0-7  empty"),
 ]
 
 
@@ -139,7 +139,7 @@ def test_visualize_with_rich(capsys):
     with shardwise.simulate(8):
         visualize_sharding(tensor((10,), P(("dp", "tp"))), use_rich=True)
         assert "│  0  │  1  │  2  │  4  │  5  │  6   │" in (out := capsys.readouterr().out)
-        assert "nothing: 3,7" in out
+        assert "empty shards: 3,7" in out
         visualize_sharding(tensor((2, 2, 2), P("dp")), use_rich=True)
         assert "0-3  [0:1, :, :]" in capsys.readouterr().out
 
@@ -181,13 +181,13 @@ def test_module() -> None:
 
 
 MODULE = """\
-┌─────────────────┬───────────────────────────┬──────────┬──────────┐
-│ parameter       │ cut over mesh(dp=2, tp=2) │ whole    │ one rank │
-├─────────────────┼───────────────────────────┼──────────┼──────────┤
-│ layers.*.weight │ 2 x f32[5@tp, 8]          │    320 B │    192 B │
-│ layers.*.bias   │ 2 x plain [5]             │     40 B │     40 B │
-│ norm.weight     │ plain [8]                 │     32 B │     32 B │
-│ norm.bias       │ plain [8]                 │     32 B │     32 B │
-│ table           │ i8[16@(dp, tp)]           │     16 B │      4 B │
-│ together        │                           │    440 B │    300 B │
-└─────────────────┴───────────────────────────┴──────────┴──────────┘"""
+┌─────────────────┬──────────────────────────────┬──────────┬──────────┐
+│ parameter       │ sharding on mesh(dp=2, tp=2) │ global   │ per rank │
+├─────────────────┼──────────────────────────────┼──────────┼──────────┤
+│ layers.*.weight │ 2 x f32[5@tp, 8]             │    320 B │    192 B │
+│ layers.*.bias   │ 2 x plain [5]                │     40 B │     40 B │
+│ norm.weight     │ plain [8]                    │     32 B │     32 B │
+│ norm.bias       │ plain [8]                    │     32 B │     32 B │
+│ table           │ i8[16@(dp, tp)]              │     16 B │      4 B │
+│ total           │                              │    440 B │    300 B │
+└─────────────────┴──────────────────────────────┴──────────┴──────────┘"""

@@ -14,7 +14,7 @@ from tests.processes.pool import on_processes
 def test_no_world() -> None:
     with shardwise.simulate(4):
         mesh = init_device_mesh("cpu", (4,))
-        spec = distribute_tensor(torch.ones(4), mesh, [Shard(0)])._spec
+        x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     said = (
         "there is no world: torch.distributed is not initialised: "
         "start under torchrun and call init_device_mesh, or use `with shardwise.simulate(8):`"
@@ -23,7 +23,8 @@ def test_no_world() -> None:
         lambda: distribute_tensor(torch.ones(4), mesh, [Shard(0)]),
         lambda: DTensor.from_local(torch.ones(4), mesh, [Shard(0)]),
         lambda: shardwise.rand(4, device_mesh=mesh, placements=[Shard(0)]),
-        lambda: shardwise.DTensorSpec(mesh, [Shard(0)], spec.tensor_meta),
+        lambda: shardwise.DTensorSpec(mesh, [Shard(0)], x.spec.tensor_meta),
+        lambda: x.redistribute(placements=[Replicate()]),
     ):
         with pytest.raises(MeshError) as caught:
             call()

@@ -125,7 +125,7 @@ class TestWhatIsWrong:
         assert main(["--only", "=abs,=arange"]) == 0
         said = capsys.readouterr().out
         assert "1 all correct" in said
-        assert "1 nothing to place" in said
+        assert "1 not applicable" in said
         monkeypatch.setattr("shardwise.testing.coverage.__main__.cover", lambda name, *rest: Outcome(name, "wrong"))
         assert main(["--only", "=abs"]) == 1
 

@@ -1,13 +1,13 @@
 """A drawn table of how the parameters and buffers of a module are sharded.
 
 >>> print(draw_module(model))
-┌──────────────────────┬───────────────────────────┬──────────┬──────────┐
-│ parameter            │ cut over mesh(dp=2, tp=4) │ whole    │ one rank │
-├──────────────────────┼───────────────────────────┼──────────┼──────────┤
-│ layers.*.up.weight   │ 2 x f32[64@tp, 16]        │    8 KiB │    2 KiB │
-│ layers.*.down.weight │ 2 x f32[16, 64@tp]        │    8 KiB │    2 KiB │
-│ together             │                           │   16 KiB │    4 KiB │
-└──────────────────────┴───────────────────────────┴──────────┴──────────┘
+┌──────────────────────┬──────────────────────────────┬──────────┬──────────┐
+│ parameter            │ sharding on mesh(dp=2, tp=4) │ global   │ per rank │
+├──────────────────────┼──────────────────────────────┼──────────┼──────────┤
+│ layers.*.up.weight   │ 2 x f32[64@tp, 16]           │    8 KiB │    2 KiB │
+│ layers.*.down.weight │ 2 x f32[16, 64@tp]           │    8 KiB │    2 KiB │
+│ total                │                              │   16 KiB │    4 KiB │
+└──────────────────────┴──────────────────────────────┴──────────┴──────────┘
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from .table import boxed
 
 
 def draw_module(module: nn.Module) -> str:
-    """Return a table of the parameters and buffers of a module: sharding, bytes, and the most that one rank holds.
+    """Return a table of the parameters and buffers of a module: sharding, global bytes, and bytes per rank.
 
-    Those that are alike in numbered modules share a row.
+    Where shards differ in size, the bytes per rank are those of the largest. Parameters of the same name and sharding
+    in numbered modules share a row.
     """
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     meshes = {repr(tensor.spec.mesh_info) for tensor in state.values() if isinstance(tensor, DTensor)}
@@ -39,9 +40,9 @@ def draw_module(module: nn.Module) -> str:
         for (name, text), (count, total, held) in rows.items()
     ]
     sums = [bytes_text(sum(row[column] for row in rows.values())) for column in (1, 2)]
-    cells.append(["together", "", *(f"{text:>8}" for text in sums)])
-    over = f"cut over {meshes.pop()}" if len(meshes) == 1 else "cut"
-    return boxed(["parameter", over, "whole", "one rank"], cells)
+    cells.append(["total", "", *(f"{text:>8}" for text in sums)])
+    sharding = f"sharding on {meshes.pop()}" if len(meshes) == 1 else "sharding"
+    return boxed(["parameter", sharding, "global", "per rank"], cells)
 
 
 def _row_names(shardings: Mapping[str, str]) -> dict[str, str]:

@@ -110,7 +110,7 @@ def _reduction_text(
 def shard_text(spec: DTensorSpec, runs: Runs) -> str:
     """Return a shard as an index: `[0:2, :, 1:3+5:7]`. Of many runs only some are shown."""
     if not runs and spec.ndim:
-        return "nothing"
+        return "empty"
     texts = [
         ":" if held == ((0, size),) else "+".join(_some([run_text(run) for run in held]))
         for held, size in zip(runs, spec.shape, strict=True)

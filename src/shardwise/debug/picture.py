@@ -33,7 +33,7 @@ def draw(dtensor: DTensor | DTensorSpec | nn.Module) -> str:
     and grids too large for a terminal, are listed instead. Nothing is communicated. For a mesh sliced from another, the
     instance of this process's rank is drawn.
 
-    The table of a module shows how each parameter and buffer is sharded, and the most that one rank holds of it.
+    The table of a module shows how each parameter and buffer is sharded, its bytes, and the bytes of its largest shard.
     """
     if isinstance(dtensor, nn.Module):
         return draw_module(dtensor)
@@ -68,9 +68,10 @@ def _small_grid(spec: DTensorSpec) -> Grid | None:
     return picture if len(picture.rows) * len(picture.columns) <= _MAX_CELLS else None
 
 
-def _holds_nothing(spec: DTensorSpec) -> str:
+def _empty_shards_line(spec: DTensorSpec) -> str:
+    """Return a line that names the ranks whose shards are empty; "" if there are none."""
     empty = () if spec.ndim == 0 else holdings(spec).get((), ())
-    return f"nothing: {ranks_text(empty)}" if empty else ""
+    return f"empty shards: {ranks_text(empty)}" if empty else ""
 
 
 def _grid_lines(spec: DTensorSpec) -> list[str]:
@@ -92,7 +93,7 @@ def _grid_lines(spec: DTensorSpec) -> list[str]:
         lines.append(f"{name:>{margin}} │{'│'.join(t.center(w) for t, w in zip(row, widths, strict=True))}│")
     lines.append(f"{'':{margin}} └{'┴'.join(rule)}┘")
     lines = [line.rstrip() for line in lines]
-    return [*lines, _holds_nothing(spec)] if _holds_nothing(spec) else lines
+    return [*lines, line] if (line := _empty_shards_line(spec)) else lines
 
 
 def _list_lines(spec: DTensorSpec) -> list[str]:
@@ -123,5 +124,5 @@ def _print_rich(spec: DTensorSpec, picture: Grid) -> None:
     console = Console()
     console.print(f"{spec!r} on {spec.mesh_info!r}", markup=False, highlight=False)
     console.print(table)
-    if nothing := _holds_nothing(spec):
-        console.print(nothing, highlight=False)
+    if line := _empty_shards_line(spec):
+        console.print(line, highlight=False)

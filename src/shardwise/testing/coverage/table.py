@@ -17,40 +17,46 @@ SHOWN = 6  # placements of a row
 _HEAD = """\
 # Coverage
 
-Every entry of PyTorch's operator database on distributed tensors, against one device. Made by `make coverage`. Each is
-tried with {samples} samples or more, each with {placements} random placements of all its tensors, on a line of 4 ranks
-and a mesh of 2x2. Some inputs are Partial, many are cut unevenly. Results, gradients and arguments that are written are
-compared. Of random functions shapes, dtypes and distributions are compared, and that replicas agree.
+This page compares every entry of PyTorch's operator database on distributed tensors with the same call on one device.
+`make coverage` writes it. Each entry runs with at least {samples} samples, and each sample with {placements} random
+choices of placements for all its tensors, on a 1-D mesh of 4 ranks and on a 2x2 mesh. Some inputs are Partial, and many
+are sharded unevenly. Results, gradients and arguments that are written in place are compared. For random functions the
+shapes, dtypes and distributions are compared, and replicas must be equal.
 
-The column for torch.distributed.tensor is made by `make reference`: the same script, samples and comparisons on four
-gloo processes, with two or more of the placements. There a hang is an error.
+`make reference` measures torch.distributed.tensor: the same script, samples and comparisons on four gloo processes, and
+at least two of the choices of placements. There, a hang counts as an error.
 
 """
 
 _LEGEND = """
-- *served*: by a `rule`; by a rule of the `generated` table; by `decomposition` into ops that have rules; or `gathered`,
-  on gathered inputs. Of the ops that a function and its gradient call, the one that is served worst counts.
-- *rule*: that of the op of the same name, for one sample; for a function that is made of other ops, those ops.
-- *without communication*: placements of the tensors of one sample on a line of ranks that need none, forward, beside
-  all Replicate. S0 is Shard(0), R Replicate, P Partial(sum).
-- *PyTorch*: the same measured for torch.distributed.tensor.
+Not applicable: functions without tensor arguments, functions of sparse tensors, and functions that run only on other
+devices.
+
+- *served*: how the ops are executed: by a hand-written `rule`, by a rule of the `generated` table, by `decomposition`
+  into ops that have rules, or `gathered`, which means on gathered inputs. A function and its gradient may call several
+  ops; the table shows the last of these four that occurs among them.
+- *rule*: the rule of the op of the same name, for one sample. For a function that calls other ops: the names of these.
+- *without communication*: placements of the tensors of one sample on a 1-D mesh for which the forward pass does not
+  communicate, apart from all Replicate. S0 is Shard(0), R is Replicate, P is Partial(sum).
+- *status*: the outcome for shardwise. `random` marks functions with random results.
+- *PyTorch*: the outcome for torch.distributed.tensor.
 
 """
 
 
 def counts(statuses: Sequence[str]) -> dict[str, int]:
-    """How many are all correct, silently wrong, with errors, and not applicable."""
+    """Return how many entries are all correct, silently wrong, with errors, and not applicable."""
     found = Counter(statuses)
     return {
         "all correct": found["ok"],
         "silently wrong": found["wrong"],
         "with errors": sum(found[kind] for kind in ERRORS),
-        "nothing to place": found["none"],
+        "not applicable": found["none"],
     }
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """What a run showed, in a few lines."""
+    """Return the counts of a run as a few lines of text."""
     placed = [outcome for outcome in outcomes if outcome.status != "none"]
     kinds = Counter(outcome.kind for outcome in placed)
     lines = [f"{count:5} {what}" for what, count in counts([outcome.status for outcome in outcomes]).items()]
@@ -62,7 +68,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 
 
 def document(outcomes: Sequence[Outcome], reference: Mapping[str, str], samples: int, placements: int) -> str:
-    """The text of docs/coverage.md."""
+    """Return the text of docs/coverage.md."""
     ours = counts([outcome.status for outcome in outcomes])
     theirs = counts(list(reference.values()))
     text = _HEAD.format(samples=samples, placements=placements)
@@ -74,7 +80,6 @@ def document(outcomes: Sequence[Outcome], reference: Mapping[str, str], samples:
     text += "\n| served by | entries | |\n|---|---|---|\n"
     for kind in KINDS:
         text += f"| {kind} | {kinds[kind]} | {100 * kinds[kind] / max(1, len(placed)):.1f} % |\n"
-    text += "\nNothing to place: functions that take no tensor, or sparse ones, or that run on other devices alone.\n"
     text += _LEGEND + "| op | served | rule | without communication | status | PyTorch |\n|---|---|---|---|---|---|\n"
     for outcome in sorted(placed, key=lambda outcome: outcome.name.lower()):
         text += _row(outcome, reference.get(outcome.name, ""))
@@ -95,7 +100,7 @@ def _theirs(status: str) -> str:
 
 
 def read_reference() -> dict[str, str]:
-    """The outcomes for torch.distributed.tensor, by entry."""
+    """Return the outcomes for torch.distributed.tensor, by entry."""
     if not REFERENCE.exists():
         return {}
     lines = REFERENCE.read_text().splitlines()
@@ -103,7 +108,7 @@ def read_reference() -> dict[str, str]:
 
 
 def write_reference(outcomes: Sequence[Outcome]) -> None:
-    """Keep the outcomes for torch.distributed.tensor."""
+    """Write the outcomes for torch.distributed.tensor to docs/coverage_reference.txt."""
     head = "# torch.distributed.tensor on the samples of docs/coverage.md; made by `make reference`\n"
     rows = sorted(f"{outcome.name} {_theirs(outcome.status)}\n" for outcome in outcomes)
     REFERENCE.write_text(head + "".join(rows))
