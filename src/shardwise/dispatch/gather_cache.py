@@ -64,10 +64,6 @@ class GatherCache:
         if self._entry is not None and self._entry.root is root:
             self._entry = None
 
-    def clear(self) -> None:
-        """Forget the entry: something was written."""
-        self._entry = None
-
 
 _GATHERED = WorldState(GatherCache)
 
@@ -95,9 +91,14 @@ def redistributed(tensor: DTensorBase, target: DTensorSpec) -> Tensor:
     return found
 
 
+def forget_gathered() -> None:
+    """Empty the cache: something was written."""
+    _Active.cache._entry = None
+
+
 def after_write(tensor: DTensorBase) -> None:
     """What follows a write to a tensor through dispatch: gathered data is stale, and a view writes what it views."""
-    _Active.cache.clear()
+    forget_gathered()
     if tensor._source is not None:
         tensor._source.write_back(tensor)
 
@@ -117,7 +118,7 @@ def is_weight(tensor: Tensor) -> bool:
 
 def mark_exposed(local: Tensor) -> None:
     """Note that a local shard is in the user's hands: its memory is never trusted from now on."""
-    if isinstance(local, RankTensor):
+    if type(local) is not Tensor and isinstance(local, RankTensor):
         for shard in local.shards:
             mark_exposed(shard)
     else:

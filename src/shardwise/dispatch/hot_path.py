@@ -6,7 +6,7 @@ it does not hold go to the dispatcher, which enters them once they are planned.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from ..sharding.runtime import Runtime, WorldCache, on_activate
 from ..sharding.spec import DTensorSpec, TensorMeta
 from .arguments import LOCALIZE, LOCALIZE_LIST, Args, Constant, Kwargs, Treatment
 from .call_plan import CallPlan
-from .gather_cache import after_write
+from .gather_cache import after_write, forget_gathered
 from .key import Key, key_functions
 from .list_plan import ListPlan
 
@@ -41,8 +41,6 @@ class Ready(NamedTuple):
     is_view: bool
     finish: Callable[[object, Args], object] | None
     """(local results, arguments) -> results."""
-    op: ResolvedOp
-    """Keeps the op alive: keys hold its id."""
 
 
 HOT: WorldCache[Key, Ready] = WorldCache("hot calls", 32 << 20, lambda key, ready: ENTRY_BYTES + 8 * len(key))
@@ -63,24 +61,26 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
     on_activate(use_table_of)
 
     def __torch_dispatch__(func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
-        # As `call_key`, which would cost a call.
+        # As `call_key`, which would cost a call. The registry keeps ops alive, so that an id means one op.
         key = (id(func), *[v._spec if type(v) is kind else argument_key(v) for v in args])
         if kwargs:
             key = (*key, *kwargs, *map(argument_key, kwargs.values()))
         ready = known(key)
         if ready is None:
             return plan_and_run(func, args, kwargs or {}, key)
-        run, meta, spec, is_view, finish, _ = ready
-        # A view of a normal tensor is none of inference mode, and a view of a replayed view is replayed, too.
-        if is_view and (args[0]._source is not None or _in_inference_mode()):
+        run, meta, spec, is_view, finish = ready
+        if is_view and _in_inference_mode():  # a view of a normal tensor is no inference tensor
             return plan_and_run(func, args, kwargs or {}, key)
-        local_args = [v._local_tensor if type(v) is kind else v for v in args]
+        try:
+            local_args = [v._shard if type(v) is kind else v for v in args]
+        except AttributeError:  # a shard that comes from a source
+            return plan_and_run(func, args, kwargs or {}, key)
         local = run(*local_args, **kwargs) if kwargs else run(*local_args)
         if finish is not None:
             return finish(local, args)
         shape, stride, dtype = meta  # type: ignore[misc]
         tensor = make_wrapper(kind, shape, stride, None, None, dtype, _strided, local.device)
-        tensor._local_tensor = local
+        tensor._shard = local
         tensor._spec = spec
         return tensor
 
@@ -105,11 +105,11 @@ def ready_call(op: ResolvedOp, plan: CallPlan | ListPlan, args: Args, kwargs: Kw
     if plan.writes:
         finish = _first if op.returns else _nothing
         simple = plan.in_place and plan.writes == ((0, 0),)
-        return Ready(run, None, None, False, finish, op) if simple else None
+        return Ready(run, None, None, False, finish) if simple else None
     if type(plan.results) is DTensorSpec:
-        return Ready(run, plan.results.tensor_meta, plan.results, plan.is_view, None, op)
+        return Ready(run, plan.results.tensor_meta, plan.results, plan.is_view, None)
     if isinstance(plan.results, (tuple, list)):
-        return Ready(run, None, None, plan.is_view, _wrapping(plan.results, kind), op)
+        return Ready(run, None, None, plan.is_view, _wrapping(plan.results, kind))
     return None
 
 
@@ -124,19 +124,30 @@ def _ready_list(op: ResolvedOp, plan: ListPlan, args: Args, kwargs: Kwargs, kind
     written = [where for where in plan.writes if isinstance(where, int)]
 
     def run_on_lists(*args: Any, **named: object) -> object:
+        try:
+            local = [
+                [v._shard if type(v) is kind else v for v in value] if listed else value
+                for value, listed in zip(args, lists, strict=True)
+            ]
+        except AttributeError:  # shards that come from a source, to which writes go back
+            return run_on_sources(args, named)
+        result = run(*local, **named)
+        if written:
+            forget_gathered()
+        return result
+
+    def run_on_sources(args: Args, named: Kwargs) -> object:
         local = [
             [v._local_tensor if type(v) is kind else v for v in value] if listed else value
             for value, listed in zip(args, lists, strict=True)
         ]
         result = run(*local, **named)
-        for where in written:
-            for tensor in args[where]:
-                if type(tensor) is kind:
-                    after_write(tensor)
+        for tensor in (tensor for where in written for tensor in args[where] if type(tensor) is kind):
+            after_write(tensor)
         return result
 
     finish = _nothing if plan.results is None else _wrapping(list(plan.results), kind)
-    return Ready(run_on_lists, None, None, False, finish, op)
+    return Ready(run_on_lists, None, None, False, finish)
 
 
 def _is_local(how: Treatment) -> bool:
@@ -177,8 +188,15 @@ def _treating(treatments: tuple[Treatment, ...], run: Callable[..., object]) -> 
     if all(type(how) is Constant for how in known.values()):
         return _with_constants(run, {i: how.value for i, how in known.items()})
     if list(known) == [0] and isinstance(known[0], list) and all(how is LOCALIZE for how in known[0]):
-        return lambda tensors, *rest, **named: run([tensor._local_tensor for tensor in tensors], *rest, **named)
+        return lambda tensors, *rest, **named: run(_shards(tensors), *rest, **named)
     return None
+
+
+def _shards(tensors: Sequence[DTensorBase]) -> list[Tensor]:
+    try:
+        return [tensor._shard for tensor in tensors]
+    except AttributeError:  # some come from a source
+        return [tensor._local_tensor for tensor in tensors]
 
 
 def _with_constants(run: Callable[..., object], constants: dict[int, object]) -> Callable[..., object]:
@@ -189,16 +207,14 @@ def _with_constants(run: Callable[..., object], constants: dict[int, object]) ->
 
 
 def _nothing(local: object, args: Args) -> None:
-    """An op that returns nothing; what it wrote is its first argument."""
-    if args and isinstance(args[0], DTensorBase):
-        _first(local, args)
+    """An op that returns nothing."""
+    forget_gathered()
 
 
 def _first(local: object, args: Args) -> object:
-    """What was written in place is the result."""
-    target = args[0]
-    after_write(target)
-    return target
+    """What was written in place is the result. Its shard was read from its slot, so that it has no source."""
+    forget_gathered()
+    return args[0]
 
 
 def _wrapping(specs: Any, kind: type[DTensorBase]) -> Callable[[object, Args], object]:

@@ -26,14 +26,27 @@ class LocalSource(Protocol):
 class DTensorBase(Tensor):
     """A distributed tensor. `_spec` says how it is sharded; `_local_tensor` is this rank's shard.
 
-    The slot `_local_tensor` is empty while `_source` is set: reading it then asks the source (`DTensor.__getattr__`).
+    The shard lies in the slot `_shard`. The slot is empty while the data comes from a `_source`.
     """
 
-    __slots__ = ("_local_tensor", "_spec")
+    __slots__ = ("_shard", "_spec")
 
-    _local_tensor: Tensor
+    _shard: Tensor
     _spec: DTensorSpec
     _source: LocalSource | None = None
+
+    @property
+    def _local_tensor(self) -> Tensor:
+        """The local shard, from its source if there is one. The hot path reads the slot itself."""
+        try:
+            return self._shard
+        except AttributeError:
+            assert self._source is not None, "a tensor without a shard has a source"
+            return self._source.local(self)
+
+    @_local_tensor.setter
+    def _local_tensor(self, local: Tensor) -> None:
+        self._shard = local
 
     @classmethod
     def wrap(cls, local: Tensor, spec: DTensorSpec) -> Self:

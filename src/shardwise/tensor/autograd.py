@@ -152,8 +152,9 @@ class ToLocal(QuickFunction):
     def forward(ctx: Any, tensor: DTensorBase, grad_spec: DTensorSpec) -> Tensor:
         """The local shard."""
         ctx.grad_spec, ctx.kind = grad_spec, type(tensor)
-        mark_exposed(tensor._local_tensor)
-        return tensor._local_tensor.detach()
+        local = tensor._local_tensor
+        mark_exposed(local)
+        return local.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

@@ -84,7 +84,7 @@ class DTensor(DTensorBase):
         """The distributed tensor with this local shard and this spec. Nothing is checked or copied."""
         shape, stride, dtype = spec.tensor_meta
         tensor: DTensor = make_wrapper(DTensor, shape, stride, None, None, dtype, _strided, local.device)
-        tensor._local_tensor = local
+        tensor._shard = local
         tensor._spec = spec
         return tensor
 
@@ -95,12 +95,6 @@ class DTensor(DTensorBase):
             with outside_inference_mode():  # a view of a normal tensor is one, too
                 return cls.wrap_view(local, spec, base, replay)
         return cls.wrap(local, spec) if replay is None else replayed(DTensor, replay, local, spec)  # type: ignore[return-value]
-
-    def __getattr__(self, name: str) -> Any:
-        """The local shard of a tensor that has a source: its slot is empty (see `sources`)."""
-        if name == "_local_tensor" and self._source is not None:
-            return self._source.local(self)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # ---- to and from local tensors ------------------------------------------------------------------------------
 
@@ -230,7 +224,7 @@ class DTensor(DTensorBase):
         local = other._local_tensor
         _data.__set__(self, other)
         self.__dict__.pop("_source", None)  # no longer a view of what it was
-        self._local_tensor, self._spec = local, other._spec
+        self._shard, self._spec = local, other._spec
         if self._leaf_gradient is not None:
             self._leaf_gradient.spec = other._spec
 

@@ -20,8 +20,8 @@ from ..errors import InputError, LayoutError, ShapeError
 from ..sharding.from_placements import from_placements
 from ..sharding.memory_order import contiguous_stride
 from ..sharding.mesh import MeshInfo
-from ..sharding.placement import P, Partial, Placement, Placements, Replicate, Shard, ShardOrder
-from ..sharding.runtime import WorldCache
+from ..sharding.placement import Partial, Placement, Placements, Replicate, Shard, ShardOrder
+from ..sharding.runtime import Runtime, WorldCache, on_activate
 from ..sharding.spec import DTensorSpec, TensorMeta, normalize_placements
 from ..world import RankTensor, replicate
 
@@ -86,19 +86,21 @@ class _Given(NamedTuple):
     shape: Sequence[int] | None
     stride: Sequence[int] | None
 
-    def hashable(self) -> _Given | None:
-        """The same as a key of a cache; None for arguments of unexpected types, which are refused by name later."""
-        placements, shape, stride = self
-        if not (shape is None or isinstance(shape, (tuple, list))):
-            return None
-        if isinstance(placements, (list, tuple)):
-            placements = tuple(placements)
-        elif not (placements is None or isinstance(placements, P)):
-            return None
-        return _Given(placements, None if shape is None else tuple(shape), None if stride is None else tuple(stride))
-
 
 _SPECS: WorldCache[object, DTensorSpec] = WorldCache("specs of local tensors", 8 << 20)
+
+
+class _Active:
+    """The specs of the active world that were used recently: what `spec_of_local` looks up first."""
+
+    specs: dict[object, DTensorSpec] = {}
+
+
+def _use_specs_of(runtime: Runtime) -> None:
+    _Active.specs = _SPECS.of(runtime).recent
+
+
+on_activate(_use_specs_of)
 
 
 def spec_of_local(
@@ -110,15 +112,21 @@ def spec_of_local(
     run_check: bool,
 ) -> DTensorSpec:
     """The spec of the global tensor whose shard each rank holds."""
-    given = _Given(placements, shape, stride)
-    asks = run_check or mesh_info.simulated or (shape is None and not _knows_shape(mesh_info, placements))
-    key = None if asks else given.hashable()
-    if key is None:
-        return _make_spec(local, mesh_info, given, run_check)
-    specs, full_key = _SPECS.of(mesh_info.runtime), (mesh_info, key, local.shape, local.stride(), local.dtype)
-    found = specs.get(full_key)
-    if found is None:
-        found = specs[full_key] = _make_spec(local, mesh_info, key, run_check=False)
+    if type(placements) is list:
+        placements = tuple(placements)
+    if type(shape) is list:
+        shape = tuple(shape)
+    key = (mesh_info, placements, local.shape, local.stride(), local.dtype, shape, stride)
+    try:
+        found = None if run_check else _Active.specs.get(key)
+    except TypeError:  # arguments of unexpected types, refused by name below
+        key, found = None, None
+    if found is not None:
+        return found
+    found = _make_spec(local, mesh_info, _Given(placements, shape, stride), run_check)
+    asked = run_check or mesh_info.simulated or (shape is None and not _knows_shape(mesh_info, placements))
+    if key is not None and not asked:
+        _SPECS.of(mesh_info.runtime)[key] = found
     return found
 
 

@@ -21,7 +21,7 @@ from ..sharding.spec import DTensorSpec
 
 def set_local(tensor: DTensorBase, local: Tensor) -> None:
     """Make this the local shard of a tensor, from now on without a source."""
-    tensor._local_tensor = local
+    tensor._shard = local
     tensor.__dict__.pop("_source", None)
 
 
