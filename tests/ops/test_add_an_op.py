@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import torch
 from torch import Tensor
-
-from shardwise.ops import call, kernel
-from shardwise.ops.registry import Define, Registry, registry
-from shardwise.notation import dims_text
-from shardwise.testing import check
 
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
