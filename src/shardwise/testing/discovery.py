@@ -14,7 +14,6 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -68,7 +67,7 @@ class Discovered:
 
 def discover(
     op: OpOverload,
-    samples: Iterable[Sequence[Any] | tuple[Sequence[Any], dict[str, Any]]],
+    samples: Iterable[Sequence[object]],
     *,
     passing: str = "",
     seed: int = 0,
@@ -93,11 +92,11 @@ def discover(
     return Discovered(op, tuple(lines), problem)
 
 
-def _call(op: OpOverload, sample: Any) -> Recorded:
-    pair = len(sample) == 2 and isinstance(sample[0], (tuple, list)) and isinstance(sample[1], dict)
-    args, kwargs = sample if pair else (sample, {})
-    own = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (tuple(args), dict(kwargs)))
-    return Recorded(op, *own)
+def _call(op: OpOverload, sample: Sequence[object]) -> Recorded:
+    own = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), tuple(sample))
+    if len(own) == 2 and isinstance(own[0], (tuple, list)) and isinstance(own[1], dict):
+        return Recorded(op, tuple(own[0]), own[1])
+    return Recorded(op, own, {})
 
 
 # ---- in the child ---------------------------------------------------------------------------------------------------

@@ -12,14 +12,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._torch import pytree
 from .._torch.testing import OpInfo, operator_database
-from .checker import plain_run
+from .checker import plain_run, tensors_in
 from .own_samples import OWN
 
 DTYPES = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128)
@@ -38,9 +38,9 @@ SKIPPED = ("empty", "jiterator", "sparse", "quant", "uniform", "resize_", "to_sp
 class Sample(NamedTuple):
     """One call: a function and its arguments, and whether gradients of it can be compared."""
 
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    fn: Callable[..., object]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
     grad: bool = True
 
 
@@ -74,8 +74,8 @@ def _differentiable(sample: Sample) -> Sample | None:
     return None
 
 
-def _of_first_tensor(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def call(first: Any, *args: Any, **kwargs: Any) -> Any:
+def _of_first_tensor(fn: Callable[..., object]) -> Callable[..., object]:
+    def call(first: object, *args: object, **kwargs: object) -> object:
         args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
         return fn(first, *args, **kwargs)
 
@@ -90,7 +90,7 @@ def _from_database(name: str) -> Iterator[Sample]:
         return
     for given in op.sample_inputs("cpu", dtype, requires_grad=False):
         args, kwargs = pytree.tree_map_only(Tensor, exact, ((given.input, *given.args), given.kwargs))
-        tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        tensors = tensors_in((args, kwargs))
         if tensors and sum(tensor.numel() for tensor in tensors) <= LARGEST:
             yield Sample(op.op, args, kwargs)
 

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -146,7 +146,7 @@ def _text(error: Exception) -> str:
 
 
 def _described(sample: Sample) -> str:
-    def show(value: Any) -> str:
+    def show(value: object) -> str:
         if isinstance(value, Tensor):
             return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
         if isinstance(value, (list, tuple)) and any(isinstance(element, Tensor) for element in value):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -131,10 +131,10 @@ def _check_function(sample: Sample, effort: Effort, seed: int, report: Report) -
     report.rules, report.gathered = sorted(set(report.rules)), sorted(set(report.gathered))
 
 
-def _called(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _called(fn: Callable[..., object]) -> Callable[..., object]:
     """Return the function of (args, kwargs), so that no argument is taken for an option of `check`."""
 
-    def call(args: Any, kwargs: Any) -> Any:
+    def call(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         return fn(*args, **kwargs)
 
     call.__name__ = getattr(fn, "__name__", str(fn))
