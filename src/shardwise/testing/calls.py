@@ -40,6 +40,7 @@ from ..world import simulate
 from .recording import Recorded
 from .values import assemble, with_spec
 
+REASON = 300  # characters of an error that are kept
 AVERAGED = 1e30  # the largest number that averages are tried with
 
 HALF = (torch.float16, torch.bfloat16, torch.complex32)
@@ -53,6 +54,13 @@ class Failure(NamedTuple):
     op: str
     where: str
     text: str
+
+    @classmethod
+    def of(cls, error: Exception, op: str, where: str = "") -> Failure:
+        """Return the failure that an error shows: a failed comparison means wrong numbers."""
+        kind = "wrong" if isinstance(error, AssertionError) else "error"
+        where = where or " ".join(getattr(error, "__notes__", ()))
+        return cls(kind, op, where, f"{type(error).__name__}: {' '.join(str(error).split())[:REASON]}")
 
 
 class Tried(NamedTuple):
@@ -167,7 +175,7 @@ def try_call(call: Recorded, mesh_sizes: tuple[int, ...], limit: int = 12, seed:
             found = bound_call(call, mesh_info)
             split = None if found is None else split_call(call, found, mesh_info, seed)
         except Exception as error:
-            return Tried(1, [_failure("error", call, "binding its rule", error)])
+            return Tried(1, [Failure.of(error, str(call.func), "binding its rule")._replace(kind="error")])
         if found is None:
             return Tried(0, [])
         try:
@@ -189,15 +197,9 @@ def try_call(call: Recorded, mesh_sizes: tuple[int, ...], limit: int = 12, seed:
             where = ", ".join(repr(tensor._spec) for tensor in given.values())
             try:
                 _compare(wanted, _run(call, given))
-            except AssertionError as error:
-                failures.append(_failure("wrong", call, where, error))
             except Exception as error:
-                failures.append(_failure("error", call, where, error))
+                failures.append(Failure.of(error, str(call.func), where))
         return Tried(cases, failures)
-
-
-def _failure(kind: str, call: Recorded, where: str, error: Exception) -> Failure:
-    return Failure(kind, str(call.func), where, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
 
 def _distributed(call: Recorded, found: BoundCall, mesh_info: MeshInfo, wanted: list[Layout]) -> dict[Place, DTensor]:

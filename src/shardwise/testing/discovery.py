@@ -20,7 +20,6 @@ from torch import Tensor
 from .._torch import pytree
 from .._torch.ops import OpOverload
 from ..errors import InputError
-from ..notation import parse
 from ..notation.schema import overload_key
 from ..ops.call import Call
 from ..ops.generated import Line
@@ -50,11 +49,6 @@ class Discovered:
     def __call__(self, call: Call) -> str | None:
         """Return the rule of a call; None if no line fits it."""
         return next((line.rule for line in self.lines if line.fits(call)), None)
-
-    @property
-    def copes_with_empty(self) -> bool:
-        """Whether the op must run on empty shards too: some result is the same on all ranks."""
-        return any("same" in parse(line.rule).reduce for line in self.lines)
 
     def __bool__(self) -> bool:
         return bool(self.lines)

@@ -27,12 +27,12 @@ from ..ops.generated import Line
 from ..ops.resolve import NEEDS_DATA
 from ..ops.served import served_by
 from .calls import try_call
-from .checker import tensors_in
+from .checker import Sample, tensors_in
 from .children import Lost, in_children
 from .discovery import found_lines
 from .probe_samples import PROBED
 from .recording import Recorded, call_key, recorded
-from .samples import Sample, names, samples
+from .samples import names, samples
 
 SAMPLES = 12  # of an entry
 CALLS = 80  # of an op
@@ -73,7 +73,7 @@ def calls_of(entries: Sequence[str]) -> list[Portable]:
     found: dict[Hashable, Recorded] = {}
     for name in entries:
         for sample in all_samples(name):
-            calls = recorded(sample.fn, sample.args, sample.kwargs, sample.grad)
+            calls = recorded(*sample)
             found |= {call_key(*call): call for call in calls or () if has_no_rule(call.func) and _is_dense(call)}
     return [(overload_key(call.func), call.args, call.kwargs) for call in found.values()]
 

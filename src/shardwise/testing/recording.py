@@ -16,7 +16,7 @@ from .._torch import pytree
 from .._torch.modes import TorchDispatchMode
 from .._torch.ops import OpOverload
 from ..dispatch.bind_call import Place
-from .checker import plain_run, tensors_in
+from .checker import Sample, tensors_in
 
 INDEFINITE = ("empty", "resize")
 """Parts of names of ops whose results are undefined."""
@@ -87,7 +87,7 @@ def recorded(
 ) -> list[Recorded] | None:
     """Return the ops that a function and its backward call, once for each shape; None if it draws random numbers."""
     with Recorder() as recorder:
-        plain_run(fn, args, kwargs, grad, 0)
+        Sample(fn, args, kwargs, grad).plain()
     if recorder.draws:
         return None
     return [call for call in recorder.calls.values() if _is_definite(call)]

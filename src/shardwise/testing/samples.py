@@ -12,14 +12,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._torch import pytree
 from .._torch.testing import OpInfo, operator_database
-from .checker import plain_run, tensors_in
+from .checker import Sample
 from .own_samples import OWN
 
 DTYPES = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128)
@@ -33,15 +32,6 @@ STEPS |= {torch.float16: 2.0**5, torch.bfloat16: 2.0**2}
 
 SKIPPED = ("empty", "jiterator", "sparse", "quant", "uniform", "resize_", "to_sparse", "as_strided", "_refs", "chalf")
 """Parts of names of entries with undefined results, or for other kinds of tensors."""
-
-
-class Sample(NamedTuple):
-    """One call: a function and its arguments, and whether gradients of it can be compared."""
-
-    fn: Callable[..., object]
-    args: tuple[object, ...]
-    kwargs: dict[str, object]
-    grad: bool = True
 
 
 @lru_cache(maxsize=1)
@@ -67,7 +57,7 @@ def _differentiable(sample: Sample) -> Sample | None:
     """Return the sample with gradients of all tensors, of the first, or of none; None if PyTorch itself refuses it."""
     for tried in (sample, sample._replace(fn=_of_first_tensor(sample.fn)), sample._replace(grad=False)):
         try:
-            plain_run(*tried, 0)
+            tried.plain()
         except Exception:
             continue
         return tried
@@ -90,9 +80,9 @@ def _from_database(name: str) -> Iterator[Sample]:
         return
     for given in op.sample_inputs("cpu", dtype, requires_grad=False):
         args, kwargs = pytree.tree_map_only(Tensor, exact, ((given.input, *given.args), given.kwargs))
-        tensors = tensors_in((args, kwargs))
-        if tensors and sum(tensor.numel() for tensor in tensors) <= LARGEST:
-            yield Sample(op.op, args, kwargs)
+        sample = Sample(op.op, args, kwargs)
+        if sample.tensors and sum(tensor.numel() for tensor in sample.tensors) <= LARGEST:
+            yield sample
 
 
 def exact(value: Tensor) -> Tensor:

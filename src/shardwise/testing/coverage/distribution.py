@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from .trial import Answer
+from ..checker import Answer
 
 FEWEST = 50  # numbers from which on frequencies are compared
 POOLS, FARTHER = 8, 1.5  # of plain calls, and how much farther apart the distributed ones may be

@@ -24,11 +24,12 @@ from ...ops.served import KINDS, served_by
 from ...sharding.placement import Partial, Placement, Replicate, Shard
 from ...sharding.spec import TensorMeta
 from ...tensor.dtensor import DTensor
+from ..checker import Answer
 from ..recording import Recorded
 from .distribution import other_seeds, same_distribution
 from .samples import MESHES, PLAIN, Placed, Sample, Sweep, choices, samples
 from .sides import Side, Simulated
-from .trial import Answer, Trial, called
+from .trial import Trial, called
 
 KEPT = 3  # failures of an entry that are reported
 MADE_OF = 4  # ops of a function that are named

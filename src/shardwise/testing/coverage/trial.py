@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..._torch import pytree
 from ...sharding.placement import Placement, Replicate, Shard
 from ..calls import tolerances
-from ..checker import tensors_in
+from ..checker import Answer, tensors_in
 from ..recording import INDEFINITE, Recorder
 from .samples import Sample
 from .sides import Side
@@ -31,14 +31,6 @@ TIED = ("topk", "kthvalue", "median", "nanmedian", "mode")
 
 class Wrong(AssertionError):
     """The distributed answer is not the one-device answer."""
-
-
-class Answer(NamedTuple):
-    """The results of a call, the gradients of its arguments, and the arguments after the call."""
-
-    results: list[object]
-    gradients: list[Tensor | None]
-    arguments: list[Tensor]
 
 
 Make = Callable[[Tensor, int], Tensor]
@@ -107,7 +99,7 @@ class Trial:
             return side.make(value, mesh, [chooser.choice(options) for _ in mesh.shape], number)
 
         found = self.answer(make, cotangent)
-        for kind in ("results", "gradients", "arguments"):
+        for kind in Answer._fields:
             wanted, have = getattr(self.plain, kind), getattr(found, kind)
             if len(wanted) != len(have):
                 raise Wrong(f"{len(have)} {kind} instead of {len(wanted)}")
