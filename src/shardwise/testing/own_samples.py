@@ -146,7 +146,7 @@ def _norms() -> list[Row]:
     ]
 
 
-def _mesh_infos() -> list[Row]:
+def _views() -> list[Row]:
     x = random_values(4, 6, 5)
     rows: list[Row] = [
         (Tensor.reshape, (x, shape), {}) for shape in ((24, 5), (4, 30), (2, 2, 6, 5), (4, 2, 3, 5), (8, 3, 5), (120,))
@@ -203,7 +203,7 @@ OWN: dict[str, Callable[[], list[Row]]] = {
     "own:embedding": _embedding,
     "own:losses": _losses,
     "own:norms": _norms,
-    "own:views": _mesh_infos,
+    "own:views": _views,
     "own:direct": _direct,
 }
 """What there are samples of, by the name of the entry."""
