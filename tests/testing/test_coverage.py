@@ -11,12 +11,12 @@ import torch
 
 from shardwise._torch.testing import operator_database
 from shardwise.ops.registry import registry
+from shardwise.testing.checker import Answer
 from shardwise.testing.coverage import distribution, table
 from shardwise.testing.coverage.__main__ import FEWER, chosen, main
 from shardwise.testing.coverage.entry import Effort, Outcome, cover
 from shardwise.testing.coverage.samples import MESHES, PLAIN, Sweep, choices, samples
 from shardwise.testing.coverage.sides import Processes, Simulated
-from shardwise.testing.coverage.trial import Answer
 from tests.processes.pool import on_processes
 
 QUICK = Effort(samples=2, placements=4, most=2)

@@ -14,9 +14,9 @@ from shardwise.comm.groups import adopt
 from shardwise.ops.registry import registry
 from shardwise.testing import verify as verifier
 from shardwise.testing.calls import Failure, try_call
+from shardwise.testing.checker import Sample
 from shardwise.testing.probe import probe
 from shardwise.testing.recording import recorded
-from shardwise.testing.samples import Sample
 from shardwise.testing.verify.__main__ import QUICK_ENTRIES, main
 from tests.ops.helpers import r
 

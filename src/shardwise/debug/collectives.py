@@ -7,7 +7,6 @@ whichever namespace of PyTorch the op was called, and `torch.ops.c10d.allreduce_
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,14 +39,14 @@ def group_of(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
     raise AssertionError("every collective that is counted names its group")
 
 
-def received_bytes(op: CollectiveOp, args: Sequence[Any], kwargs: Mapping[str, object], result: object) -> int:
+def received_bytes(op: CollectiveOp, args: Sequence[object], kwargs: Mapping[str, object], result: object) -> int:
     """Return the bytes that a rank receives: among simulated ranks, the most that any of them receives."""
     group = group_of(args, kwargs)
     ranks = len(ranks_of_group(group)[0])
     got = _bytes(args[0] if op.writes_first else result)
     if op.received is None:
         splits = args[op.splits] if op.splits is not None else None
-        return _exchanged(splits or [1] * ranks, got, group)
+        return _exchanged(splits if splits and isinstance(splits, (list, tuple)) else [1] * ranks, got, group)
     return max(op.received(sent, its, ranks) for sent, its in zip(_bytes(args[op.input]), got, strict=False))
 
 

@@ -24,7 +24,6 @@ import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -70,8 +69,12 @@ class CommDebugMode(TorchDispatchMode):
         self._tracking.close()
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         """Record an op, then run it; for tensor subclasses in their own code, whose ops this mode records too."""
         kwargs = kwargs or {}
         tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
@@ -86,7 +89,7 @@ class CommDebugMode(TorchDispatchMode):
         return result
 
     def _count(
-        self, func: OpOverload, op: CollectiveOp, args: Sequence[Any], kwargs: dict[str, object], result: object
+        self, func: OpOverload, op: CollectiveOp, args: Sequence[object], kwargs: dict[str, object], result: object
     ) -> None:
         over = axes_of_group(group_of(args, kwargs))
         nbytes = received_bytes(op, args, kwargs, result)

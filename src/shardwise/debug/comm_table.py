@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -104,25 +103,28 @@ def _parameter_text(parameter: Tensor) -> str:
     return repr(parameter._spec if isinstance(parameter, DTensor) else list(parameter.shape))
 
 
-def json_tree(modules: Sequence[ModuleRecord], records: Sequence[Record], noise_level: int) -> dict[str, Any]:
+def json_tree(modules: Sequence[ModuleRecord], records: Sequence[Record], noise_level: int) -> dict[str, object]:
     """Return the tree of modules, each with its parameters, collectives and operations."""
-    parents = parents_of(modules)
-    nodes = {module.name: _json_node(module, records, noise_level) for module in (ModuleRecord(ROOT, "", {}), *modules)}
-    for name, parent in parents.items():
-        nodes[parent]["children"].append(nodes[name])
+    children: defaultdict[str, list[object]] = defaultdict(list)
+    everything = (ModuleRecord(ROOT, "", {}), *modules)
+    nodes = {module.name: _json_node(module, children[module.name], records, noise_level) for module in everything}
+    for name, parent in parents_of(modules).items():
+        children[parent].append(nodes[name])
     return nodes[ROOT]
 
 
-def _json_node(module: ModuleRecord, records: Sequence[Record], noise_level: int) -> dict[str, Any]:
+def _json_node(
+    module: ModuleRecord, children: list[object], records: Sequence[Record], noise_level: int
+) -> dict[str, object]:
     inside = [r for r in records if isinstance(r, Collective) and module.name in r.moment.modules]
     own = [r for r in records if isinstance(r, Operation) and r.moment.modules[-1] == module.name]
     shown = [record for record in own if noise_level > 0 and shows(record, noise_level)]
     placements = module.placements()
-    node: dict[str, Any] = {
+    node: dict[str, object] = {
         "fqn": module.name,
         "module_type": f"class '{module.kind}'" if module.kind else "",
         "parameters": [[name, str(placements[name])] for name in module.parameters if name in placements],
-        "children": [],
+        "children": children,
     }
     for name in PASSES:
         collectives = [c for c in inside if _pass(c) == name]
@@ -133,7 +135,7 @@ def _json_node(module: ModuleRecord, records: Sequence[Record], noise_level: int
     return node
 
 
-def _json_op(record: Operation) -> dict[str, Any]:
+def _json_op(record: Operation) -> dict[str, object]:
     specs = [spec for _, spec in record.inputs if spec is not None]
     return {
         "name": str(record.op),

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
@@ -72,7 +71,7 @@ class ModuleCalls:
         """
         original = nn.Module.__call__
 
-        def tracked(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def tracked(module: nn.Module, *args: object, **kwargs: object) -> object:
             before = self.current
             self.current = self._enter(module)
             try:

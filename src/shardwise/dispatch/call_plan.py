@@ -62,7 +62,7 @@ def plan_call(
 def _choose(found: BoundCall, mesh_info: MeshInfo) -> Decision:
     kernels: dict[int, KernelCost] = {}
     for index, factor in enumerate(found.bound.factors):
-        if factor.kernel:
+        if factor.handled_by_kernel:
             kernel = found.resolved.kernel(factor.name)
             kernels[index] = KernelCost(kernel.rounds, kernel.traffic, kernel.joint)
     groups = frozenset(mesh_info.groups)

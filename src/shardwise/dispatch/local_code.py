@@ -27,7 +27,7 @@ class LocalCode:
         self.found, self.decision, self.mesh_info, self.in_list = found, decision, mesh_info, in_list
         self.op, self.func = found.resolved, found.resolved.func
         factors = found.bound.factors
-        self.kernel_factors = tuple(dict.fromkeys(f for _, f in decision.cuts if factors[f].kernel))
+        self.kernel_factors = tuple(dict.fromkeys(f for _, f in decision.cuts if factors[f].handled_by_kernel))
         """The sharded factors that are handled by a kernel."""
 
     def makes_new(self) -> bool:

@@ -20,7 +20,7 @@ OutPlacements = Placements | tuple[Placements | None, ...] | None
 
 
 def local_map(
-    func: Callable[..., Any] | None = None,
+    func: Callable[..., object] | None = None,
     out_placements: OutPlacements = None,
     in_placements: InPlacements = None,
     in_grad_placements: InPlacements = None,
@@ -46,7 +46,7 @@ def local_map(
         )
 
     @functools.wraps(func)
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    def mapped(*args: object, **kwargs: object) -> object:
         flat, tree = pytree.tree_flatten(args)
         mesh = device_mesh or next((value.device_mesh for value in flat if isinstance(value, DTensor)), None)
         for name, given in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
@@ -66,13 +66,13 @@ def local_map(
 
 
 def _local_argument(
-    value: Any,
+    value: object,
     index: int,
     in_placements: InPlacements,
     in_grad_placements: InPlacements,
     redistribute_inputs: bool,
-    func: Callable[..., Any],
-) -> Any:
+    func: Callable[..., object],
+) -> object:
     """Return the local tensor of a DTensor argument, redistributed if that is asked for; other values unchanged."""
     if not isinstance(value, DTensor):
         return value
@@ -94,7 +94,9 @@ def _local_argument(
     return value.to_local(grad_placements=grad_placements)
 
 
-def _distributed_results(result: Any, out_placements: OutPlacements, mesh: DeviceMesh, func: Callable[..., Any]) -> Any:
+def _distributed_results(
+    result: object, out_placements: OutPlacements, mesh: DeviceMesh, func: Callable[..., object]
+) -> object:
     """Return the results of the local function with every local tensor among them as a DTensor."""
     flat, tree = pytree.tree_flatten(result)
     wanted = _one_for_each(out_placements)

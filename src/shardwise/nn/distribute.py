@@ -14,7 +14,7 @@ from ..sharding.mesh import current_mesh
 from .parameters import keep_ties, replicate_rest
 
 PartitionFn = Callable[[str, nn.Module, DeviceMesh], None]
-HookFn = Callable[[nn.Module, Any, DeviceMesh], Any]
+HookFn = Callable[[nn.Module, Any, DeviceMesh], object]
 
 
 def distribute_module(

@@ -54,11 +54,6 @@ class BoundFactor(NamedTuple):
         """Whether sharding it needs a kernel of the op."""
         return self.kind is FactorKind.KERNEL
 
-    @property
-    def kernel(self) -> bool:
-        """Another name of `handled_by_kernel`."""
-        return self.kind is FactorKind.KERNEL
-
 
 class BoundTensor(NamedTuple):
     """The shape of a tensor and, for each dim, its factors, major to minor; () for a dim without a factor."""

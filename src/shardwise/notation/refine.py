@@ -12,10 +12,9 @@ m_0=2 m_1=5 k=6 n=8: m k, k n -> m n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from ..sharding.layout import Layout
-from .bind import Bound, BoundFactor, BoundTensor
+from .bind import Bound, BoundArgument, BoundFactor, BoundTensor
 from .kind import FactorKind
 
 
@@ -51,15 +50,18 @@ def _split(bound: Bound, splits: dict[int, tuple[int, ...]]) -> Bound:
     def expanded(dim: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(new for old in dim for new in renumbered[old])
 
-    def renamed(argument: Any) -> Any:
-        if isinstance(argument, BoundTensor):
-            return BoundTensor(argument.shape, tuple(map(expanded, argument.dims)))
-        return None if argument is None else tuple(map(renamed, argument))
+    def renamed(tensor: BoundTensor | None) -> BoundTensor | None:
+        return tensor and BoundTensor(tensor.shape, tuple(map(expanded, tensor.dims)))
+
+    def renamed_argument(argument: BoundArgument) -> BoundArgument:
+        if argument is None or isinstance(argument, BoundTensor):
+            return renamed(argument)
+        return tuple(map(renamed, argument))
 
     return bound._replace(
         factors=tuple(factors),
-        inputs=tuple(map(renamed, bound.inputs)),
-        outputs=tuple(map(renamed, bound.outputs)),
+        inputs=tuple(map(renamed_argument, bound.inputs)),
+        outputs=tuple(map(renamed_argument, bound.outputs)),
         size_args=tuple(
             (name, tuple(expanded(entry) if isinstance(entry, tuple) else entry for entry in entries))
             for name, entries in bound.size_args

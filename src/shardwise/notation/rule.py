@@ -31,7 +31,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 from weakref import WeakValueDictionary
 
 from .checks import check_clause_names, check_factors, check_outputs
@@ -68,13 +67,13 @@ class Rule:
     def __repr__(self) -> str:
         return f"Rule({self.text!r})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return parse, (self.text,)
 
     def __copy__(self) -> Rule:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Rule:
+    def __deepcopy__(self, memo: dict[int, object]) -> Rule:
         return self
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -156,16 +156,16 @@ def match_operands(func: OpOverload, model: OpOverload) -> Operands | None:
     return tuple(operands)
 
 
-def _statics(func: OpOverload) -> Iterator[Any]:
+def _statics(func: OpOverload) -> Iterator[torch.Argument]:
     tensors = {argument.position for argument in tensor_arguments(func)}
     return (argument for position, argument in enumerate(func._schema.arguments) if position not in tensors)
 
 
-def _is_number(argument: Any) -> bool:
+def _is_number(argument: torch.Argument) -> bool:
     return NUMBER.fullmatch(str(argument.type)) is not None
 
 
-def _is_required(argument: Any) -> bool:
+def _is_required(argument: torch.Argument) -> bool:
     return not argument.has_default_value() and not str(argument.type).startswith("Optional")
 
 

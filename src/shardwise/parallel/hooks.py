@@ -48,8 +48,7 @@ class InputConverter:
         self.axis, self.layout, self.desired, self.use_local = axis, layout, desired, use_local
         self.dim_size = dim_size
         self.targets: dict[DTensorSpec, DTensorSpec] = {}
-        infers = isinstance(layout, Shard) and axis.is_only_axis
-        self.sizes = GlobalSizes(axis.mesh_info, layout) if infers else None  # type: ignore[arg-type]
+        self.sizes = GlobalSizes(axis.mesh_info, layout) if isinstance(layout, Shard) and axis.is_only_axis else None
         self.last = LAST_INPUT.of(axis.mesh_info.runtime)
         self.key = (id(axis.mesh_info), layout, desired, use_local)
 
@@ -84,7 +83,7 @@ class InputConverter:
             return self.axis.from_local(value, self.layout)
         if self.dim_size is not None:
             shape = list(value.shape)
-            shape[self.layout.dim] = self.dim_size  # type: ignore[attr-defined]
+            shape[self.sizes.placement.dim] = self.dim_size
             return self.axis.from_local(value, self.layout, tuple(shape))
         tensor = self.axis.from_local(value, self.layout, self.sizes.global_shape(value))
         self.sizes.observe(tensor)

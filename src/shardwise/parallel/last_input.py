@@ -7,7 +7,7 @@ one reduction in the backward. The entry ends with a write to either tensor, and
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -18,8 +18,8 @@ from ..world import RankTensor
 
 class _Entry(NamedTuple):
     source: weakref.ref[Tensor]
-    state: Any
-    key: Any
+    state: object
+    key: object
     result: Tensor
     result_version: int
 
@@ -30,7 +30,7 @@ class LastInput:
     def __init__(self) -> None:
         self._entry: _Entry | None = None
 
-    def find(self, source: Tensor, key: Any) -> Tensor | None:
+    def find(self, source: Tensor, key: object) -> Tensor | None:
         """What was made of this tensor under this key, if that was last and neither was written since."""
         entry = self._entry
         if entry is None or entry.source() is not source or entry.key != key:
@@ -38,7 +38,7 @@ class LastInput:
         written = entry.state != state_of(source) or entry.result_version != entry.result._version
         return None if written else entry.result
 
-    def keep(self, source: Tensor, key: Any, result: Tensor) -> None:
+    def keep(self, source: Tensor, key: object, result: Tensor) -> None:
         """Remember this in the place of what was before, if writes to both are counted."""
         state = state_of(source)
         if state is None or result.is_inference() or result is source:
@@ -46,7 +46,7 @@ class LastInput:
         else:
             self._entry = _Entry(weakref.ref(source, self._drop), state, key, result, result._version)
 
-    def _drop(self, source: Any) -> None:
+    def _drop(self, source: object) -> None:
         if self._entry is not None and self._entry.source is source:
             self._entry = None
 
@@ -54,7 +54,7 @@ class LastInput:
 LAST_INPUT = WorldState(LastInput)
 
 
-def state_of(tensor: Tensor) -> Any:
+def state_of(tensor: Tensor) -> object:
     """How often a tensor, its local shard, and what they view were written; None where that is not counted.
 
     None for parameters as well: what is made from one should not outlive the call.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,11 +20,11 @@ class _LossParallel(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., Tensor],
         types: object,
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         scores = args[0] if args else kwargs.get("input")
         if func not in _LOSSES or not isinstance(scores, DTensor):

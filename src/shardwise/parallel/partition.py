@@ -13,7 +13,7 @@ Any module with `in_features`, `out_features` and a weight of that shape counts 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from torch import nn
 
@@ -58,7 +58,7 @@ def colwise(module: nn.Module) -> Partition:
 def rowwise(module: nn.Module) -> Partition:
     """Return the partition in which each rank reads a shard of the input features and computes a term of a sum."""
     if is_linear(module):
-        return Partition({"weight": Shard(1)}, Shard(-1), Replicate(), int(module.in_features))  # type: ignore[arg-type]
+        return Partition({"weight": Shard(1)}, Shard(-1), Replicate(), int(module.in_features))
     if isinstance(module, nn.Embedding):
         return Partition({"weight": Shard(0)}, Replicate(), Replicate())
     if isinstance(module, _CONVOLUTIONS):
@@ -69,7 +69,7 @@ def rowwise(module: nn.Module) -> Partition:
     raise _not_supported("RowwiseParallel", module, SUPPORTED)
 
 
-def is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether a module is an nn.Linear, or has its sizes and a weight of that shape."""
     if isinstance(module, nn.Linear):
         return True

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from .bits import Key, mix, threshold
 from .box import Box, counters
 from .normal import minus_two_log, normal_pairs
 
-Arguments = tuple[Any, ...]
+Arguments = tuple[float, ...]
 """The arguments of an in-place random op after the tensor: `(mean, std)` of `normal_`."""
 
 Maker = Callable[[Tensor, Key, Tensor], object]
@@ -100,7 +99,7 @@ def _fill_complex(out: Tensor, box: Box, key: Key, name: str, arguments: Argumen
     return out
 
 
-def _range(dtype: torch.dtype, *bounds: int | None) -> tuple[int, int]:
+def _range(dtype: torch.dtype, *bounds: float | None) -> tuple[int, int]:
     """Return the range that `random_` draws from: by default all integers from 0 that the dtype represents."""
     low, high = (0, *bounds) if len(bounds) == 1 else bounds or (0, None)
     if high is None:

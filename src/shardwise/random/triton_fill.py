@@ -49,7 +49,7 @@ def dropout(x: Tensor, box: Box, key: Key, p: float) -> tuple[Tensor, Tensor] | 
     return (out, mask) if done else None
 
 
-def _kind(dtype: torch.dtype, name: str, arguments: tuple[float, ...]) -> dict[str, Any] | None:
+def _kind(dtype: torch.dtype, name: str, arguments: tuple[float, ...]) -> dict[str, float] | None:
     """Return the kernel's arguments for this op: two numbers, and the constants KIND and BITS; None if it has none."""
     if name == "uniform_" and dtype in _FRACTION:
         low, high = arguments
@@ -71,7 +71,7 @@ def _block(row: int) -> int:
     return next((block for block in _BLOCKS if -row % block <= row // 8), 0)
 
 
-def _launch(kernel: Any, box: Box, key: Key, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> bool:
+def _launch(kernel: Any, box: Box, key: Key, tensors: tuple[Tensor, ...], options: dict[str, float]) -> bool:
     """Run a kernel on a box, in blocks of one row of its last dim unless rows are short; return False if it cannot."""
     dims, count = len(box.sizes), box.numel
     if dims > _MAX_DIMS or count >= 2**31 - _BLOCKS[0]:

@@ -16,10 +16,10 @@ from .spec import DTensorSpec
 class LocalSource(Protocol):
     """Where the local shard of a tensor comes from: a collective that is under way, or a view that is replayed."""
 
-    def local(self, tensor: Any) -> Tensor:
+    def local(self, tensor: DTensorBase) -> Tensor:
         """The local shard of `tensor`, up to date."""
 
-    def write_back(self, tensor: Any) -> None:
+    def write_back(self, tensor: DTensorBase) -> None:
         """Carry a write to the local shard of `tensor` to where the data belongs."""
 
 

@@ -19,7 +19,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 from .once import making
@@ -44,7 +44,7 @@ class Layout:
     """The factors of every dim and the Partial axes with their reductions. Interned: equal means identical."""
 
     __slots__ = ("__weakref__", "dims", "mesh_sizes", "partial")
-    _interned: ClassVar[WeakValueDictionary[Any, Layout]] = WeakValueDictionary()
+    _interned: ClassVar[WeakValueDictionary[object, Layout]] = WeakValueDictionary()
 
     mesh_sizes: Sizes
     dims: tuple[Dim, ...]

@@ -26,7 +26,8 @@ class Placement:
     """
 
     __slots__ = ()
-    _interned: ClassVar[dict[Any, Any]] = {}
+    __match_args__: ClassVar[tuple[str, ...]] = ()
+    _interned: ClassVar[dict[object, Any]] = {}
 
     def is_shard(self, dim: int | None = None) -> bool:
         """Whether this axis shards a tensor dim (that dim, if one is given)."""
@@ -41,7 +42,7 @@ class Placement:
         return False
 
     @classmethod
-    def _intern(cls, **fields: Any) -> Self:
+    def _intern(cls, **fields: object) -> Self:
         key = (cls, *fields.values())
         found: Self | None = Placement._interned.get(key)
         if found is None:
@@ -57,8 +58,11 @@ class Placement:
     def __copy__(self) -> Self:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), tuple(getattr(self, name) for name in self.__match_args__)
 
 
 class Shard(Placement):
@@ -75,9 +79,6 @@ class Shard(Placement):
 
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or self.dim == dim
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.dim,)
 
     def __repr__(self) -> str:
         return f"Shard(dim={self.dim})"
@@ -101,9 +102,6 @@ class InterleavedShard(Shard):
             raise InputError(f"InterleavedShard(blocks={blocks!r})", "the number of blocks is an int >= 1")
         return cls._intern(dim=dim, blocks=blocks)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.dim, self.blocks)
-
     def __repr__(self) -> str:
         return f"InterleavedShard(dim={self.dim}, blocks={self.blocks})"
 
@@ -118,9 +116,6 @@ class Replicate(Placement):
 
     def is_replicate(self) -> bool:
         return True
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
 
     def __repr__(self) -> str:
         return "Replicate()"
@@ -140,9 +135,6 @@ class Partial(Placement):
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
         return reduce_op is None or self.reduce_op == reduce_op
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.reduce_op,)
 
     def __repr__(self) -> str:
         return f"Partial({self.reduce_op})"
@@ -197,7 +189,7 @@ class P:
     def __hash__(self) -> int:
         return hash((self.dims, tuple(sorted(self.partial.items()))))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _rebuild_p, (self.dims, self.partial)
 
     def resolve(self, axis_names: Sequence[str], ndim: int) -> tuple[tuple[Placement, ...], ShardOrder]:

@@ -13,7 +13,7 @@ When the world ends, the runtime is dropped and all of it with it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -41,7 +41,7 @@ class Runtime:
         self.meshes: dict[DeviceMesh, MeshInfo] = {}
         self.adopted: dict[int, tuple[DeviceMesh, MeshInfo]] = {}
         """Meshes that are ready to communicate, by id: hashing a mesh costs more than an op should."""
-        self._state: dict[object, Any] = {}
+        self._state: dict[object, object] = {}
 
     def state(self, owner: object, make: Callable[[], T]) -> T:
         """The state of a declaration in this world, made on first use."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -97,14 +96,14 @@ class DTensorSpec:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a spec is frozen; make a new one to change {name}")
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         description = mesh_description(self.mesh)
         return rebuild_spec, (description, self.placements, tuple(self.tensor_meta), self.shard_order)
 
     def __copy__(self) -> DTensorSpec:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DTensorSpec:
+    def __deepcopy__(self, memo: dict[int, object]) -> DTensorSpec:
         return self
 
     # ---- properties ---------------------------------------------------------------------------------------------
@@ -255,7 +254,10 @@ class DTensorSpec:
 
 
 def rebuild_spec(
-    description: MeshDescription, placements: Sequence[Placement], meta: tuple[Any, ...], order: ShardOrder
+    description: MeshDescription,
+    placements: Sequence[Placement],
+    meta: tuple[torch.Size, tuple[int, ...], torch.dtype],
+    order: ShardOrder,
 ) -> DTensorSpec:
     """A spec from its pickled form, on the mesh of this world that equals the one it was saved on."""
     return DTensorSpec(mesh_like(description), placements, TensorMeta(*meta), order)

@@ -18,7 +18,7 @@ it imports hypothesis on first use.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from types import ModuleType
 
 from .checker import Checked, Mismatch, check
 from .discovery import Discovered, discover
@@ -28,7 +28,7 @@ from .values import assemble, make_dtensor
 __all__ = ["assemble", "make_dtensor", "operands", "check", "Checked", "Mismatch", "discover", "Discovered"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> ModuleType:
     if name == "strategies":
         return importlib.import_module(f"{__name__}.strategies")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,7 +17,7 @@ import math
 import random
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from ..world import simulate
 from .recording import Recorded
 from .values import assemble, with_spec
 
+REASON = 300  # characters of an error that are kept
 AVERAGED = 1e30  # the largest number that averages are tried with
 
 HALF = (torch.float16, torch.bfloat16, torch.complex32)
@@ -53,6 +54,13 @@ class Failure(NamedTuple):
     op: str
     where: str
     text: str
+
+    @classmethod
+    def of(cls, error: Exception, op: str, where: str = "") -> Failure:
+        """Return the failure that an error shows: a failed comparison means wrong numbers."""
+        kind = "wrong" if isinstance(error, AssertionError) else "error"
+        where = where or " ".join(getattr(error, "__notes__", ()))
+        return cls(kind, op, where, f"{type(error).__name__}: {' '.join(str(error).split())[:REASON]}")
 
 
 class Tried(NamedTuple):
@@ -76,22 +84,15 @@ def bound_call(
     if resolved is None or resolved.variant == "foreach":
         return None
 
-    def argument(where: int | str, value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [_argument(element, specs.get((where, i))) for i, element in enumerate(value)]
-        return _argument(value, specs.get((where, None)))
+    def argument(place: Place, value: object) -> object:
+        if not isinstance(value, Tensor):
+            return value
+        return Argument(TensorMeta(value.shape, value.stride(), value.dtype), specs.get(place))
 
-    args = [argument(i, value) for i, value in enumerate(call.args)]
     try:
-        return bind_call(resolved, args, {n: argument(n, v) for n, v in call.kwargs.items()}, mesh_info)
+        return bind_call(resolved, *call.replaced(argument), mesh_info)
     except NoRule:
         return None
-
-
-def _argument(value: Any, spec: DTensorSpec | None) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return Argument(TensorMeta(value.shape, value.stride(), value.dtype), spec)
 
 
 def split_call(call: Recorded, found: BoundCall, mesh_info: MeshInfo, seed: int) -> BoundCall | None:
@@ -99,18 +100,17 @@ def split_call(call: Recorded, found: BoundCall, mesh_info: MeshInfo, seed: int)
     places = [(index, dim) for index, operand in enumerate(found.operands) for dim in range(len(operand.tensor.shape))]
     random.Random(f"{seed} {found.bound!r} {mesh_info.sizes}").shuffle(places)
     for index, dim in places:
-        tensor, (where, element) = found.operands[index].tensor, found.places[index]
+        tensor, place = found.operands[index].tensor, found.places[index]
         size = tensor.shape[dim]
         outer = next((n for n in range(2, size // 2 + 1) if size % n == 0), None)
-        value = call.args[where] if isinstance(where, int) else call.kwargs[where]
-        value = value if element is None else value[element]
+        value = call.at(place)
         if outer is None or len(tensor.dims[dim]) != 1 or not isinstance(value, Tensor):
             continue
         dims = [(Factor(n, ()),) for n in tensor.shape]
         split = (Factor(outer, ()), Factor(size // outer, (0,)))
         layout = Layout.make(mesh_info.sizes, [*dims[:dim], split, *dims[dim + 1 :]])
         spec = DTensorSpec.from_layout(mesh_info, layout, contiguous_meta(value.shape, value.dtype))
-        refined = bound_call(call, mesh_info, {(where, element): spec})
+        refined = bound_call(call, mesh_info, {place: spec})
         if refined is not None and len(refined.bound.factors) > len(found.bound.factors):
             return refined
     return None
@@ -175,7 +175,7 @@ def try_call(call: Recorded, mesh_sizes: tuple[int, ...], limit: int = 12, seed:
             found = bound_call(call, mesh_info)
             split = None if found is None else split_call(call, found, mesh_info, seed)
         except Exception as error:
-            return Tried(1, [_failure("error", call, "binding its rule", error)])
+            return Tried(1, [Failure.of(error, str(call.func), "binding its rule")._replace(kind="error")])
         if found is None:
             return Tried(0, [])
         try:
@@ -197,28 +197,21 @@ def try_call(call: Recorded, mesh_sizes: tuple[int, ...], limit: int = 12, seed:
             where = ", ".join(repr(tensor._spec) for tensor in given.values())
             try:
                 _compare(wanted, _run(call, given))
-            except AssertionError as error:
-                failures.append(_failure("wrong", call, where, error))
             except Exception as error:
-                failures.append(_failure("error", call, where, error))
+                failures.append(Failure.of(error, str(call.func), where))
         return Tried(cases, failures)
-
-
-def _failure(kind: str, call: Recorded, where: str, error: Exception) -> Failure:
-    return Failure(kind, str(call.func), where, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
 
 def _distributed(call: Recorded, found: BoundCall, mesh_info: MeshInfo, wanted: list[Layout]) -> dict[Place, DTensor]:
     made: dict[Place, DTensor] = {}
-    for number, ((where, index), layout) in enumerate(zip(found.places, wanted, strict=True)):
-        value = call.args[where] if isinstance(where, int) else call.kwargs[where]
-        tensor = value if index is None else value[index]
+    for number, (place, layout) in enumerate(zip(found.places, wanted, strict=True)):
+        tensor = call.at(place)
         if isinstance(tensor, Tensor) and (tensor.dim() or layout.partial):
             averaged = any(op == "avg" for _, op in layout.partial)
             if averaged and not bool((tensor.to(torch.complex128).abs() < AVERAGED).all()):
                 raise ShardwiseError("the average of such large numbers overflows")
             spec = DTensorSpec.from_layout(mesh_info, layout, contiguous_meta(tensor.shape, tensor.dtype))
-            made[where, index] = with_spec(tensor, spec, seed=number)
+            made[place] = with_spec(tensor, spec, seed=number)
     if not made:
         raise ShardwiseError("no operand to distribute")
     for argument in tensor_arguments(call.func):
@@ -231,29 +224,27 @@ def _distributed(call: Recorded, found: BoundCall, mesh_info: MeshInfo, wanted: 
     return made
 
 
-def _run(call: Recorded, given: dict[Place, DTensor]) -> list[Any]:
+def _run(call: Recorded, given: dict[Place, DTensor]) -> list[object]:
     """Return the results of a call, and its arguments after the call; those in `given` are distributed."""
 
-    def own(where: int | str, value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [given.get((where, i), _copied(element)) for i, element in enumerate(value)]
-        return given.get((where, None), _copied(value))
+    def own(place: Place, value: object) -> object:
+        return given.get(place, value.clone() if isinstance(value, Tensor) else value)
 
-    args = [own(i, value) for i, value in enumerate(call.args)]
-    kwargs = {name: own(name, value) for name, value in call.kwargs.items()}
+    args, kwargs = call.replaced(own)
     with torch.no_grad():
         return pytree.tree_leaves((call.func(*args, **kwargs), args, kwargs))
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def tolerances(dtype: torch.dtype) -> tuple[float, float]:
+    """Return the relative and absolute tolerance for sums in another order."""
+    return (5e-2, 5e-2) if dtype in HALF else (1e-4, 1e-5)
 
 
-def _compare(wanted: list[Any], found: list[Any]) -> None:
+def _compare(wanted: list[object], found: list[object]) -> None:
     for want, have in zip(wanted, found, strict=True):
         if not isinstance(want, Tensor):
             assert want == have or want != want, f"{have!r} instead of {want!r}"
             continue
         value = assemble(have) if isinstance(have, DTensor) else have
-        rtol, atol = (5e-2, 5e-2) if want.dtype in HALF else (1e-4, 1e-5)
+        rtol, atol = tolerances(want.dtype)
         torch.testing.assert_close(value, want, rtol=rtol, atol=atol, equal_nan=True, check_stride=False)

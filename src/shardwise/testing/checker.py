@@ -6,16 +6,18 @@ Checked(cases=50, skipped=0)
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
+from .._torch import pytree
 from ..errors import LayoutError
 from ..sharding.placement import Partial, Placement, Replicate, Shard
 from ..tensor.dtensor import DTensor
@@ -37,8 +39,8 @@ class Mismatch(AssertionError):
 
 
 def check(
-    fn: Callable[..., Any],
-    *args: Any,
+    fn: Callable[..., object],
+    *args: object,
     meshes: Sequence[tuple[int, ...]] = MESHES,
     partial: Sequence[str] = ("sum",),
     limit: int = 60,
@@ -47,7 +49,7 @@ def check(
     atol: float = 1e-5,
     seed: int = 0,
     placements: Sequence[Sequence[Sequence[Placement]]] | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Checked:
     """Compare `fn` on distributed tensors with `fn` on the plain ones, for every placement of every tensor argument.
 
@@ -55,8 +57,8 @@ def check(
     chosen by `seed`. Floating-point tensors are also tried as Partial. With `grad`, gradients of a random weighted
     sum of all floating-point results are compared too, and so are tensors that `fn` writes.
     """
-    plain = plain_run(fn, args, kwargs, grad, seed)
-    tensors = [value for value in _leaves((args, kwargs)) if isinstance(value, Tensor)]
+    call = Sample(fn, args, kwargs, grad)
+    plain, tensors = call.plain(seed), call.tensors
     cases = skipped = 0
     for mesh_sizes in meshes:
         with simulate(math.prod(mesh_sizes)):
@@ -68,7 +70,12 @@ def check(
                 except LayoutError:
                     skipped += 1
                     continue
-                _compare(fn, args, kwargs, made, plain, grad, seed, choice, mesh, rtol, atol)
+                try:
+                    _compare(plain, call.run(made, seed), rtol, atol)
+                except Exception as error:
+                    name, where = getattr(fn, "__name__", fn), [list(p) for p in choice]
+                    error.add_note(f"in {name} with {where} on a mesh of {mesh_sizes}")
+                    raise
                 cases += 1
     return Checked(cases, skipped)
 
@@ -100,50 +107,54 @@ def _choices(
         yield tuple(chooser.choice(choices) for choices in options)
 
 
-class _Run(NamedTuple):
-    results: list[Any]
+class Answer(NamedTuple):
+    """The results of a call, the gradients of the tensors among its arguments, and these tensors after the call."""
+
+    results: list[object]
     gradients: list[Tensor | None]
-    inputs: list[Tensor]
+    arguments: list[Tensor]
 
 
-def plain_run(fn: Callable[..., Any], args: Any, kwargs: Any, grad: bool, seed: int) -> _Run:
-    """Return the one-device answer: results, gradients, and the arguments after the call."""
-    copies = {id(t): _leaf(t.detach().clone(), grad) for t in _leaves((args, kwargs)) if isinstance(t, Tensor)}
-    return _run(fn, args, kwargs, copies, list(copies.values()), grad, seed)
+class Sample(NamedTuple):
+    """One call: a function and its arguments, and whether gradients of it can be compared."""
+
+    fn: Callable[..., object]
+    args: Sequence[object]
+    kwargs: Mapping[str, object]
+    grad: bool = True
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return tensors_in((self.args, self.kwargs))
+
+    def plain(self, seed: int = 0) -> Answer:
+        """Return the one-device answer. The seed chooses the weights of the results in the backward."""
+        return self.run([tensor.detach().clone() for tensor in self.tensors], seed)
+
+    def run(self, given: Sequence[Tensor], seed: int = 0) -> Answer:
+        """Return the answer of the function with these tensors in the place of its own."""
+        leaves = {id(own): self._leaf(tensor) for own, tensor in zip(self.tensors, given, strict=True)}
+        # PyTorch refuses to write to a leaf that requires grad, so the function gets a tensor computed from it.
+        seen = {key: t * 1 if t.requires_grad else t.clone() for key, t in leaves.items()}
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: seen[id(t)], (self.args, self.kwargs))
+        results: list[object] = pytree.tree_leaves(self.fn(*args, **kwargs))
+        gradients: list[Tensor | None] = [None] * len(leaves)
+        outputs = [r for r in results if isinstance(r, Tensor) and r.requires_grad]
+        if self.grad and outputs:
+            products = [output * _weight(output, seed + i) for i, output in enumerate(outputs)]
+            sums = [(product.real if product.is_complex() else product).sum() for product in products]
+            wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
+            found = iter(torch.autograd.grad(functools.reduce(torch.add, sums), wanted, allow_unused=True))
+            gradients = [next(found) if leaf.requires_grad else None for leaf in leaves.values()]
+        return Answer(results, gradients, list(seen.values()))
+
+    def _leaf(self, tensor: Tensor) -> Tensor:
+        differentiable = tensor.is_floating_point() or tensor.is_complex()
+        return tensor.requires_grad_() if self.grad and differentiable else tensor
 
 
-def _leaf(tensor: Tensor, grad: bool) -> Tensor:
-    differentiable = tensor.is_floating_point() or tensor.is_complex()
-    return tensor.requires_grad_() if grad and differentiable else tensor
-
-
-def _run(
-    fn: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    given: dict[int, Tensor],
-    leaves: list[Tensor],
-    grad: bool,
-    seed: int,
-) -> _Run:
-    # PyTorch refuses to write to a leaf that requires grad, so the function gets a tensor computed from it.
-    seen = {key: t * 1 if t.requires_grad else t.clone() for key, t in given.items()}
-    results = list(_leaves(fn(*_replaced(args, seen), **_replaced(kwargs, seen))))
-    gradients: list[Tensor | None] = [None] * len(leaves)
-    outputs = [r for r in results if isinstance(r, Tensor) and r.requires_grad]
-    if grad and outputs:
-        total: Any = 0
-        for i, output in enumerate(outputs):
-            weight = _weight(output, seed + i)
-            product = output * weight
-            total = total + (product.real if product.is_complex() else product).sum()
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        found = iter(torch.autograd.grad(total, wanted, allow_unused=True))
-        gradients = [next(found) if leaf.requires_grad else None for leaf in leaves]
-    return _Run(results, gradients, list(seen.values()))
-
-
-def _weight(output: Tensor, seed: int) -> Any:
+def _weight(output: Tensor, seed: int) -> Tensor:
     """Return random weights of the shape of an output; replicated if the output is distributed."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(tuple(output.shape), generator=generator, dtype=torch.float64).to(output.dtype)
@@ -152,38 +163,13 @@ def _weight(output: Tensor, seed: int) -> Any:
     return weight
 
 
-def _compare(
-    fn: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    made: list[DTensor],
-    plain: _Run,
-    grad: bool,
-    seed: int,
-    choice: Sequence[Sequence[Placement]],
-    mesh: DeviceMesh,
-    rtol: float,
-    atol: float,
-) -> None:
-    originals = [value for value in _leaves((args, kwargs)) if isinstance(value, Tensor)]
-    leaves = [_leaf(tensor, grad) for tensor in made]
-    given = {id(original): leaf for original, leaf in zip(originals, leaves, strict=True)}
-    where = f"{getattr(fn, '__name__', fn)} with {[list(p) for p in choice]} on a mesh of {tuple(mesh.shape)}"
-    try:
-        run = _run(fn, args, kwargs, given, list(given.values()), grad, seed)
-        pairs = [*zip(plain.results, run.results, strict=True)]
-        for kind, wanted, found in (
-            *(("result", w, f) for w, f in pairs),
-            *(("gradient", w, f) for w, f in zip(plain.gradients, run.gradients, strict=True)),
-            *(("argument", w, f) for w, f in zip(plain.inputs, run.inputs, strict=True)),
-        ):
-            _same(kind, wanted, found, rtol, atol)
-    except Exception as error:
-        error.add_note(f"in {where}")
-        raise
+def _compare(plain: Answer, distributed: Answer, rtol: float, atol: float) -> None:
+    for kind in Answer._fields:
+        for wanted, found in zip(getattr(plain, kind), getattr(distributed, kind), strict=True):
+            _same(kind.removesuffix("s"), wanted, found, rtol, atol)
 
 
-def _same(kind: str, wanted: Any, found: Any, rtol: float, atol: float) -> None:
+def _same(kind: str, wanted: object, found: object, rtol: float, atol: float) -> None:
     if not isinstance(wanted, Tensor):
         if isinstance(wanted, float):
             torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol, equal_nan=True)
@@ -194,7 +180,9 @@ def _same(kind: str, wanted: Any, found: Any, rtol: float, atol: float) -> None:
         if wanted.count_nonzero():
             raise Mismatch(f"{kind}: nothing instead of {wanted}")
         return
-    value: Tensor = found
+    if not isinstance(found, Tensor):
+        raise Mismatch(f"{kind}: {found!r} instead of a tensor")
+    value = found
     if isinstance(found, DTensor):
         with torch.no_grad():
             value = common(found.full_tensor())
@@ -205,22 +193,6 @@ def _same(kind: str, wanted: Any, found: Any, rtol: float, atol: float) -> None:
     )
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for element in value:
-            yield from _leaves(element)
-    elif isinstance(value, dict):
-        for element in value.values():
-            yield from _leaves(element)
-    else:
-        yield value
-
-
-def _replaced(value: Any, by: dict[int, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return by[id(value)]
-    if isinstance(value, (list, tuple)):
-        return type(value)(_replaced(element, by) for element in value)
-    if isinstance(value, dict):
-        return {name: _replaced(element, by) for name, element in value.items()}
-    return value
+def tensors_in(tree: object) -> list[Tensor]:
+    """Return the tensors in nested tuples, lists and dicts."""
+    return [value for value in pytree.tree_leaves(tree) if isinstance(value, Tensor)]

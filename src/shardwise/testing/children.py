@@ -15,10 +15,13 @@ import selectors
 import signal
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
+
+K = TypeVar("K")
+R = TypeVar("R")
 
 
 class Lost(NamedTuple):
@@ -27,20 +30,20 @@ class Lost(NamedTuple):
     reason: str
 
 
-class _Child(NamedTuple):
-    name: Hashable
+class _Child(NamedTuple, Generic[K]):
+    name: K
     pid: int
     deadline: float
     received: list[bytes]
 
 
 def in_children(
-    jobs: Mapping[Any, Callable[[], Any]], count: int = 2, seconds: float = 120.0
-) -> Iterator[tuple[Any, Any]]:
+    jobs: Mapping[K, Callable[[], R]], count: int = 2, seconds: float = 120.0
+) -> Iterator[tuple[K, R | Lost]]:
     """Yield the result of each job when it is ready, or `Lost` if there is none. `count` jobs run at a time."""
     waiting = list(jobs.items())[::-1]
     selector = selectors.DefaultSelector()
-    running: dict[int, _Child] = {}
+    running: dict[int, _Child[K]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < count:
@@ -64,7 +67,7 @@ def in_children(
         selector.close()
 
 
-def _fork(work: Callable[[], Any]) -> tuple[int, int]:
+def _fork(work: Callable[[], object]) -> tuple[int, int]:
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks in processes with threads
@@ -76,7 +79,7 @@ def _fork(work: Callable[[], Any]) -> tuple[int, int]:
     return pid, read
 
 
-def _answer(work: Callable[[], Any], write: int) -> NoReturn:
+def _answer(work: Callable[[], object], write: int) -> NoReturn:
     """Run the job in the child and send its result. Never returns to the caller's code."""
     try:
         faulthandler.disable()
@@ -85,7 +88,7 @@ def _answer(work: Callable[[], Any], write: int) -> NoReturn:
             os.dup2(nowhere, stream)  # crashing kernels print to these
         torch.set_num_threads(1)
         try:
-            answer = work()
+            answer: object = work()
         except Exception as error:
             answer = Lost(f"{type(error).__name__}: {error}")
         with os.fdopen(write, "wb") as pipe:
@@ -94,7 +97,7 @@ def _answer(work: Callable[[], Any], write: int) -> NoReturn:
         os._exit(0)
 
 
-def _ended(child: _Child, pipe: int, late: bool) -> Any:
+def _ended(child: _Child[K], pipe: int, late: bool) -> Any:
     if late:
         os.kill(child.pid, signal.SIGKILL)
     os.waitpid(child.pid, 0)

@@ -14,14 +14,12 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from .._torch import pytree
 from .._torch.ops import OpOverload
 from ..errors import InputError
-from ..notation import parse
 from ..notation.schema import overload_key
 from ..ops.call import Call
 from ..ops.generated import Line
@@ -52,11 +50,6 @@ class Discovered:
         """Return the rule of a call; None if no line fits it."""
         return next((line.rule for line in self.lines if line.fits(call)), None)
 
-    @property
-    def copes_with_empty(self) -> bool:
-        """Whether the op must run on empty shards too: some result is the same on all ranks."""
-        return any("same" in parse(line.rule).reduce for line in self.lines)
-
     def __bool__(self) -> bool:
         return bool(self.lines)
 
@@ -68,7 +61,7 @@ class Discovered:
 
 def discover(
     op: OpOverload,
-    samples: Iterable[Sequence[Any] | tuple[Sequence[Any], dict[str, Any]]],
+    samples: Iterable[Sequence[object]],
     *,
     passing: str = "",
     seed: int = 0,
@@ -93,11 +86,11 @@ def discover(
     return Discovered(op, tuple(lines), problem)
 
 
-def _call(op: OpOverload, sample: Any) -> Recorded:
-    pair = len(sample) == 2 and isinstance(sample[0], (tuple, list)) and isinstance(sample[1], dict)
-    args, kwargs = sample if pair else (sample, {})
-    own = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (tuple(args), dict(kwargs)))
-    return Recorded(op, *own)
+def _call(op: OpOverload, sample: Sequence[object]) -> Recorded:
+    own = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), tuple(sample))
+    if len(own) == 2 and isinstance(own[0], (tuple, list)) and isinstance(own[1], dict):
+        return Recorded(op, tuple(own[0]), own[1])
+    return Recorded(op, own, {})
 
 
 # ---- in the child ---------------------------------------------------------------------------------------------------

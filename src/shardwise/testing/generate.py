@@ -13,15 +13,13 @@ import argparse
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
-from .._torch import pytree
 from .._torch.ops import OpOverload
 from ..notation.schema import operands_of, overload_key, overloads, variant_of
 from ..ops import generated
@@ -29,11 +27,12 @@ from ..ops.generated import Line
 from ..ops.resolve import NEEDS_DATA
 from ..ops.served import served_by
 from .calls import try_call
+from .checker import Sample, tensors_in
 from .children import Lost, in_children
 from .discovery import found_lines
 from .probe_samples import PROBED
 from .recording import Recorded, call_key, recorded
-from .samples import Sample, names, samples
+from .samples import names, samples
 
 SAMPLES = 12  # of an entry
 CALLS = 80  # of an op
@@ -45,6 +44,12 @@ HEADER = """\
 # Do not edit: a hand-written rule belongs in the file of its family, and takes precedence over this table.
 # Each line: the op, the calls it is for (ranks of operands, values of arguments; nothing: all calls), the rule.
 """
+
+Portable = tuple[str, tuple[object, ...], dict[str, object]]
+"""A call with the name of its op, which unlike the op can be pickled."""
+
+K = TypeVar("K")
+R = TypeVar("R")
 
 
 def has_no_rule(func: OpOverload) -> bool:
@@ -63,23 +68,18 @@ def all_samples(name: str) -> list[Sample]:
     return samples(name, SAMPLES, 0)
 
 
-def calls_of(entries: Sequence[str]) -> list[Recorded]:
+def calls_of(entries: Sequence[str]) -> list[Portable]:
     """Return the calls of probed ops that these entries make."""
-    found: dict[Any, Recorded] = {}
+    found: dict[Hashable, Recorded] = {}
     for name in entries:
         for sample in all_samples(name):
-            calls = recorded(sample.fn, sample.args, sample.kwargs, sample.grad)
+            calls = recorded(*sample)
             found |= {call_key(*call): call for call in calls or () if has_no_rule(call.func) and _is_dense(call)}
-    return [_portable(call) for call in found.values()]
+    return [(overload_key(call.func), call.args, call.kwargs) for call in found.values()]
 
 
 def _is_dense(call: Recorded) -> bool:
-    tensors = [value for value in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(value, Tensor)]
-    return all(tensor.layout is torch.strided for tensor in tensors)
-
-
-def _portable(call: Recorded) -> Any:
-    return overload_key(call.func), call.args, call.kwargs  # an op cannot be pickled, but its name can
+    return all(tensor.layout is torch.strided for tensor in tensors_in(call))
 
 
 def _op(key: str) -> OpOverload | None:
@@ -91,12 +91,12 @@ def _op(key: str) -> OpOverload | None:
 def collected(entries: Sequence[str]) -> dict[str, list[Recorded]]:
     """Return the calls to probe, by op."""
     chunks = [entries[i : i + CHUNK] for i in range(0, len(entries), CHUNK)]
-    answers = _results_of("running entries", {i: partial(calls_of, chunk) for i, chunk in enumerate(chunks)})
-    crashed = [name for i, chunk in enumerate(chunks) if isinstance(answers[i], Lost) for name in chunk]
+    answers = _results_of("running entries", {str(i): partial(calls_of, chunk) for i, chunk in enumerate(chunks)})
+    crashed = [name for i, chunk in enumerate(chunks) if isinstance(answers[str(i)], Lost) for name in chunk]
     alone = {name: partial(calls_of, [name]) for name in crashed}
     answers |= _results_of("running entries of chunks that crashed", alone) if alone else {}
-    calls: dict[str, dict[Any, Recorded]] = {}
-    for _, answer in sorted(answers.items(), key=lambda item: str(item[0])):
+    calls: dict[str, dict[Hashable, Recorded]] = {}
+    for _, answer in sorted(answers.items(), key=lambda item: item[0]):
         for key, args, kwargs in () if isinstance(answer, Lost) else answer:
             op = _op(key)
             if op is not None:
@@ -111,12 +111,11 @@ def probed(calls: dict[str, list[Recorded]]) -> Iterator[tuple[str, list[Line], 
     again = [op for op, answer in answers.items() if answer == Lost("crash")]
     gently = {op: partial(found_lines, calls[op], "", 0, gentle=True) for op in again}
     answers |= _results_of("probing ops gently", gently) if again else {}
-    for op, answer in sorted(answers.items()):
-        lines, problem = ([], answer.reason) if isinstance(answer, Lost) else answer
-        yield op, lines, problem
+    for op, answer in sorted(answers.items(), key=lambda item: item[0]):
+        yield (op, [], answer.reason) if isinstance(answer, Lost) else (op, *answer)
 
 
-def _results_of(what: str, jobs: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
+def _results_of(what: str, jobs: Mapping[K, Callable[[], R]]) -> dict[K, R | Lost]:
     """Run jobs in child processes, and print the progress."""
     answers, start = {}, time.monotonic()
     for name, answer in in_children(jobs, seconds=SECONDS):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -39,7 +39,7 @@ def says(text: str, setup: ProbeCall, cuts: Sequence[Cut]) -> bool:
     if results is None:
         return True
     listed = [str(result.type) == "List[Tensor]" for result in setup.func._schema.returns] or [False] * len(results)
-    outputs: list[Any] = [
+    outputs = [
         [tuple(t.shape) for t in tensors] if many else tuple(tensors[0].shape)
         for tensors, many in zip(results, listed, strict=True)
     ]
@@ -54,7 +54,7 @@ def says(text: str, setup: ProbeCall, cuts: Sequence[Cut]) -> bool:
     return _allowed(bound) == {_Allowed(cut.dims, _places(cut), _reductions(cut)) for cut in cuts}
 
 
-def _shape(value: Any) -> Any:
+def _shape(value: object) -> object:
     if isinstance(value, Tensor):
         return tuple(value.shape)
     return [_shape(element) for element in value] if isinstance(value, (list, tuple)) else None
@@ -86,7 +86,7 @@ def _allowed(bound: Bound) -> set[_Allowed]:
     return found
 
 
-def _where(tensors: Sequence[Any], factor: int) -> tuple[tuple[int, int], ...]:
+def _where(tensors: Sequence[object], factor: int) -> tuple[tuple[int, int], ...]:
     places = []
     for i, tensor in enumerate(tensors):
         for one in tensor if isinstance(tensor, tuple) and not isinstance(tensor, BoundTensor) else (tensor,):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..notation import parse
 from ..notation.schema import KINDS, operands_of
@@ -34,10 +34,10 @@ class Group(NamedTuple):
     calls: list[ProbeCall]
     cuts: list[Cut]
     ranks: tuple[str, ...]
-    statics: dict[str, Any]
+    statics: dict[str, object]
 
 
-def kind_of(setup: ProbeCall) -> tuple[tuple[str, ...], dict[str, Any]]:
+def kind_of(setup: ProbeCall) -> tuple[tuple[str, ...], dict[str, object]]:
     """Return the ranks of a call's operands, and the other arguments that a rule may read."""
     operands = {argument.name for argument in operands_of(setup.func)}
     statics = {}
@@ -69,7 +69,7 @@ def tokens(group: Group) -> tuple[Tokens, Tokens, list[str]]:
         ranks = {t.dim() for t in tensors}
         results.append(["_"] * ranks.pop() if len(ranks) == 1 else ["_.."])
     reduce = ["sum"] * len(results)
-    sizes: dict[str, Any] = {}
+    sizes: dict[str, list[str]] = {}
     names = iter("abcdefghijklmnopqrstuvwxyz")
     for cut in sorted(group.cuts, key=lambda cut: cut.dims):
         name = next(names)
@@ -192,9 +192,10 @@ def _is_varied(name: str, groups: Sequence[Group]) -> bool:
         for group, value in zip(groups, values, strict=True):
             ndim = max((t.dim() for t in group.calls[0].tensors(0)), default=0)
             given = value if isinstance(value, list) else [value]
-            if any(type(dim) is not int for dim in given):
+            dims = [dim % max(ndim, 1) for dim in given if type(dim) is int]
+            if len(dims) < len(given):
                 return False
-            seen.setdefault(ndim, set()).update(dim % max(ndim, 1) for dim in given)
+            seen.setdefault(ndim, set()).update(dims)
         return all(len(dims) == ndim for ndim, dims in seen.items())
     different = {repr(value) for value in values}
     return len(different) > (1 if all(isinstance(value, bool) for value in values) else 2)

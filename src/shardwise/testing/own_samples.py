@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Row = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+Row = tuple[Callable[..., object], tuple[object, ...], dict[str, object]]
+"""One call: a function, its arguments, and its keyword arguments."""
+
 aten = torch.ops.aten
 
 
@@ -51,8 +52,8 @@ def _foreach() -> list[Row]:
 
 
 def _foreach_in_place() -> list[Row]:
-    def in_place(op: Callable[..., Any]) -> Callable[..., Any]:
-        def call(lists: list[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+    def in_place(op: Callable[..., object]) -> Callable[..., object]:
+        def call(lists: list[Tensor], *args: object, **kwargs: object) -> list[Tensor]:
             lists = [tensor.clone() for tensor in lists]
             op(lists, *args, **kwargs)
             return lists
@@ -73,8 +74,8 @@ def _fused() -> list[Row]:
     adam = {**options, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "amsgrad": False}
     sgd = {**options, "momentum": 0.9, "dampening": 0.0, "nesterov": False, "is_first_step": False}
 
-    def step(op: Callable[..., Any], lists: int, **settings: Any) -> Callable[..., Any]:
-        def call(*given: list[Tensor]) -> Any:
+    def step(op: Callable[..., object], lists: int, **settings: object) -> Callable[..., object]:
+        def call(*given: list[Tensor]) -> object:
             state = [[tensor.clone() for tensor in tensors] for tensors in given]
             extra = [] if lists == 3 else [[], [torch.tensor(3.0) for _ in given[0]]]
             op(*state, *extra, **settings)
@@ -83,7 +84,7 @@ def _fused() -> list[Row]:
         call.__name__ = op.__name__
         return call
 
-    def of(op: Callable[..., Any], lists: int, settings: dict[str, Any]) -> Row:
+    def of(op: Callable[..., object], lists: int, settings: Mapping[str, object]) -> Row:
         given = _lists(lists)
         if lists == 4:
             given = (*given[:3], [tensor.abs() for tensor in given[3]])
@@ -145,7 +146,7 @@ def _norms() -> list[Row]:
     ]
 
 
-def _mesh_infos() -> list[Row]:
+def _views() -> list[Row]:
     x = random_values(4, 6, 5)
     rows: list[Row] = [
         (Tensor.reshape, (x, shape), {}) for shape in ((24, 5), (4, 30), (2, 2, 6, 5), (4, 2, 3, 5), (8, 3, 5), (120,))
@@ -202,7 +203,7 @@ OWN: dict[str, Callable[[], list[Row]]] = {
     "own:embedding": _embedding,
     "own:losses": _losses,
     "own:norms": _norms,
-    "own:views": _mesh_infos,
+    "own:views": _views,
     "own:direct": _direct,
 }
 """What there are samples of, by the name of the entry."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from .._torch import pytree
 from ..dispatch.bind_call import BoundCall, Place
 from ..sharding.mesh import MeshInfo
 from .calls import bound_call
+from .checker import tensors_in
 from .combine import Way, ways_of_tensor
 from .recording import Recorded
 
@@ -91,8 +92,8 @@ def _ways_of_one(call: Recorded, found: BoundCall, factor: int, bounds: list[int
     if not cut:
         return None
     try:
-        whole = _tensors(call.func(*call.args, **call.kwargs))
-        pieces = [_tensors(_on_piece(call, cut, start, stop)) for start, stop in itertools.pairwise(bounds)]
+        whole = tensors_in(call.func(*call.args, **call.kwargs))
+        pieces = [tensors_in(_on_piece(call, cut, start, stop)) for start, stop in itertools.pairwise(bounds)]
     except Exception:
         return None
     if not whole or any(len(piece) != len(whole) for piece in pieces):
@@ -111,22 +112,16 @@ def _dims_to_cut(found: BoundCall, factor: int) -> dict[Place, int] | None:
     return cut
 
 
-def _on_piece(call: Recorded, cut: dict[Place, int], start: int, stop: int) -> Any:
-    def piece(where: int | str, value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [part(element, cut.get((where, i))) for i, element in enumerate(value)]
-        return part(value, cut.get((where, None)))
+def _on_piece(call: Recorded, cut: dict[Place, int], start: int, stop: int) -> object:
+    def part(place: Place, value: object) -> object:
+        dim = cut.get(place)
+        if dim is None or not isinstance(value, Tensor):
+            return value
+        return value.narrow(dim, start, stop - start).clone()
 
-    def part(value: Any, dim: int | None) -> Any:
-        return value if dim is None else value.narrow(dim, start, stop - start).clone()
-
-    args = [piece(i, value) for i, value in enumerate(call.args)]
-    return call.func(*args, **{name: piece(name, value) for name, value in call.kwargs.items()})
+    args, kwargs = call.replaced(part)
+    return call.func(*args, **kwargs)
 
 
 def _names(ways: Iterable[Way]) -> set[str]:
     return {f"{way} {dim}" if way == "concat" else way for way, dim in ways}
-
-
-def _tensors(result: Any) -> list[Tensor]:
-    return [value for value in pytree.tree_leaves(result) if isinstance(value, Tensor)]

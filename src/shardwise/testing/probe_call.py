@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .._torch import pytree
 from ..notation.schema import operands_of, tensor_arguments
+from .checker import tensors_in
 from .recording import Recorded
 
 KINDS_OF_DATA = ("shuffled", "signs", "tails")
@@ -40,8 +41,7 @@ class ProbeCall:
 
     def tensors(self, operand: int) -> list[Tensor]:
         """Return the tensors of an operand: one, those of a list, or none."""
-        value = self.arguments.get(self.names[operand])
-        return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+        return tensors_in(self.arguments.get(self.names[operand]))
 
     def size(self, operand: int, dim: int) -> int | None:
         """Return the size of a dim; None if the tensors of a list differ in it."""
@@ -94,7 +94,7 @@ class ProbeCall:
         return flat if all(isinstance(t, Tensor) for tensors in flat for t in tensors) else None
 
 
-def generator_of(*seed: Any) -> torch.Generator:
+def generator_of(*seed: object) -> torch.Generator:
     """Return a generator seeded by these values."""
     return torch.Generator().manual_seed(random.Random(repr(seed)).getrandbits(48))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -146,7 +145,7 @@ def _ctc() -> list[Row]:
             times, sizes = (torch.tensor(length) for length in lengths)
             rows.append((aten._ctc_loss.Tensor, (scores, targets, times, sizes, blank, zero), {}))
             loss, alpha = aten._ctc_loss.Tensor(scores, targets, times, sizes, blank, zero)
-            given: tuple[Any, ...] = (_positive(3), scores, targets, times, sizes, loss, alpha, blank, zero)
+            given: tuple[object, ...] = (_positive(3), scores, targets, times, sizes, loss, alpha, blank, zero)
             rows.append((aten._ctc_loss_backward.Tensor, given, {}))
     return rows
 

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from torch import Tensor
 from .._torch import pytree
 from .._torch.modes import TorchDispatchMode
 from .._torch.ops import OpOverload
-from .checker import plain_run
+from ..dispatch.bind_call import Place
+from .checker import Sample, tensors_in
 
 INDEFINITE = ("empty", "resize")
 """Parts of names of ops whose results are undefined."""
@@ -25,11 +26,28 @@ class Recorded(NamedTuple):
     """One call of an op, with its own copies of plain tensors."""
 
     func: OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+
+    def at(self, place: Place) -> object:
+        """Return the argument at this place, or the element of a list."""
+        where, index = place
+        value = self.args[where] if isinstance(where, int) else self.kwargs[where]
+        return value[index] if index is not None and isinstance(value, (list, tuple)) else value
+
+    def replaced(self, change: Callable[[Place, object], object]) -> tuple[list[object], dict[str, object]]:
+        """Return the arguments with every value, also in lists, replaced by `change(place, value)`."""
+
+        def one(where: int | str, value: object) -> object:
+            if isinstance(value, (list, tuple)):
+                return [change((where, i), element) for i, element in enumerate(value)]
+            return change((where, None), value)
+
+        args = [one(i, value) for i, value in enumerate(self.args)]
+        return args, {name: one(name, value) for name, value in self.kwargs.items()}
 
 
-def call_key(func: OpOverload, args: Any, kwargs: Any) -> Hashable:
+def call_key(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> Hashable:
     """Return a key that differs for calls that a rule may treat differently."""
     return func, str(pytree.tree_map_only(Tensor, lambda t: (tuple(t.shape), t.dtype), (args, kwargs)))
 
@@ -42,7 +60,13 @@ class Recorder(TorchDispatchMode):
         self.calls: dict[Hashable, Recorded] = {}
         self.draws = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         self.draws |= _draws(func, kwargs)
         key = call_key(func, args, kwargs)
@@ -52,23 +76,22 @@ class Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _draws(func: OpOverload, kwargs: dict[str, Any]) -> bool:
+def _draws(func: OpOverload, kwargs: Mapping[str, object]) -> bool:
     # The checker draws its weights from a generator; attention draws for dropout, which is off.
     seeded = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
     return seeded and "attention" not in func._schema.name
 
 
 def recorded(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], grad: bool = True
+    fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], grad: bool = True
 ) -> list[Recorded] | None:
     """Return the ops that a function and its backward call, once for each shape; None if it draws random numbers."""
     with Recorder() as recorder:
-        plain_run(fn, args, kwargs, grad, 0)
+        Sample(fn, args, kwargs, grad).plain()
     if recorder.draws:
         return None
     return [call for call in recorder.calls.values() if _is_definite(call)]
 
 
 def _is_definite(call: Recorded) -> bool:
-    tensors = [value for value in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(value, Tensor)]
-    return bool(tensors) and not any(part in call.func._schema.name for part in INDEFINITE)
+    return bool(tensors_in(call)) and not any(part in call.func._schema.name for part in INDEFINITE)

@@ -12,14 +12,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._torch import pytree
 from .._torch.testing import OpInfo, operator_database
-from .checker import plain_run
+from .checker import Sample
 from .own_samples import OWN
 
 DTYPES = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128)
@@ -33,15 +32,6 @@ STEPS |= {torch.float16: 2.0**5, torch.bfloat16: 2.0**2}
 
 SKIPPED = ("empty", "jiterator", "sparse", "quant", "uniform", "resize_", "to_sparse", "as_strided", "_refs", "chalf")
 """Parts of names of entries with undefined results, or for other kinds of tensors."""
-
-
-class Sample(NamedTuple):
-    """One call: a function and its arguments, and whether gradients of it can be compared."""
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    grad: bool = True
 
 
 @lru_cache(maxsize=1)
@@ -67,15 +57,15 @@ def _differentiable(sample: Sample) -> Sample | None:
     """Return the sample with gradients of all tensors, of the first, or of none; None if PyTorch itself refuses it."""
     for tried in (sample, sample._replace(fn=_of_first_tensor(sample.fn)), sample._replace(grad=False)):
         try:
-            plain_run(*tried, 0)
+            tried.plain()
         except Exception:
             continue
         return tried
     return None
 
 
-def _of_first_tensor(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def call(first: Any, *args: Any, **kwargs: Any) -> Any:
+def _of_first_tensor(fn: Callable[..., object]) -> Callable[..., object]:
+    def call(first: object, *args: object, **kwargs: object) -> object:
         args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
         return fn(first, *args, **kwargs)
 
@@ -90,9 +80,9 @@ def _from_database(name: str) -> Iterator[Sample]:
         return
     for given in op.sample_inputs("cpu", dtype, requires_grad=False):
         args, kwargs = pytree.tree_map_only(Tensor, exact, ((given.input, *given.args), given.kwargs))
-        tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        if tensors and sum(tensor.numel() for tensor in tensors) <= LARGEST:
-            yield Sample(op.op, args, kwargs)
+        sample = Sample(op.op, args, kwargs)
+        if sample.tensors and sum(tensor.numel() for tensor in sample.tensors) <= LARGEST:
+            yield sample
 
 
 def exact(value: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from .._torch.modes import TorchDispatchMode
 from .._torch.ops import OpOverload
@@ -24,8 +23,8 @@ class rank_factories(TorchDispatchMode):
     """
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: OpOverload, types: object, args: Sequence[object] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         if not types and (by_rank(args) is not None or (kwargs and by_rank(list(kwargs.values())) is not None)):
             return implementation_of(func)(args, kwargs)
         return func(*args, **(kwargs or {}))

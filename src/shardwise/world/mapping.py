@@ -27,12 +27,12 @@ __all__ = ["by_rank", "flat", "join", "join_views", "map_op", "one_length", "run
 _SHARED = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 
 
-def run(op: RankOp, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+def run(op: RankOp, args: Sequence[object], kwargs: dict[str, object] | None) -> object:
     """Run an op that returns new tensors or values."""
     return join(map_op(op, args, kwargs), op.name)
 
 
-def run_view(op: RankOp, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+def run_view(op: RankOp, args: Sequence[object], kwargs: dict[str, object] | None) -> object:
     """Run an op that returns views of its first argument."""
     results = map_op(op, args, kwargs)
     return join_views(results, args[0]) if torch.is_inference_mode_enabled() else join(results, "view")
@@ -41,7 +41,7 @@ def run_view(op: RankOp, args: Sequence[Any], kwargs: dict[str, Any] | None) -> 
 # ---- splitting arguments ------------------------------------------------------------------------------------------
 
 
-def by_rank(value: object) -> Sequence[Any] | None:
+def by_rank(value: object) -> Sequence[object] | None:
     """Return what each rank gets of an argument, or None if all ranks get the argument unchanged."""
     if isinstance(value, RankTensor):
         return value.shards
@@ -69,21 +69,18 @@ def one_length(lengths: set[int]) -> int:
 # ---- calling ------------------------------------------------------------------------------------------------------
 
 
-def map_op(op: RankOp, args: Sequence[Any], kwargs: dict[str, Any] | None) -> list[Any]:
+def map_op(op: RankOp, args: Sequence[object], kwargs: dict[str, object] | None) -> list[object]:
     """Call an op on every rank and return the results of all ranks. This is the hot loop of a simulated world."""
-    columns: list[Any] = []
+    columns: list[Iterable[object]] = []
     n = 0
     for value in args:
         if type(value) is RankTensor:
-            column: Any = value.shards
-        elif type(value) in _SHARED:
+            column: Sequence[object] | None = value.shards
+        else:
+            column = None if type(value) in _SHARED else by_rank(value)
+        if column is None:
             columns.append(repeat(value))
             continue
-        else:
-            column = by_rank(value)
-            if column is None:
-                columns.append(repeat(value))
-                continue
         if n != len(column):
             n = one_length({n or len(column), len(column)})
         columns.append(column)
@@ -93,10 +90,10 @@ def map_op(op: RankOp, args: Sequence[Any], kwargs: dict[str, Any] | None) -> li
     return list(map(call, *columns))
 
 
-Call = tuple[list[Any], dict[str, Any]]
+Call = tuple[list[object], dict[str, object]]
 
 
-def _map_named(op: RankOp, columns: list[Any], kwargs: dict[str, Any], n: int) -> list[Any]:
+def _map_named(op: RankOp, columns: list[Iterable[object]], kwargs: dict[str, object], n: int) -> list[object]:
     """Call an op on every rank where arguments passed by name may differ between ranks, or the op is random."""
     named = {name: by_rank(value) for name, value in kwargs.items()}
     n = one_length({len(c) for c in named.values() if c is not None} | ({n} if n else set()))
@@ -112,7 +109,7 @@ def _map_named(op: RankOp, columns: list[Any], kwargs: dict[str, Any], n: int) -
 _drawing = threading.RLock()  # another thread's draw between two ranks' draws would make the ranks differ
 
 
-def _map_random(op: RankOp, calls: list[Call]) -> list[Any]:
+def _map_random(op: RankOp, calls: list[Call]) -> list[object]:
     """Call a random op on every rank as if each were a process with the same seed: all start from one state.
 
     Rank 0 draws last. It holds the largest shard, so the generator ends where it ends for rank 0.
@@ -120,7 +117,8 @@ def _map_random(op: RankOp, calls: list[Call]) -> list[Any]:
     row, by_name = calls[0]
     arguments = [*row, *by_name.values()]
     devices = (a.device for a in flat(arguments) if isinstance(a, torch.Tensor))
-    device = next(devices, by_name.get("device") or torch.device("cpu"))
+    named = by_name.get("device")
+    device = next(devices, named if isinstance(named, torch.device) else torch.device("cpu"))
     generator = generator_for(arguments, device)
     results = []
     with _drawing:
@@ -131,7 +129,7 @@ def _map_random(op: RankOp, calls: list[Call]) -> list[Any]:
     return results[::-1]
 
 
-def flat(values: Iterable[Any]) -> Iterator[Any]:
+def flat(values: Iterable[object]) -> Iterator[object]:
     """Iterate over the values in nested lists and tuples."""
     for value in values:
         if isinstance(value, (list, tuple)):
@@ -156,7 +154,7 @@ def join(results: Sequence[Any], name: str) -> Any:
     return agreed(results, name)
 
 
-def join_views(results: Sequence[Any], base: object) -> Any:
+def join_views(results: Sequence[object], base: object) -> Any:
     """Join results that are views of `base`."""
     if torch.is_inference_mode_enabled() and isinstance(base, torch.Tensor) and not base.is_inference():
         # A view shares the version counter of its base, which an inference tensor does not have.

@@ -7,7 +7,7 @@ so unless it is told to work alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -21,7 +21,7 @@ class ObjectCollectivesRefused:
     """From `start` to `stop`, the functions of torch.distributed that move objects raise an error."""
 
     def __init__(self) -> None:
-        self._originals: dict[str, Callable[..., Any]] = {}
+        self._originals: dict[str, Callable[..., object]] = {}
 
     def start(self) -> None:
         """Put the refusals in the place of the functions."""
@@ -34,7 +34,7 @@ class ObjectCollectivesRefused:
         for name, function in self._originals.items():
             self._set(name, function)
 
-    def _set(self, name: str, function: Callable[..., Any]) -> None:
+    def _set(self, name: str, function: Callable[..., object]) -> None:
         for module in _MODULES:
             setattr(module, name, function)
 

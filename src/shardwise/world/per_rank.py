@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import repeat
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -15,8 +15,10 @@ from .registry import current_world
 
 __all__ = ["map_ranks", "replicate"]
 
+T = TypeVar("T")
 
-def map_ranks(fn: Callable[..., Any], *tensors: Any) -> Any:
+
+def map_ranks(fn: Callable[..., T], *tensors: object) -> T:
     """Call `fn(rank, *local tensors)` for every rank and join the results. Autograd does not record it.
 
     >>> x = RankTensor([torch.ones(2), torch.ones(2)])
@@ -31,11 +33,7 @@ def map_ranks(fn: Callable[..., Any], *tensors: Any) -> Any:
     rows = [repeat(t, n) if c is None else c for t, c in zip(tensors, columns, strict=True)]
     with torch.no_grad():
         results = [fn(rank, *row) for rank, *row in zip(range(n), *rows, strict=True)]
-    return join([_detached(r) for r in results], "map_ranks")
-
-
-def _detached(result: Any) -> Any:
-    return result.detach() if isinstance(result, torch.Tensor) and result.requires_grad else result
+    return join([r.detach() if isinstance(r, torch.Tensor) and r.requires_grad else r for r in results], "map_ranks")
 
 
 def replicate(tensor: torch.Tensor, ranks: int | None = None) -> RankTensor:

@@ -102,7 +102,8 @@ class RankIntNode(NumberNode):
         return RankIntNode(answers)
 
     def _values_of(self, other: NumberNode) -> tuple[int, ...]:
-        values: tuple[int, ...] = other.values  # type: ignore[attr-defined]  # a SymInt's nodes are of one class
+        assert isinstance(other, RankIntNode), "a SymInt's nodes are of one class"
+        values = other.values
         if len(values) != len(self.values):
             raise WorldError(
                 f"sizes of {len(self.values)} ranks meet sizes of {len(values)} ranks",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
@@ -49,15 +49,19 @@ class RankTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if len(types) > 1 and not all(issubclass(t, RankTensor) for t in types):
             return NotImplemented  # another subclass, which may hold RankTensors, goes first
         return implementation_of(func)(args, kwargs)
 
     # ---- values that leave the tensor -----------------------------------------------------------------------------
 
-    def tolist(self) -> Any:
+    def tolist(self) -> list[Any]:
         return common(self).tolist()
 
     def numpy(self, *, force: bool = False) -> numpy.ndarray[Any, Any]:
@@ -110,7 +114,7 @@ class RankTensor(torch.Tensor):
         set_metadata(self, other)
         self.shards = other.shards
 
-    def backward(self, *args: Any, **kwargs: Any) -> None:
+    def backward(self, *args: object, **kwargs: object) -> None:
         from .factories import rank_factories
 
         with rank_factories():  # some backward formulas create tensors from sizes alone
@@ -118,7 +122,7 @@ class RankTensor(torch.Tensor):
 
     # ---- memory: the shards have it, a RankTensor does not ---------------------------------------------------------
 
-    def _no_memory(self, *_args: object, **_kwargs: object) -> Any:
+    def _no_memory(self, *_args: object, **_kwargs: object) -> NoReturn:
         raise WorldError("a RankTensor has no memory of its own", "use the tensors in `x.shards`")
 
     __dlpack__ = __dlpack_device__ = apply_ = map_ = map2_ = share_memory_ = _no_memory
@@ -165,9 +169,9 @@ def wrap(shards: tuple[torch.Tensor, ...]) -> RankTensor:
     n = len(shards)
     shapes = list(map(_shape_of, shards))
     strides = list(map(_stride_of, shards))
-    shape: Any = shapes[0]
-    stride: Any = strides[0]
-    if shapes.count(shape) != n or strides.count(stride) != n:
+    shape: Sequence[int | torch.SymInt] = shapes[0]
+    stride: Sequence[int | torch.SymInt] = strides[0]
+    if shapes.count(shapes[0]) != n or strides.count(strides[0]) != n:
         _check_shards(shards)
         sizes, steps = list(zip(*shapes, strict=True)), list(zip(*strides, strict=True))
         shape = list(map(rank_int, sizes))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from .rank_tensor import RankTensor, wrap
 __all__ = ["run_writing"]
 
 
-def run_writing(op: RankOp, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+def run_writing(op: RankOp, args: Sequence[object], kwargs: dict[str, object] | None) -> object:
     """Run an op that writes to some of its arguments on every rank."""
     kwargs = kwargs or {}
     originals = [args[i] if i < len(args) else kwargs.get(name) for i, name in op.writes]
@@ -54,7 +53,7 @@ def run_writing(op: RankOp, args: Sequence[Any], kwargs: dict[str, Any] | None) 
     )
 
 
-def _substitute(value: Any, copies: dict[int, RankTensor]) -> Any:
+def _substitute(value: object, copies: dict[int, RankTensor]) -> object:
     """Replace plain tensors by their per-rank copies."""
     if isinstance(value, (list, tuple)):
         return [_substitute(item, copies) for item in value]

@@ -56,8 +56,9 @@ def covered(
     for given, answer in in_children(jobs, CHILDREN, SECONDS * size):
         if isinstance(answer, Lost):
             kind = answer.reason if answer.reason in BAD else "error"
-            answer = [Outcome(name, kind, failures=[f"{kind}: {answer.reason}"]) for name in given]
-        yield from answer
+            yield from (Outcome(name, kind, failures=[f"{kind}: {answer.reason}"]) for name in given)
+        else:
+            yield from answer
 
 
 def _simulated(names: Sequence[str], effort: Effort, seed: int, sweep: Sweep) -> list[Outcome]:

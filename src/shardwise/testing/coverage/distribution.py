@@ -6,13 +6,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from .trial import Answer
+from ..checker import Answer
 
 FEWEST = 50  # numbers from which on frequencies are compared
 POOLS, FARTHER = 8, 1.5  # of plain calls, and how much farther apart the distributed ones may be
@@ -30,7 +29,7 @@ def other_seeds(number: int) -> Iterator[None]:
 def same_distribution(
     plain: Sequence[Answer],
     distributed: Sequence[Answer],
-    whole: Callable[[Any], Tensor],
+    whole: Callable[[object], Tensor],
     again: Callable[[int], Answer],
 ) -> bool:
     """Return whether plain and distributed calls draw from the same distribution, as far as these numbers show.
@@ -53,8 +52,8 @@ def same_distribution(
     return True
 
 
-def _pooled(tensors: Sequence[Tensor]) -> Tensor:
-    values = torch.cat([tensor.detach().flatten() for tensor in tensors])
+def _pooled(results: Sequence[object]) -> Tensor:
+    values = torch.cat([result.detach().flatten() for result in results if isinstance(result, Tensor)])
     values = torch.view_as_real(values).flatten() if values.is_complex() else values
     return values.double()[values.double().isfinite()]
 

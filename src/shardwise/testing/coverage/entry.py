@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,11 +24,12 @@ from ...ops.served import KINDS, served_by
 from ...sharding.placement import Partial, Placement, Replicate, Shard
 from ...sharding.spec import TensorMeta
 from ...tensor.dtensor import DTensor
+from ..checker import Answer
 from ..recording import Recorded
 from .distribution import other_seeds, same_distribution
 from .samples import MESHES, PLAIN, Placed, Sample, Sweep, choices, samples
 from .sides import Side, Simulated
-from .trial import Answer, Trial, called
+from .trial import Trial, called
 
 KEPT = 3  # failures of an entry that are reported
 MADE_OF = 4  # ops of a function that are named
@@ -146,7 +147,7 @@ def _text(error: Exception) -> str:
 
 
 def _described(sample: Sample) -> str:
-    def show(value: Any) -> str:
+    def show(value: object) -> str:
         if isinstance(value, Tensor):
             return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
         if isinstance(value, (list, tuple)) and any(isinstance(element, Tensor) for element in value):

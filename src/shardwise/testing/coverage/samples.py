@@ -10,7 +10,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from ..._torch import pytree
 from ..._torch.testing import OpInfo, operator_database
 from ...sharding.placement import Partial, Placement, Replicate, Shard
+from ..checker import tensors_in
 from ..samples import exact
 
 LARGEST = 4000  # elements of all tensors of a small sample
@@ -43,17 +44,17 @@ class Sample(NamedTuple):
     """One call from the database."""
 
     name: str
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    definite: Callable[[Any], Any]
+    fn: Callable[..., object]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    definite: Callable[[object], object]
     """Returns what is defined of the results: the absolute values of singular vectors, for example."""
     variant: str = "function"
 
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments, in order."""
-        return [value for value in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(value, Tensor)]
+        return tensors_in((self.args, self.kwargs))
 
 
 def dtype_of(name: str, sweep: Sweep) -> torch.dtype | None:
@@ -89,7 +90,7 @@ def _numel(sample: Sample) -> int:
     return sum(tensor.numel() for tensor in sample.tensors)
 
 
-def _variant(op: OpInfo, variant: str) -> Callable[..., Any] | None:
+def _variant(op: OpInfo, variant: str) -> Callable[..., object] | None:
     if variant == "inplace":
         return op.inplace_variant
     if variant == "out":
@@ -98,7 +99,7 @@ def _variant(op: OpInfo, variant: str) -> Callable[..., Any] | None:
 
 
 def _given(
-    name: str, op: OpInfo, fn: Callable[..., Any], dtype: torch.dtype, sweep: Sweep, seed: int
+    name: str, op: OpInfo, fn: Callable[..., object], dtype: torch.dtype, sweep: Sweep, seed: int
 ) -> Iterator[Sample]:
     """What the database gives, as tensors of our own; drawn again where that are too few samples for a choice."""
     grad = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex) and sweep.variant != "out"

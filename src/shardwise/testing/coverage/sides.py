@@ -7,8 +7,8 @@ ranks in this process; `Processes` is one of several processes. Another implemen
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,13 +23,13 @@ from ..values import assemble, make_dtensor
 class Side(Protocol):
     """An implementation of distributed tensors in a world of four ranks."""
 
-    def meshes(self, sizes: Sequence[tuple[int, ...]]) -> Any:
+    def meshes(self, sizes: Sequence[tuple[int, ...]]) -> AbstractContextManager[list[DeviceMesh]]:
         """Return a context with meshes of these sizes."""
 
     def make(self, value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], seed: int) -> Tensor:
         """Return the distributed tensor with this value."""
 
-    def global_value(self, found: Any) -> Tensor:
+    def global_value(self, found: object) -> Tensor:
         """Return the global value of a result; raises if ranks do not agree on it."""
 
     def settle(self, failed: bool) -> bool:
@@ -58,7 +58,7 @@ class Processes:
         """Return the distributed tensor with this value."""
         return make_dtensor(value, mesh, placements, seed=seed)
 
-    def global_value(self, found: Any) -> Tensor:
+    def global_value(self, found: object) -> Tensor:
         """Return the global value of a result."""
         if not isinstance(found, DTensor):
             raise TypeError(f"the result is a {type(found).__name__}, not a DTensor")
@@ -79,7 +79,7 @@ class Simulated(Processes):
         with simulate(4):
             yield [init_device_mesh("cpu", size) for size in sizes]
 
-    def global_value(self, found: Any) -> Tensor:
+    def global_value(self, found: object) -> Tensor:
         """Return the global value of a result, assembled from the shards of all ranks."""
         if isinstance(found, DTensor):
             return assemble(found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..._torch import pytree
 from ...sharding.placement import Placement, Replicate, Shard
-from ..calls import HALF
+from ..calls import tolerances
+from ..checker import Answer, tensors_in
 from ..recording import INDEFINITE, Recorder
 from .samples import Sample
 from .sides import Side
@@ -30,14 +31,6 @@ TIED = ("topk", "kthvalue", "median", "nanmedian", "mode")
 
 class Wrong(AssertionError):
     """The distributed answer is not the one-device answer."""
-
-
-class Answer(NamedTuple):
-    """The results of a call, the gradients of its arguments, and the arguments after the call."""
-
-    results: list[Any]
-    gradients: list[Tensor | None]
-    arguments: list[Tensor]
 
 
 Make = Callable[[Tensor, int], Tensor]
@@ -85,11 +78,11 @@ class Trial:
             found = torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
         return Answer(results, list(found), list(seen.values()))
 
-    def _outs(self, sample: Sample, make: Make) -> Any:
+    def _outs(self, sample: Sample, make: Make) -> object:
         """Return tensors for `out=`, filled with other numbers."""
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (sample.args, sample.kwargs))
         results = sample.fn(*args, **kwargs)
-        outs = [make(torch.full_like(t, t.dtype is torch.bool or 7), i) for i, t in enumerate(leaves(results))]
+        outs = [make(torch.full_like(t, t.dtype is torch.bool or 7), i) for i, t in enumerate(tensors_in(results))]
         return outs[0] if isinstance(results, Tensor) else outs if type(results) is list else tuple(outs)
 
     def compare(self, side: Side, mesh: DeviceMesh, placements: Sequence[Sequence[Placement]]) -> Answer:
@@ -106,7 +99,7 @@ class Trial:
             return side.make(value, mesh, [chooser.choice(options) for _ in mesh.shape], number)
 
         found = self.answer(make, cotangent)
-        for kind in ("results", "gradients", "arguments"):
+        for kind in Answer._fields:
             wanted, have = getattr(self.plain, kind), getattr(found, kind)
             if len(wanted) != len(have):
                 raise Wrong(f"{len(have)} {kind} instead of {len(wanted)}")
@@ -119,7 +112,8 @@ class Trial:
         if not isinstance(wanted, Tensor):
             if self.random or wanted == found or wanted != wanted:
                 return
-            if not isinstance(wanted, (float, complex)) or abs(wanted - found) > 1e-4 * abs(wanted) + 1e-5:
+            numbers = isinstance(wanted, (float, complex)) and isinstance(found, (int, float, complex))
+            if not (numbers and abs(wanted - found) <= 1e-4 * abs(wanted) + 1e-5):
                 raise Wrong(f"{what}: {found!r} instead of {wanted!r}")
             return
         if found is None:
@@ -128,7 +122,10 @@ class Trial:
             return
         wanted = wanted.detach()
         # Replicas of undefined results may differ.
-        value = torch.empty(found.shape, dtype=found.dtype) if self.indefinite else side.global_value(found).detach()
+        if self.indefinite and isinstance(found, Tensor):
+            value = torch.empty(found.shape, dtype=found.dtype)
+        else:
+            value = side.global_value(found).detach()
         if value.shape != wanted.shape or value.dtype != wanted.dtype:
             raise Wrong(f"{what}: {value.dtype}{list(value.shape)} instead of {wanted.dtype}{list(wanted.shape)}")
         tied = self.tied and kind == "results" and index == 1
@@ -146,7 +143,7 @@ class Trial:
             return 0.0
         if self._wide is None:
             try:
-                self._wide = Trial(self.sample._replace(**_widened(self.sample)), self.seed).plain
+                self._wide = Trial(_widened(self.sample), self.seed).plain
             except Exception:
                 return 0.0
         exact = getattr(self._wide, kind)[index]
@@ -155,20 +152,20 @@ class Trial:
         return float(difference.max()) if difference.numel() else 0.0
 
 
-def called(sample: Sample, given: dict[int, Tensor], more: dict[str, Any] | None = None) -> list[Any]:
+def called(sample: Sample, given: dict[int, Tensor], more: dict[str, object] | None = None) -> list[object]:
     """Call a sample with its tensors replaced, by id, and return what is defined of the results."""
     args, kwargs = pytree.tree_map_only(Tensor, lambda t: given[id(t)], (sample.args, sample.kwargs))
-    return leaves(sample.definite(sample.fn(*args, **kwargs, **(more or {}))))
+    return pytree.tree_leaves(sample.definite(sample.fn(*args, **kwargs, **(more or {}))))
 
 
-def _widened(sample: Sample) -> dict[str, Any]:
+def _widened(sample: Sample) -> Sample:
     def wide(tensor: Tensor) -> Tensor:
         floating = torch.float64 if tensor.is_floating_point() else tensor.dtype
         kind = torch.complex128 if tensor.is_complex() else floating
         return tensor.detach().to(kind).requires_grad_(tensor.requires_grad)
 
     args, kwargs = pytree.tree_map_only(Tensor, wide, (sample.args, sample.kwargs))
-    return {"args": args, "kwargs": kwargs}
+    return sample._replace(args=args, kwargs=kwargs)
 
 
 def _weight(output: Tensor, seed: int) -> Tensor:
@@ -195,13 +192,6 @@ def _strided(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], n
     return side.make(value.mT.contiguous(), mesh, swapped, number).mT
 
 
-def tolerances(dtype: torch.dtype) -> tuple[float, float]:
-    """Return the relative and absolute tolerance for sums in another order."""
-    if dtype in HALF:
-        return 5e-2, 5e-2
-    return 1e-4, 1e-5
-
-
 def _close(value: Tensor, wanted: Tensor, rtol: float, atol: float) -> bool:
     if wanted.dtype.itemsize == 1 and wanted.dtype.is_floating_point:
         value, wanted = value.float(), wanted.float()
@@ -212,10 +202,3 @@ def _close(value: Tensor, wanted: Tensor, rtol: float, atol: float) -> bool:
 
 def _difference(value: Tensor, wanted: Tensor) -> str:
     return f"{value.flatten()[:6].tolist()} instead of {wanted.flatten()[:6].tolist()}"
-
-
-def leaves(value: Any) -> list[Any]:
-    """Return the values in nested lists and tuples."""
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        return [leaf for element in value for leaf in leaves(element)]
-    return [value]

@@ -18,7 +18,7 @@ import torch
 
 from ..calls import Failure
 from ..probe import Suggestion
-from .entry import Effort, Report, Tried, failure, probe_entry, verify
+from .entry import Effort, Report, Tried, probe_entry, verify
 
 
 def work(effort: Effort, seed: int) -> None:
@@ -32,15 +32,13 @@ def work(effort: Effort, seed: int) -> None:
         try:
             report = verify(name, effort, seed, tried)
         except Exception as error:
-            report = Report(name, failures=[failure("error", name, error)])
+            report = Report(name, failures=[Failure.of(error, name)._replace(kind="error")])
         out.write(json.dumps(asdict(report)) + "\n")
         hints: list[Suggestion] = []
         if effort.probing:
             out.flush()
-            try:
+            with suppress(Exception):
                 hints = probe_entry(name, effort, seed)
-            except Exception:
-                hints = []
         out.write(json.dumps(hints) + "\n")
 
 

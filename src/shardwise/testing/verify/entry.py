@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -18,14 +18,13 @@ from ...ops.served import served_by
 from ...tensor.dtensor import DTensor
 from ...world import simulate
 from ..calls import Failure, try_call
-from ..checker import MESHES, check
+from ..checker import MESHES, Sample, check
 from ..probe import Suggestion, probe
 from ..recording import Recorded, call_key, recorded
-from ..samples import Sample, samples
+from ..samples import samples
 
 QUICK_MESHES: tuple[tuple[int, ...], ...] = ((3,), (2, 2))
 CALLS_OF_AN_OP = 10  # with different shapes, in one process
-REASON = 300  # characters of an error that are kept
 
 
 class Effort(NamedTuple):
@@ -89,7 +88,7 @@ def verify_samples(
     tried = Tried() if tried is None else tried
     deadline = time.monotonic() + effort.seconds
     for sample in given:
-        calls = recorded(sample.fn, sample.args, sample.kwargs, sample.grad)
+        calls = recorded(*sample)
         if calls is None:
             break  # it draws random numbers, which differ from PyTorch's
         _check_function(sample, effort, seed, report)
@@ -119,10 +118,8 @@ def _check_function(sample: Sample, effort: Effort, seed: int, report: Report) -
                 atol=5e-2 if coarse else 1e-5,
             )
             report.cases += done.cases
-        except AssertionError as error:
-            report.failures.append(failure("wrong", report.entry, error))
         except Exception as error:
-            report.failures.append(failure("error", report.entry, error))
+            report.failures.append(Failure.of(error, report.entry))
     for op, plan, _ in plans:
         if plan is not None:
             report.rules.append(op.key)
@@ -131,20 +128,14 @@ def _check_function(sample: Sample, effort: Effort, seed: int, report: Report) -
     report.rules, report.gathered = sorted(set(report.rules)), sorted(set(report.gathered))
 
 
-def _called(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _called(fn: Callable[..., object]) -> Callable[..., object]:
     """Return the function of (args, kwargs), so that no argument is taken for an option of `check`."""
 
-    def call(args: Any, kwargs: Any) -> Any:
+    def call(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         return fn(*args, **kwargs)
 
     call.__name__ = getattr(fn, "__name__", str(fn))
     return call
-
-
-def failure(kind: str, name: str, error: Exception) -> Failure:
-    """Return an error as the failure of an entry."""
-    notes = " ".join(getattr(error, "__notes__", ()))
-    return Failure(kind, name, notes, f"{type(error).__name__}: {' '.join(str(error).split())[:REASON]}")
 
 
 def _check_call(call: Recorded, effort: Effort, seed: int, report: Report) -> None:
@@ -165,6 +156,6 @@ def probe_entry(name: str, effort: Effort, seed: int) -> list[Suggestion]:
     with simulate(2):
         mesh_info = adopt(init_device_mesh("cpu", (2,)))
         for sample in samples(name, effort.samples, seed):
-            for call in recorded(sample.fn, sample.args, sample.kwargs, sample.grad) or ():
+            for call in recorded(*sample) or ():
                 found += probe(call, mesh_info)
     return list(dict.fromkeys(found))
