@@ -107,8 +107,12 @@ def index_put(call: LocalCall, cut: Cut) -> Tensor:
 
 
 define(
-    ("aten::index_put", "aten::_unsafe_index_put", "aten::_index_put_impl_"), index_put_rule, kernels=free(index_put)
+    ("aten::index_put", "aten::_unsafe_index_put", "aten::_index_put_impl_"),
+    index_put_rule,
+    kernels=free(index_put),
+    derivative_makes_tensors=True,
 )
+define("aten::_index_put_impl", derivative_makes_tensors=True)
 define(
     "aten::_unsafe_masked_index_put_accumulate",
     decomposition=pytorch_decomposition(aten._unsafe_masked_index_put_accumulate.default),
@@ -123,4 +127,4 @@ def on_gathered_inputs(call: Call) -> None:
 
 define("aten::masked_select", on_gathered_inputs)
 define("aten::masked_scatter", "[x?..], [x?..], [s..] -> [x..] ; linear 0+2")
-define("aten::masked_scatter_backward", "[x..], [x?..] -> _.. ; linear 0")
+define("aten::masked_scatter_backward", "[x..], [x?..] -> _.. ; linear 0", derivative_makes_tensors=True)

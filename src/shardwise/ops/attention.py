@@ -159,3 +159,6 @@ define(
     _backward_rule("{rows}", padded=False),
     local=Local(_run, when="empty shard"),
 )
+
+# These choose among the ops above, or compute attention by products; a causal mask is made on the way.
+define(("aten::scaled_dot_product_attention", "aten::_scaled_dot_product_attention_math"), makes_tensors=True)

@@ -58,6 +58,7 @@ def limit_rows(table: Tensor, rows: Tensor, max_norm: float, norm_type: float) -
 define("aten::embedding", "v d, i.. -> i.. d ; linear 0 ; kernel v", kernels=free(embedding))
 define("aten::embedding_dense_backward", embedding_backward_rule, kernels=free(embedding_backward))
 define("aten::embedding_renorm_", decomposition=limit_rows)
+define("aten::one_hot", makes_tensors=True)
 
 # ---- bags of rows ---------------------------------------------------------------------------------------------------
 

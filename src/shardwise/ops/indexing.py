@@ -130,7 +130,7 @@ define(
 )
 define(("aten::scatter_add", "aten::scatter_reduce.two"), scatter_rule, kernels=free(scatter))
 define("aten::take", take_rule, kernels=free(take))
-define("aten::put", "[x..], [i..], [s..] -> [x..] ; linear 0+2")
+define("aten::put", "[x..], [i..], [s..] -> [x..] ; linear 0+2", derivative_makes_tensors=True)
 
 # ---- an index for every row -----------------------------------------------------------------------------------------
 

@@ -89,3 +89,4 @@ def repeat(call: Call) -> str:
 
 define("aten::stack", stack)
 define("aten::repeat", repeat)
+define("aten::combinations", makes_tensors=True)

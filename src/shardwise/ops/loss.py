@@ -10,11 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from .._torch.above_autograd import Keys
+from .._torch.ops import OpOverload
 from ..notation.build import pointwise
+from .above_autograd import where_distributed
 from .call import Call
-from .kernel import Cut, Kernel, KernelRun, LocalCall, Reduce
+from .kernel import Cut, Kernel, KernelRun, LocalCall, Reduce, without_communication
 from .op import Local
 from .registry import definitions_in
 
@@ -180,10 +184,10 @@ def _local_nll(call: LocalCall, reduction: int) -> tuple[Tensor, Tensor]:
     return found
 
 
-def nll(call: LocalCall, cut: Cut) -> KernelRun:
+@without_communication
+def nll(call: LocalCall, cut: Cut) -> tuple[Tensor, Tensor]:
     """Each rank adds the loss of targets among its classes; other rows are zero."""
     return _local_nll(call, call["reduction"])
-    yield
 
 
 def nll_mean(call: LocalCall, cut: Cut) -> KernelRun:
@@ -192,12 +196,13 @@ def nll_mean(call: LocalCall, cut: Cut) -> KernelRun:
     return loss / weight, weight
 
 
-def nll_backward(call: LocalCall, cut: Cut) -> KernelRun:
+@without_communication
+def nll_backward(call: LocalCall, cut: Cut) -> Tensor:
     """Compute the gradients of targets among this rank's classes."""
     if not call["self"].numel():
         return call.zeros(call["self"])
-    return call.run(target=_local_targets(call, 1), ignore_index=_IGNORED)
-    yield
+    gradient: Tensor = call.run(target=_local_targets(call, 1), ignore_index=_IGNORED)
+    return gradient
 
 
 define(
@@ -213,4 +218,35 @@ define(
     ("aten::nll_loss_backward", "aten::nll_loss2d_backward"),
     _nll_backward_rule,
     kernels={"v": Kernel(nll_backward, 0, 0.0)},
+)
+
+
+# ---- losses that PyTorch composes of other ops ----------------------------------------------------------------------
+
+
+def _linear_cross_entropy(func: OpOverload) -> Callable[..., object]:
+    """The loss of a linear layer's output, in one go: sharded logits are small, so they need not be made in chunks.
+
+    The variant that reduces also returns gradients; here autograd computes them.
+    """
+    names = [argument.name for argument in func._schema.arguments]
+    gradients = len(func._schema.returns) - 1
+
+    def run(keys: Keys, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+        named = {"reduction": "none", "label_smoothing": 0.0, **dict(zip(names, args, strict=False)), **kwargs}
+        logits = F.linear(named["input"], named["linear_weight"], named["linear_bias"])
+        options = {name: named[name] for name in ("reduction", "ignore_index", "label_smoothing")}
+        loss = F.cross_entropy(logits, named["target"], named["weight"], **options)
+        return (loss, *(logits.new_empty(0) for _ in range(gradients))) if gradients else loss
+
+    return where_distributed(func, run)
+
+
+define("aten::ctc_loss", makes_tensors=True)
+define(
+    (
+        "torch_nn::_linear_cross_entropy_batch_chunked",
+        "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction",
+    ),
+    override=_linear_cross_entropy,
 )

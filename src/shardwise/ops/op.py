@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict
 
+from .._torch.ops import OpOverload
 from ..notation import Rule
 from .call import Call
 from .kernel import Kernel, KernelRun, LocalCall
@@ -19,6 +20,10 @@ Source = str | Rule | Callable[[Call], str | Rule | None]
 
 Put = Callable[[dict[str, Any]], Callable[[Any, Any], Any]]
 """From the arguments of a view, by name, to the function `(root, new value of the view) -> new value of the root`."""
+
+Override = Callable[[OpOverload], Callable[..., object]]
+"""From an overload to the kernel that takes its place above autograd: `kernel(keys, *args, **kwargs)`. A call that the
+kernel does not want it passes on with `call_original(func, keys, *args, **kwargs)`."""
 
 
 class Local(NamedTuple):
@@ -69,6 +74,8 @@ class Op:
     """The op in Python, for local tensors: quicker than the overload. Variants do not inherit it."""
     put: Put | None = None
     """For view ops: how a write to the view reaches the tensor it views. Variants do not inherit it."""
+    override: Override | None = None
+    """What runs on distributed tensors instead of the op, above autograd."""
 
     reads_numbers: bool = False
     """The rule, or the decomposition, looks at the values of numbers (the p of a norm): each value has its own plan."""
@@ -78,6 +85,11 @@ class Op:
     """Results have the sizes of the operands' dims, though the rule has a kernel or a size argument."""
     takes_empty: bool = False
     """The op may be called on empty shards: what it returns there cannot be made from its metadata."""
+    makes_tensors: bool = False
+    """PyTorch decomposes the op, and on the way makes plain tensors from sizes and numbers alone. They are the same on
+    all ranks, so they are taken as replicated."""
+    derivative_makes_tensors: bool = False
+    """The same of the op's derivative formula: that of cumprod fills in ones, that of slice_scatter returns zeros."""
 
     origin: Literal["built in", "user", "generated", "elementwise"] = "built in"
     file: str = field(default="", compare=False)
@@ -98,7 +110,10 @@ class Facts(TypedDict, total=False):
     decomposition: Callable[..., Any]
     python: Callable[..., Any]
     put: Put
+    override: Override
     reads_numbers: bool
     reads_shape_only: bool
     keeps_sizes: bool
     takes_empty: bool
+    makes_tensors: bool
+    derivative_makes_tensors: bool

@@ -102,7 +102,8 @@ for _name, _numbers_of in {
     "bernoulli": _bernoulli,
     "random": _random,
 }.items():
-    define((f"aten::{_name}", f"aten::{_name}_"), _rule, draw=_writing(_numbers_of))
+    _made = _name == "normal"
+    define((f"aten::{_name}", f"aten::{_name}_"), _rule, draw=_writing(_numbers_of), derivative_makes_tensors=_made)
 define("aten::normal_functional", _rule, draw=_writing(_normal))
 define("aten::randint_like", _rule, draw=_writing(_random))
 define("aten::rand_like", _rule, draw=_writing(_standard("uniform_", 0.0, 1.0)), reads_shape_only=True)
@@ -190,5 +191,6 @@ define("aten::rrelu_with_noise_", _decomposed, decomposition=rrelu_with_noise_)
 
 # ---- on gathered inputs: rarely used, so all ranks draw the global tensor from generators in the same state ---------
 
-define(("aten::poisson", "aten::_sample_dirichlet", "aten::_standard_gamma"), "[x..] -> _..")
+define(("aten::_sample_dirichlet", "aten::_standard_gamma"), "[x..] -> _..")
+define("aten::poisson", "[x..] -> _..", derivative_makes_tensors=True)
 define("aten::binomial", "[x..], [y..] -> _..")

@@ -84,7 +84,7 @@ def min_and_max(call: Call) -> str:
 
 define("aten::sum", reduce_by("sum"))
 define(("aten::nansum", "aten::count_nonzero"), reduce_by("sum", linear=False))
-define("aten::prod", reduce_by("product"))
+define("aten::prod", reduce_by("product"), derivative_makes_tensors=True)
 define(("aten::amax", "aten::max.default"), reduce_by("max"))
 define(("aten::amin", "aten::min.default"), reduce_by("min"))
 define("aten::max.other", "b?.., b?.. -> b.. ; monotone 0+1 ; reduce max")

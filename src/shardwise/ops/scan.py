@@ -115,14 +115,29 @@ def logcumsumexp_rule(call: Call) -> str:
 
 _ROWS = 0.02  # one row of each shard is exchanged
 define("aten::cumsum", scan_rule(1, "linear 0"), kernels={"k": Kernel(cumulate(0, torch.add), traffic=_ROWS)})
-define("aten::cumprod", scan_rule(1), kernels={"k": Kernel(cumulate(1, torch.mul), traffic=_ROWS)})
+define(
+    "aten::cumprod",
+    scan_rule(1),
+    kernels={"k": Kernel(cumulate(1, torch.mul), traffic=_ROWS)},
+    derivative_makes_tensors=True,
+)
 define(
     "aten::logcumsumexp",
     logcumsumexp_rule,
     kernels={"k": Kernel(cumulate(-math.inf, torch.logaddexp), traffic=_ROWS)},
 )
-define("aten::cummax", scan_rule(2), kernels={"k": Kernel(cumulate_extreme(True), traffic=_ROWS)})
-define("aten::cummin", scan_rule(2), kernels={"k": Kernel(cumulate_extreme(False), traffic=_ROWS)})
+define(
+    "aten::cummax",
+    scan_rule(2),
+    kernels={"k": Kernel(cumulate_extreme(True), traffic=_ROWS)},
+    derivative_makes_tensors=True,
+)
+define(
+    "aten::cummin",
+    scan_rule(2),
+    kernels={"k": Kernel(cumulate_extreme(False), traffic=_ROWS)},
+    derivative_makes_tensors=True,
+)
 
 # ---- segments -------------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch.above_autograd import Keys
+from .._torch.ops import OpOverload
 from ..notation.build import dims_text, join
 from ..sharding.layout import Run
+from .above_autograd import where_distributed
 from .call import Call
 from .kernel import Cut, Fetch, Kernel, KernelRun, LocalCall, without_communication
 from .registry import definitions_in
@@ -119,7 +122,8 @@ def slice_scatter(call: LocalCall, cut: Cut) -> KernelRun:
 define("aten::slice", slice_rule, kernels={"k": Kernel(slice_rows)}, put=put_slice)
 define("aten::slice_copy", slice_rule, kernels={"k": Kernel(slice_rows)}, decomposition=copy_of(aten.slice.Tensor))
 define("aten::slice_backward", slice_backward_rule, kernels={"k": Kernel(slice_backward)})
-define("aten::slice_scatter", slice_scatter_rule, kernels={"k": Kernel(slice_scatter)})
+define("aten::slice_scatter", slice_scatter_rule, kernels={"k": Kernel(slice_scatter)}, derivative_makes_tensors=True)
+define("aten::slice_inverse", derivative_makes_tensors=True)
 
 # ---- one row --------------------------------------------------------------------------------------------------------
 
@@ -204,7 +208,12 @@ define("aten::select.int", row_rule("rest"), kernels=_select, put=put_row)
 define("aten::select_copy.int", row_rule("rest"), kernels=_select, decomposition=copy_of(aten.select.int))
 define("aten::unbind.int", row_rule("{rest}"), kernels={"k": Kernel(unbind, 0, 0.0)}, put=put_row)
 define("aten::select_backward", select_backward_rule, kernels={"k": Kernel(select_backward, 0, 0.0)})
-define("aten::select_scatter", select_scatter_rule, kernels={"k": Kernel(select_scatter, 0, 0.0)})
+define(
+    "aten::select_scatter",
+    select_scatter_rule,
+    kernels={"k": Kernel(select_scatter, 0, 0.0)},
+    derivative_makes_tensors=True,
+)
 
 # ---- splits ---------------------------------------------------------------------------------------------------------
 
@@ -242,3 +251,15 @@ def put_split(given: dict[str, Any]) -> Write:
 
 define(("aten::split.Tensor", "aten::split_with_sizes"), split_rule, kernels={"k": Kernel(split)}, put=put_split)
 define(("aten::unsafe_split.Tensor", "aten::unsafe_split_with_sizes"), split_rule, kernels={"k": Kernel(split)})
+
+
+def _split_at_values(func: OpOverload) -> Callable[..., object]:
+    """The override of tensor_split: it reads its indices from memory, which a distributed tensor has none of."""
+
+    def run(keys: Keys, tensor: Tensor, indices: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+        return torch.tensor_split(tensor, indices.tolist(), dim)
+
+    return where_distributed(func, run)
+
+
+define("aten::tensor_split.tensor_indices_or_sections", override=_split_at_values)

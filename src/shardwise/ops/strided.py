@@ -64,9 +64,9 @@ def put_diagonal(given: dict[str, Any]) -> Write:
 define("aten::diagonal", diagonal, put=put_diagonal)
 define("aten::diagonal_copy", diagonal, decomposition=copy_of(aten.diagonal))
 define("aten::diagonal_backward", diagonal_backward)
-define("aten::diagonal_scatter", diagonal_scatter)
+define("aten::diagonal_scatter", diagonal_scatter, derivative_makes_tensors=True)
 define("aten::diag_embed", diag_embed)
-define("aten::trace", "_ _ -> ; linear 0")
+define("aten::trace", "_ _ -> ; linear 0", derivative_makes_tensors=True)
 
 # ---- windows --------------------------------------------------------------------------------------------------------
 
@@ -89,6 +89,7 @@ def unfold_backward(call: Call) -> str:
 
 define("aten::unfold", unfold)
 define("aten::unfold_backward", unfold_backward)
+define(("aten::stft", "aten::istft"), makes_tensors=True)
 
 # ---- any strides ----------------------------------------------------------------------------------------------------
 
@@ -116,5 +117,11 @@ def put_strided(given: dict[str, Any]) -> Write:
     return lambda root, value: aten.as_strided_scatter.default(root, value, *where)
 
 
-define("aten::as_strided", as_strided, local=Local(local_as_strided), put=put_strided)
+define(
+    "aten::as_strided",
+    as_strided,
+    local=Local(local_as_strided),
+    put=put_strided,
+    derivative_makes_tensors=True,
+)
 define("aten::as_strided_scatter", "[x..], [y..] -> [x..] ; linear 0+1")
