@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +67,7 @@ def cross(call: Call) -> str:
     return f"{operand}, {operand} -> {result} ; linear 0 | 1"
 
 
-def least_squares(a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None) -> Any:
+def least_squares(a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None) -> tuple[Tensor, ...]:
     """The solution by singular values, where PyTorch's default pivots.
 
     Its pivots start from memory that nobody has written, so the last bits of the solution differ from call to call, and

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +17,9 @@ from .._torch.ops import OpOverload
 from ..notation.build import pointwise
 from .above_autograd import where_distributed
 from .call import Call
-from .kernel import Cut, Kernel, KernelRun, LocalCall, Reduce, without_communication
+from .kernel import Cut, Kernel, KernelRun, LocalCall, LocalResult, Reduce, without_communication
 from .op import Local
-from .registry import definitions_in
+from .registry import definitions_in, resolve
 
 define = definitions_in(__name__)
 
@@ -51,7 +50,7 @@ def _rows(call: LocalCall, scores: int) -> tuple[int, int]:
 def _forward(count: CountTerms) -> Local:
     """Run the op; if other ranks have terms too, its result is their sum, or this rank's share of the mean."""
 
-    def run(call: LocalCall) -> Any:
+    def run(call: LocalCall) -> LocalResult:
         local, total = count(call, 0)
         if local == total:
             return call.run()
@@ -70,7 +69,7 @@ def _forward(count: CountTerms) -> Local:
 def _backward(count: CountTerms) -> Local:
     """Run the op with the gradient of this rank's share of the mean: it divides by the local number of terms."""
 
-    def run(call: LocalCall) -> Any:
+    def run(call: LocalCall) -> LocalResult:
         if not call["self"].numel():
             return call.zeros(call["self"])
         local, total = count(call, 1)
@@ -229,11 +228,10 @@ def _linear_cross_entropy(func: OpOverload) -> Callable[..., object]:
 
     The variant that reduces also returns gradients; here autograd computes them.
     """
-    names = [argument.name for argument in func._schema.arguments]
     gradients = len(func._schema.returns) - 1
 
-    def run(keys: Keys, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
-        named = {"reduction": "none", "label_smoothing": 0.0, **dict(zip(names, args, strict=False)), **kwargs}
+    def run(keys: Keys, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
+        named = {"reduction": "none", "label_smoothing": 0.0, **resolve(func).arguments(args, kwargs)}
         logits = F.linear(named["input"], named["linear_weight"], named["linear_bias"])
         options = {name: named[name] for name in ("reduction", "ignore_index", "label_smoothing")}
         loss = F.cross_entropy(logits, named["target"], named["weight"], **options)

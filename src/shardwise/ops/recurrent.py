@@ -18,7 +18,7 @@ from .._torch.above_autograd import Keys, call_original
 from .._torch.ops import OpOverload
 from ..sharding.base import DTensorBase
 from .op import Override
-from .registry import definitions_in
+from .registry import definitions_in, resolve
 
 define = definitions_in(__name__)
 
@@ -178,11 +178,10 @@ def _override(cell: Cell) -> Override:
     """The override of the functions of a cell: `input` for padded sequences, `data` for packed ones."""
 
     def override(func: OpOverload) -> Callable[..., object]:
-        names = [argument.name for argument in func._schema.arguments]
         run = _run_padded if func._overloadname == "input" else _run_packed
 
-        def kernel(keys: Keys, *args: Any, **kwargs: Any) -> object:
-            named = {**dict(zip(names, args, strict=False)), **kwargs}
+        def kernel(keys: Keys, *args: object, **kwargs: object) -> object:
+            named = resolve(func).arguments(args, kwargs)
             if not any(isinstance(value, DTensorBase) for value in pytree.tree_leaves(named)):
                 return call_original(func, keys, *args, **kwargs)
             output, state = run(cell, **named)

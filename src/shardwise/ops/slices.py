@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +16,11 @@ from .._torch.ops import OpOverload
 from ..notation.build import dims_text, join
 from ..sharding.layout import Run
 from .above_autograd import where_distributed
-from .call import Call
+from .call import Call, Kwargs
 from .kernel import Cut, Fetch, Kernel, KernelRun, LocalCall, without_communication
+from .op import Write
 from .registry import definitions_in
-from .views import MOVES, RESULT, Write, copy_of
+from .views import MOVES, RESULT, copy_of
 
 aten = torch.ops.aten
 define = definitions_in(__name__)
@@ -76,7 +76,7 @@ def slice_rows(call: LocalCall, cut: Cut) -> KernelRun:
     return (yield Fetch(local, dim, held, cut.of(rows.rows).bounds))
 
 
-def put_slice(given: dict[str, Any]) -> Write:
+def put_slice(given: Kwargs) -> Write:
     """The rows of the slice, replaced by the value."""
     dim, start, end, step = (given[name] for name in ("dim", "start", "end", "step"))
     return lambda root, value: aten.slice_scatter.default(root, value, dim, start, end, step)
@@ -161,7 +161,7 @@ def unbind(call: LocalCall, cut: Cut) -> list[Tensor]:
     return [_row(call["self"], call.sharded_dim, index, cut) for index in range(cut.size)]
 
 
-def put_row(given: dict[str, Any]) -> Write:
+def put_row(given: Kwargs) -> Write:
     """The row, replaced by the value."""
     index = given["index"] if given[RESULT] is None else given[RESULT]
     return lambda root, value: aten.select_scatter.default(root, value, given["dim"], index)
@@ -238,7 +238,7 @@ def split(call: LocalCall, cut: Cut) -> KernelRun:
     return [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
 
-def put_split(given: dict[str, Any]) -> Write:
+def put_split(given: Kwargs) -> Write:
     """One range of the dim, replaced by the value."""
     index, dim = given[RESULT], given["dim"]
     if "split_sizes" in given:

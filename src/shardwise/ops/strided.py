@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ..notation.build import dims_text, join
-from .call import Call
+from .call import Call, Kwargs
 from .kernel import LocalCall
-from .op import Local
+from .op import Local, Write
 from .registry import definitions_in
-from .views import MOVES, Write, copy_of
+from .views import MOVES, copy_of
 
 aten = torch.ops.aten
 define = definitions_in(__name__)
@@ -55,7 +53,7 @@ def diag_embed(call: Call) -> str:
     return join(f"{' '.join(names)} _ -> {' '.join(result)}", MOVES)
 
 
-def put_diagonal(given: dict[str, Any]) -> Write:
+def put_diagonal(given: Kwargs) -> Write:
     """The diagonal, replaced by the value."""
     where = [given[name] for name in ("offset", "dim1", "dim2")]
     return lambda root, value: aten.diagonal_scatter.default(root, value, *where)
@@ -111,7 +109,7 @@ def local_as_strided(call: LocalCall) -> Tensor:
     return tensor.as_strided(call["size"], call["stride"], offset)
 
 
-def put_strided(given: dict[str, Any]) -> Write:
+def put_strided(given: Kwargs) -> Write:
     """The memory that the view covers, replaced by the value."""
     where = [given[name] for name in ("size", "stride", "storage_offset")]
     return lambda root, value: aten.as_strided_scatter.default(root, value, *where)
