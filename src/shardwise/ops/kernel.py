@@ -89,7 +89,7 @@ class LocalCall:
         """This rank's shard of a result, filled with zeros, on the device of `like`."""
         return like.new_zeros(self.local_shape(result), dtype=self.dtypes[result])
 
-    def run(self, **changed: object) -> Any:
+    def run(self, /, **changed: object) -> Any:
         """The op itself on the local arguments, some of them changed."""
         arguments = {**self.arguments, **changed}
         positional = [arguments[a.name] for a in self.func._schema.arguments if not a.kwarg_only]
