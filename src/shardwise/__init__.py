@@ -18,8 +18,6 @@ from .comm.cost import CostModel, cost_model, set_cost_model, using_cost_model
 from .dispatch.modes import explicit, implicit_replication, strict_ops
 from .extend import local_map, register_sharding
 from .nn import distribute_module
-from .overrides import linear as _linear  # noqa: F401
-from .overrides import rms_norm as _rms_norm  # noqa: F401
 from .sharding.mesh import DeviceMesh, init_device_mesh
 from .sharding.placement import InterleavedShard, P, Partial, Placement, Replicate, Shard, ShardOrder, ShardOrderEntry
 from .sharding.spec import DTensorSpec, TensorMeta

@@ -1,5 +1,6 @@
 """Kernels above autograd, on a tensor subclass of its own."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise._torch.above_autograd import call_original, call_with_autograd, override_above_autograd
+from shardwise._torch.above_autograd import Overrides, call_original, call_with_autograd
 
 _library = torch.library.Library("shardwise_test_above", "DEF")
 _library.define("composite(Tensor x) -> Tensor")
@@ -52,7 +53,7 @@ SEEN: list[str] = []
 
 
 @pytest.fixture(scope="module", autouse=True)
-def overridden() -> None:
+def overridden() -> Iterator[None]:
     def composite(keys: Any, *args: Any) -> Any:
         SEEN.append("composite")
         return call_original(COMPOSITE, keys, *args)
@@ -61,8 +62,12 @@ def overridden() -> None:
         SEEN.append("counted")
         return call_with_autograd(COUNTED, keys, *args)
 
-    override_above_autograd(COMPOSITE, composite)
-    override_above_autograd(COUNTED, counted)
+    overrides = Overrides()
+    overrides.add(COMPOSITE, composite)
+    overrides.add(COUNTED, counted)
+    assert len(overrides) == 2
+    yield
+    overrides.remove()
 
 
 @pytest.fixture(autouse=True)
@@ -128,3 +133,17 @@ def test_errors_pass_through() -> None:
     with pytest.raises(KeyError, match="digamma"):
         COUNTED(Failing(torch.ones(2), []))
     assert COUNTED(Wrapped(torch.ones(2), [])).shape == (2,)
+
+
+def test_removed_kernels_are_not_called_and_may_be_added_again() -> None:
+    lgamma, overrides = torch.ops.aten.lgamma.default, Overrides()
+    for _ in range(2):
+        overrides.add(lgamma, lambda keys, x: SEEN.append("lgamma") or call_with_autograd(lgamma, keys, x))
+        assert lgamma(Wrapped(torch.ones(2), [])).shape == (2,)
+        overrides.remove()
+        assert not len(overrides)
+        x = Wrapped(torch.ones(2), []).requires_grad_()
+        y = lgamma(x)
+        assert x.calls == ["lgamma"]
+        assert type(y.grad_fn).__name__ == "LgammaBackward0"
+    assert SEEN == ["lgamma", "lgamma"]

@@ -69,7 +69,7 @@ CASES: list[tuple[Any, tuple[Any, ...], list[str]]] = [
             "on all other local shards: the op",
         ],
     ),
-    (F.linear, (), ["linear 0+2 | 1+2", "pass through input and bias, or weight and bias", "linear (ops/matmul.py)"]),
+    (F.linear, (), ["linear 0+2 | 1+2", "pass through input and bias, or weight and bias", "linear (ops/linear.py)"]),
     (F.linear, (empty(2, 3), empty(4, 3)), ["aten::linear.default", "n   pass-through"]),
     (
         torch.Tensor.add_,

@@ -51,12 +51,9 @@ def tables(source: str) -> Iterator[tuple[str, int]]:
 
 
 ELSEWHERE = {
-    "overrides REPLACED": "functions that PyTorch decomposes before dispatch, and what runs in their place",
     "testing self._keys": "the calls that one run of the verifier has tried: a log, no facts about ops",
-    "world _RESIZING": "the simulated world is below ops: what PyTorch's schemas leave out",
-    "world _UNDECLARED_WRITERS": "the simulated world is below ops: what PyTorch's schemas leave out",
 }
-"""Tables that still stand in other rooms, and why. A new one is an error, and so is one listed here that is gone."""
+"""What looks like a table in another folder, and why it is none. One listed here that is gone is an error."""
 
 
 def test_no_other_room_has_a_table_of_ops() -> None:

@@ -4,18 +4,19 @@ A kernel is registered at the dispatch key `PythonTLSSnapshot`, which tensor sub
 plain tensors pay nothing. It sees calls with tensors of any subclass, and passes on those that are not its own:
 
 >>> linear = torch.ops.aten.linear.default
->>> override_above_autograd(linear, lambda keys, *args: call_original(linear, keys, *args))
+>>> overrides = Overrides()
+>>> overrides.add(linear, lambda keys, *args: call_original(linear, keys, *args))
+>>> overrides.remove()
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
+from torch._C import DispatchKey, DispatchKeySet
 
 from . import pytree
 from .modes import count_modes, pop_mode
@@ -23,18 +24,35 @@ from .ops import OpOverload
 
 _KEY = DispatchKey.PythonTLSSnapshot
 _transforms_active = torch._C._are_functorch_transforms_active
-_libraries: dict[str, torch.library.Library] = {}
+
+Keys = DispatchKeySet
+"""The dispatch keys of a call; those that its kernel passes on."""
 
 
-def override_above_autograd(func: OpOverload, kernel: Callable[..., object]) -> None:
-    """Run `kernel(keys, *args, **kwargs)` in the place of an op whenever a tensor subclass is among its arguments."""
-    space = func.namespace
-    if space not in _libraries:
-        _libraries[space] = torch.library.Library(space, "IMPL")
-    _libraries[space].impl(func.name(), kernel, _KEY.name, with_keyset=True)
+class Overrides:
+    """Kernels above autograd that are removed together. An op may have one."""
+
+    def __init__(self) -> None:
+        self._libraries: dict[str, torch.library.Library] = {}
+
+    def __len__(self) -> int:
+        return sum(len(library._op_impls) for library in self._libraries.values())
+
+    def add(self, func: OpOverload, kernel: Callable[..., object]) -> None:
+        """Run `kernel(keys, *args, **kwargs)` in the place of an op if a tensor subclass is among its arguments."""
+        space = func.namespace
+        if space not in self._libraries:
+            self._libraries[space] = torch.library.Library(space, "IMPL")
+        self._libraries[space].impl(func.name(), kernel, _KEY.name, with_keyset=True)
+
+    def remove(self) -> None:
+        """Let all these ops run as before. Relies on `Library._destroy`, which takes back what a library registered."""
+        for library in self._libraries.values():
+            library._destroy()
+        self._libraries.clear()
 
 
-def call_original(func: OpOverload, keys: Any, *args: object, **kwargs: object) -> object:
+def call_original(func: OpOverload, keys: Keys, *args: object, **kwargs: object) -> object:
     """Call a composite op from its kernel as if it were not overridden: autograd decomposes it into other ops."""
     below = keys.remove(_KEY)
     if below.highestPriorityTypeId() == DispatchKey.Python:
@@ -42,7 +60,7 @@ def call_original(func: OpOverload, keys: Any, *args: object, **kwargs: object) 
     return func.redispatch(below, *args, **kwargs)
 
 
-def call_with_autograd(func: OpOverload, keys: Any, *args: object, **kwargs: object) -> object:
+def call_with_autograd(func: OpOverload, keys: Keys, *args: object, **kwargs: object) -> object:
     """Call an op that has a derivative from its kernel as if it were not overridden: autograd records a node for it.
 
     On its way to the tensors' class such a call needs a snapshot of PyTorch's dispatch state, which the fallback of the

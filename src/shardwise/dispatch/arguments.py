@@ -14,14 +14,14 @@ from torch import Tensor
 from .._torch import pytree
 from .._torch.ops import OpOverload
 from ..errors import MeshError
+from ..ops.call import Args as Args
+from ..ops.call import Kwargs as Kwargs
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
 from ..sharding.mesh import MeshInfo
 from ..sharding.spec import DTensorSpec, TensorMeta
 from .gather_cache import redistributed
 
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 Where = int | str
 """The place of an argument: its position, or its name where it was passed by name."""
 

@@ -10,51 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
 
-from .._torch.tls import ThreadValue
+from ..ops.modes import current
+from ..ops.modes import modes as modes
 from .formulas import mark_held_result
-
-
-class _Switches(NamedTuple):
-    explicit: bool = False
-    implicit_replication: bool = False
-    strict_ops: bool = False
-
-
-_current = ThreadValue("modes", _Switches())
-
-
-class Modes:
-    """The modes of this thread. Backward passes have the modes of the thread that starts them, on any device."""
-
-    @property
-    def explicit(self) -> bool:
-        """Whether an op that needs communication is an error."""
-        return _current.get().explicit
-
-    @property
-    def implicit_replication(self) -> bool:
-        """Whether plain tensors are taken as replicated."""
-        return _current.get().implicit_replication
-
-    @property
-    def strict_ops(self) -> bool:
-        """Whether an op without a rule is an error."""
-        return _current.get().strict_ops
-
-
-modes = Modes()
 
 
 @contextmanager
 def _switched(**switches: bool) -> Iterator[None]:
-    before = _current.get()
-    _current.set(before._replace(**switches))
+    before = current.get()
+    current.set(before._replace(**switches))
     try:
         yield
     finally:
-        _current.set(before)
+        current.set(before)
 
 
 def explicit(enabled: bool = True) -> AbstractContextManager[None]:

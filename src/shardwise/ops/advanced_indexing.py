@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,14 +22,14 @@ _MASKS = (torch.bool, torch.uint8)
 class Indexed:
     """Which dims of a tensor are indexed, and where the dims of the indices are in the result."""
 
-    def __init__(self, indices: list[Any], ndim: int) -> None:
+    def __init__(self, indices: Sequence[Tensor | None], ndim: int) -> None:
         self.dims = [dim for dim, index in enumerate(indices) if index is not None]
         self.rank = max((len(index.shape) for index in indices if index is not None), default=0)
         adjacent = self.dims == list(range(self.dims[0], self.dims[-1] + 1)) if self.dims else True
         self.at = self.dims[0] if self.dims and adjacent else 0
         self.others = [dim for dim in range(ndim) if dim not in self.dims]
 
-    def covered_by(self, values: tuple[int, ...], indices: list[Any]) -> bool:
+    def covered_by(self, values: tuple[int, ...], indices: Sequence[Tensor | None]) -> bool:
         """Whether values have the dims of the indices: those that lack one are added for every index along it."""
         shape = tuple(torch.broadcast_shapes(*(tuple(index.shape) for index in indices if index is not None)))
         end = len(values) - (len(self.others) - self.at)
@@ -89,7 +89,7 @@ def index_put_rule(call: Call) -> str | None:
     return join(f"{table}, {{{rows}}}, {values} -> {table}", "linear 0+2", clause)
 
 
-def _masked(call: Call, indices: list[Any]) -> str | None:
+def _masked(call: Call, indices: Sequence[Tensor | None]) -> str | None:
     """One value for all that a mask selects: each rank fills its shard."""
     if len(indices) != 1 or any(size != 1 for size in call.shape(2)):
         return None
@@ -107,8 +107,12 @@ def index_put(call: LocalCall, cut: Cut) -> Tensor:
 
 
 define(
-    ("aten::index_put", "aten::_unsafe_index_put", "aten::_index_put_impl_"), index_put_rule, kernels=free(index_put)
+    ("aten::index_put", "aten::_unsafe_index_put", "aten::_index_put_impl_"),
+    index_put_rule,
+    kernels=free(index_put),
+    derivative_makes_tensors=True,
 )
+define("aten::_index_put_impl", derivative_makes_tensors=True)
 define(
     "aten::_unsafe_masked_index_put_accumulate",
     decomposition=pytorch_decomposition(aten._unsafe_masked_index_put_accumulate.default),
@@ -123,4 +127,4 @@ def on_gathered_inputs(call: Call) -> None:
 
 define("aten::masked_select", on_gathered_inputs)
 define("aten::masked_scatter", "[x?..], [x?..], [s..] -> [x..] ; linear 0+2")
-define("aten::masked_scatter_backward", "[x..], [x?..] -> _.. ; linear 0")
+define("aten::masked_scatter_backward", "[x..], [x?..] -> _.. ; linear 0", derivative_makes_tensors=True)

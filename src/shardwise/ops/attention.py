@@ -8,15 +8,14 @@ heads of keys than of queries, each group of query heads shares one key head: th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..notation.schema import operands_of
 from .attention_dropout import backward_with_dropout, forward_with_dropout
-from .call import Call
-from .kernel import LocalCall
+from .call import Call, Kwargs
+from .kernel import LocalCall, LocalResult
 from .op import Local
 from .registry import definitions_in
 
@@ -31,7 +30,7 @@ _LIKE_OUTPUT = ("grad_out", "grad_out_", "out")
 
 def _patterns(call: Call, padded: bool) -> dict[str, str]:
     """The patterns, by name, of the arguments of one call, of its output, and of the first dims of that."""
-    arguments: dict[str, Any] = {name: call.arguments.get(name) for name in ("query", "key", "value", *_MASKS)}
+    arguments: Kwargs = {name: call.arguments.get(name) for name in ("query", "key", "value", *_MASKS)}
     query, key = tuple(arguments["query"].shape), tuple(arguments["key"].shape)
     heads, shared = ("(g r)", "g") if query[1] != key[1] else ("h", "h")
     rows = "[s]" if call.arg("is_causal", False) or padded else "s"
@@ -89,7 +88,7 @@ def _backward_rule(logsumexp: str, padded: bool) -> Callable[[Call], str | None]
 # ---- on local shards ------------------------------------------------------------------------------------------------
 
 
-def _run(call: LocalCall) -> tuple[Any, ...]:
+def _run(call: LocalCall) -> tuple[LocalResult, ...]:
     """Run the op with the local lengths as arguments, but not on empty shards, on which some kernels divide by zero."""
     if any(call[name].numel() == 0 for name in ("query", "key", "value")):
         return _empty_results(call)
@@ -99,7 +98,7 @@ def _run(call: LocalCall) -> tuple[Any, ...]:
     return tuple(next(lengths) if isinstance(result, int) else result for result in results)
 
 
-def _empty_results(call: LocalCall) -> tuple[Any, ...]:
+def _empty_results(call: LocalCall) -> tuple[LocalResult, ...]:
     like = next(value for value in call.arguments.values() if isinstance(value, Tensor))
     zeros = (call.zeros(like, result) for result in range(len(call.dtypes)))
     lengths = _global_lengths(call)
@@ -121,19 +120,19 @@ def _define(op: str, results: str, logsumexp: str, padded: bool = False) -> None
     `results` are the patterns of the forward op's results, `logsumexp` is that of the backward op's argument. `padded`
     means that the op pads the rows of logsumexp as it likes, so that queries may not be sharded by position.
     """
-    facts: dict[str, Any] = {"local": Local(_run), "reads_numbers": True}
     forward, backward = getattr(torch.ops.aten, op).default, getattr(torch.ops.aten, f"{op}_backward").default
-    rule = _forward_rule(results, padded)
-    define(f"aten::{op}", rule, decomposition=forward_with_dropout(forward), **facts)
+    rule, local = _forward_rule(results, padded), Local(_run)
+    define(f"aten::{op}", rule, local=local, reads_numbers=True, decomposition=forward_with_dropout(forward))
     define(
         f"aten::{op}_backward",
         _backward_rule(logsumexp, padded),
+        local=local,
+        reads_numbers=True,
         decomposition=backward_with_dropout(backward),
-        **facts,
     )
     if op == "_scaled_dot_product_flash_attention":
         # It has more arguments than the other overload, for which the decomposition is written.
-        define(f"aten::{op}.quantized", rule, **facts)
+        define(f"aten::{op}.quantized", rule, local=local, reads_numbers=True)
 
 
 def _same(count: int) -> str:
@@ -159,3 +158,6 @@ define(
     _backward_rule("{rows}", padded=False),
     local=Local(_run, when="empty shard"),
 )
+
+# These choose among the ops above, or compute attention by products; a causal mask is made on the way.
+define(("aten::scaled_dot_product_attention", "aten::_scaled_dot_product_attention_math"), makes_tensors=True)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._torch.ops import OpOverload
+from .call import Kwargs
+from .registry import resolve
 
 _DROPOUT_MASK = ("rng_state", "philox_seed")
 """The names of the result that holds the mask; the argument of backward is called philox_seed."""
@@ -29,7 +31,7 @@ class _Attention(NamedTuple):
     scale: float
 
 
-def _attention(given: dict[str, Any], mask: Tensor | None) -> tuple[_Attention, Tensor]:
+def _attention(given: Kwargs, mask: Tensor | None) -> tuple[_Attention, Tensor]:
     """The attention of a call with these arguments, and the dropout mask; None to draw a new mask."""
     query, key, value = given["query"], given["key"], given["value"]
     shared = query.shape[1] // key.shape[1]
@@ -48,15 +50,15 @@ def _attention(given: dict[str, Any], mask: Tensor | None) -> tuple[_Attention, 
     return _Attention(scores.softmax(-1), factors, key, value, scale), mask
 
 
-def forward_with_dropout(func: OpOverload) -> Callable[..., tuple[Any, ...]]:
+def forward_with_dropout(func: OpOverload) -> Callable[..., tuple[object, ...]]:
     """The decomposition of a forward op."""
 
-    def run(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        given = _by_name(func, args, kwargs)
+    def run(*args: object, **kwargs: object) -> tuple[object, ...]:
+        given = resolve(func).arguments(args, kwargs)
         query = given["query"]
         found, mask = _attention(given, None)
         dropped = (found.weights * found.factors).to(query.dtype)
-        results: dict[str, Any] = {"output": dropped @ found.value, **dict.fromkeys(_DROPOUT_MASK, mask)}
+        results: Kwargs = {"output": dropped @ found.value, **dict.fromkeys(_DROPOUT_MASK, mask)}
         results |= {"max_q": query.shape[2], "max_k": found.key.shape[2]}
         # Backward computes the weights again: it does not use logsumexp.
         unused = query.new_empty(0)
@@ -68,8 +70,8 @@ def forward_with_dropout(func: OpOverload) -> Callable[..., tuple[Any, ...]]:
 def backward_with_dropout(func: OpOverload) -> Callable[..., tuple[Tensor | None, ...]]:
     """The decomposition of a backward op."""
 
-    def run(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-        given = _by_name(func, args, kwargs)
+    def run(*args: object, **kwargs: object) -> tuple[Tensor | None, ...]:
+        given = resolve(func).arguments(args, kwargs)
         query, key = given["query"], given["key"]
         gradient: Tensor = given["grad_out" if "grad_out" in given else "grad_out_"]
         found, _ = _attention(given, given["philox_seed"])
@@ -97,10 +99,3 @@ def _summed_over_groups(gradient: Tensor, heads: int) -> Tensor:
     if gradient.shape[1] == heads:
         return gradient
     return gradient.unflatten(1, (heads, -1)).sum(2)
-
-
-def _by_name(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, defaults included."""
-    arguments = func._schema.arguments
-    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    return {**defaults, **dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}

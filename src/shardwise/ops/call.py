@@ -16,6 +16,11 @@ from .._torch.ops import OpOverload
 from ..notation.patterns import RuleError
 from ..notation.schema import Operands, operands_of
 
+Args = tuple[Any, ...]
+"""Arguments of a call that are passed by position."""
+Kwargs = dict[str, Any]
+"""Arguments of a call by name."""
+
 _REQUIRED = object()
 
 
@@ -24,13 +29,13 @@ class Call:
     """One call of an op. Tensors are known by `shape` and `dtype` alone."""
 
     op: OpOverload
-    arguments: Mapping[str, Any] = field(hash=False)
-    tensors: tuple[Any, ...]
+    arguments: Kwargs = field(hash=False)
+    tensors: Args
     """The operands in the order of the rule's inputs: lists for lists, None for what is missing or a number."""
 
     @classmethod
     def make(
-        cls, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Operands | None = None
+        cls, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], operands: Operands | None = None
     ) -> Call:
         """The call of `op` with these arguments: tensors, or anything with their shape and dtype.
 
@@ -42,7 +47,7 @@ class Call:
         tensors = tuple(None if p is None else arguments.get(schema[p].name) for p in positions)
         return cls(op, arguments, tensors)
 
-    def arg(self, name: str, default: Any = _REQUIRED) -> Any:
+    def arg(self, name: str, default: object = _REQUIRED) -> Any:
         """An argument by its name in the schema: as passed, else the schema's default, else `default`."""
         if name in self.arguments:
             return self.arguments[name]
@@ -67,7 +72,7 @@ class Call:
     def element(self, index: int) -> Call:
         """The call that a foreach op makes for one element of its lists."""
 
-        def pick(value: Any) -> Any:
+        def pick(value: Any) -> object:
             if not is_list(value):
                 return value
             return value[index] if len(value) else None  # a list that is not in use: maxima of no AMSGrad
@@ -76,6 +81,6 @@ class Call:
         return replace(self, arguments=arguments, tensors=tuple(map(pick, self.tensors)))
 
 
-def is_list(value: Any) -> bool:
+def is_list(value: object) -> bool:
     """Whether an argument is a list of tensors or numbers; a `TensorMeta` is a tuple, but none."""
     return isinstance(value, (list, tuple)) and not hasattr(value, "shape")

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..notation.build import join
 from ..sharding.layout import Run
 from .call import Call
-from .kernel import Cut, Fetch, Kernel, KernelRun, LocalCall, Return
+from .kernel import Cut, Fetch, Kernel, KernelRun, LocalCall, Return, without_communication
 from .op import Local
 from .registry import definitions_in
 
@@ -89,13 +89,13 @@ def _run_backward(call: LocalCall) -> Gradients:
     return _only_bias_gradient(call, call["input"])
 
 
-def channels_backward(call: LocalCall, cut: Cut) -> KernelRun:
+@without_communication
+def channels_backward(call: LocalCall, cut: Cut) -> Gradients:
     """Run with sharded input channels: every rank computes the same gradient of the bias, so only the first adds it."""
-    *others, bias = _run_backward(call)
+    of_input, of_weight, bias = _run_backward(call)
     if bias is not None and cut.piece != 0:
         bias = torch.zeros_like(bias)
-    return *others, bias
-    yield
+    return of_input, of_weight, bias
 
 
 def _only_bias(call: LocalCall) -> Tensor:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .call import Call
+from .call import Call, Kwargs
 from .kernel import LocalCall
 from .op import Local
 from .registry import definitions_in
@@ -22,7 +22,7 @@ define = definitions_in(__name__)
 SAME = "x.. -> x.. ; linear 0 ; monotone 0"
 
 
-def put_itself(given: dict[str, Any]) -> Callable[[Tensor, Tensor], Tensor]:
+def put_itself(given: Kwargs) -> Callable[[Tensor, Tensor], Tensor]:
     """A write to an alias is a write to all of the tensor."""
     return lambda root, value: value
 
@@ -69,7 +69,7 @@ define("aten::new_empty_strided", new, local=Local(new_empty_strided))
 # The first elements stay, in row-major order. PyTorch leaves elements beyond them undefined; here they are zero.
 
 
-def resize(x: Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> Any:
+def resize(x: Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> Tensor:
     """`resize_` of a contiguous tensor."""
     if not x.is_contiguous() or memory_format not in (None, torch.contiguous_format, torch.preserve_format):
         return NotImplemented
@@ -81,7 +81,7 @@ def resize(x: Tensor, size: Sequence[int], *, memory_format: torch.memory_format
     return x
 
 
-def resize_as(x: Tensor, other: Tensor, *, memory_format: torch.memory_format | None = None) -> Any:
+def resize_as(x: Tensor, other: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
     """`resize_as_`."""
     return resize(x, other.shape, memory_format=memory_format)
 
@@ -92,7 +92,7 @@ define("aten::resize_as_", decomposition=resize_as)
 # ---- sparse tensors -------------------------------------------------------------------------------------------------
 
 
-def refuse_sparse(x: Any, *args: Any, **kwargs: Any) -> NoReturn:
+def refuse_sparse(x: Tensor, *args: object, **kwargs: object) -> NoReturn:
     """Raise the error that says why there are no sparse distributed tensors."""
     raise InputError("a distributed tensor is dense, and cannot become a sparse one", "use x.full_tensor().to_sparse()")
 

@@ -16,7 +16,7 @@ from ..errors import WorldError
 from ..sharding.layout import Coordinate, Factor, Run, factor_range
 from ..sharding.mesh import MeshInfo
 from ..world import RankTensor, rank_int
-from .kernel import Cut, Fetch, Gather, KernelRun, Reduce, Request, Return, Rows
+from .kernel import Cut, Fetch, Gather, KernelRun, LocalResult, Reduce, Request, Return, Rows
 
 
 class Pieces:
@@ -66,7 +66,7 @@ class JointPieces(Pieces):
         self.order, self.in_order = list(range(self.count)), True
 
 
-def drive(pieces: Pieces, start: Callable[[Coordinate, int], KernelRun]) -> Any:
+def drive(pieces: Pieces, start: Callable[[Coordinate, int], KernelRun]) -> LocalResult:
     """Run a kernel, made for each rank by `start(coordinate, rank)`, and give its results as local tensors."""
     mesh_info = pieces.mesh_info
     if not mesh_info.simulated:
@@ -75,23 +75,24 @@ def drive(pieces: Pieces, start: Callable[[Coordinate, int], KernelRun]) -> Any:
     return _drive_all(pieces, runs)
 
 
-def _drive_one(pieces: Pieces, run: KernelRun) -> Any:
-    answer: Any = None
-    while True:
-        try:
-            request = run.send(answer)
-        except StopIteration as end:
-            return end.value
-        answer = _perform(pieces, request, pieces.cut(pieces.mesh_info.coordinate).piece)
+def _drive_one(pieces: Pieces, run: KernelRun) -> LocalResult:
+    try:
+        request = next(run)
+        while True:
+            request = run.send(_perform(pieces, request, pieces.cut(pieces.mesh_info.coordinate).piece))
+    except StopIteration as end:
+        result: LocalResult = end.value
+        return result
 
 
-def _drive_all(pieces: Pieces, runs: Sequence[KernelRun]) -> Any:
-    answers: list[Any] = [None] * len(runs)
+def _drive_all(pieces: Pieces, runs: Sequence[KernelRun]) -> LocalResult:
+    answers: Sequence[Tensor | None] = [None] * len(runs)
     while True:
-        requests, results = [], []
+        requests: list[Request] = []
+        results: list[LocalResult] = []
         for run, answer in zip(runs, answers, strict=True):
             try:
-                requests.append(run.send(answer))
+                requests.append(next(run) if answer is None else run.send(answer))
             except StopIteration as end:
                 results.append(end.value)
         if not requests:
@@ -100,10 +101,10 @@ def _drive_all(pieces: Pieces, runs: Sequence[KernelRun]) -> Any:
             raise WorldError("a kernel asks for different communication on different ranks")
         joint = requests[0]._replace(tensor=RankTensor([request.tensor.contiguous() for request in requests]))
         own = [pieces.cut(at).piece for at in pieces.mesh_info.coordinates]
-        answers = list(_perform(pieces, joint, own).shards)
+        answers = cast(RankTensor, _perform(pieces, joint, own)).shards
 
 
-def _stack(results: Sequence[Any]) -> Any:
+def _stack(results: Sequence[Any]) -> LocalResult:
     """Results of all ranks, as results whose tensors hold all ranks."""
     first = results[0]
     if isinstance(first, Tensor):
@@ -115,7 +116,7 @@ def _stack(results: Sequence[Any]) -> Any:
     return first
 
 
-def _perform(pieces: Pieces, request: Request, own: int | list[int]) -> Any:
+def _perform(pieces: Pieces, request: Request, own: int | list[int]) -> Tensor:
     tensor = request.tensor if isinstance(own, list) else request.tensor.contiguous()
     if isinstance(request, Gather):
         gathered = from_wire(wait(all_gather(to_wire(tensor).unsqueeze(0), pieces.count, pieces.group)), tensor.dtype)
@@ -126,7 +127,7 @@ def _perform(pieces: Pieces, request: Request, own: int | list[int]) -> Any:
     return _move_rows(pieces, request, own)
 
 
-def _move_rows(pieces: Pieces, request: Fetch | Return, own: int | list[int]) -> Any:
+def _move_rows(pieces: Pieces, request: Fetch | Return, own: int | list[int]) -> Tensor:
     fetching = isinstance(request, Fetch)
     have, need = (request.held, request.wanted) if isinstance(request, Fetch) else (request.computed, request.held)
     each = own if isinstance(own, list) else [own]

@@ -66,6 +66,8 @@ _define(3, "linear 1+2 ; monotone 1+2", ["where"])
 _define(3, "linear 0+2 ; monotone 0 | 0+2", ["masked_fill"])
 _define(3, "linear 0+1", ["lerp", "addcdiv"])
 _define(3, "linear 0+1 | 0+2", ["addcmul"])
+define(("aten::sgn", "aten::mvlgamma"), pointwise(1), derivative_makes_tensors=True)
+define(("aten::copysign", "aten::nextafter"), pointwise(2), derivative_makes_tensors=True)
 
 
 def div(call: Call) -> str:
@@ -137,7 +139,7 @@ define("aten::glu_backward", glu_backward)
 # ---- all others, by PyTorch's tag -----------------------------------------------------------------------------------
 
 _UNTAGGED = (
-    *("hardswish", "leaky_relu", "floor_divide", "copysign", "fill", "nan_to_num", "polar", "sgn", "float_power"),
+    *("hardswish", "leaky_relu", "floor_divide", "fill", "nan_to_num", "polar", "float_power"),
     *("_prelu_kernel", "_prelu_kernel_backward", "log_sigmoid_forward", "frexp", "rrelu_with_noise_backward"),
 )
 """Elementwise ops that PyTorch does not tag."""

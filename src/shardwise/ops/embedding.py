@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -58,6 +56,7 @@ def limit_rows(table: Tensor, rows: Tensor, max_norm: float, norm_type: float) -
 define("aten::embedding", "v d, i.. -> i.. d ; linear 0 ; kernel v", kernels=free(embedding))
 define("aten::embedding_dense_backward", embedding_backward_rule, kernels=free(embedding_backward))
 define("aten::embedding_renorm_", decomposition=limit_rows)
+define("aten::one_hot", makes_tensors=True)
 
 # ---- bags of rows ---------------------------------------------------------------------------------------------------
 
@@ -75,7 +74,7 @@ _BAG_BACKWARD = aten._embedding_bag_backward.default
 _SPARSE = [argument.name for argument in _BAG_BACKWARD._schema.arguments].index("sparse")
 
 
-def dense_bag_gradient(*args: Any, **kwargs: Any) -> Any:
+def dense_bag_gradient(*args: object, **kwargs: object) -> Tensor:
     """The gradient of a bag of embeddings, dense although `sparse=True` was asked for (see `dense`)."""
     if not args[_SPARSE]:
         return NotImplemented
@@ -90,7 +89,9 @@ define("aten::_embedding_bag_per_sample_weights_backward", "_ d, _ d, _.., _.., 
 # ---- sparse gradients -----------------------------------------------------------------------------------------------
 
 
-def dense(sparse_dim: int, dense_dim: int, size: list[int], indices: Tensor, values: Tensor, **_options: Any) -> Tensor:
+def dense(
+    sparse_dim: int, dense_dim: int, size: list[int], indices: Tensor, values: Tensor, **_options: object
+) -> Tensor:
     """A dense gradient in place of a sparse one: the sum of the values at each index.
 
     A leaf's gradient has the leaf's placements, and a sparse tensor has no dims that could be sharded.

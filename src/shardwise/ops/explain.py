@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .._torch.decompositions import is_composite
@@ -31,7 +31,7 @@ from .call import Call, is_list
 from .find import AnyOp, called_with, find_op
 from .generated import Source as GeneratedRule
 from .kernel import Kernel
-from .op import Source
+from .op import Function, Source
 from .registry import resolve
 from .resolve import ResolvedOp
 from .served import served_by
@@ -151,7 +151,7 @@ def _has_lists(call: Call) -> bool:
     return any(is_list(value) for value in call.tensors)
 
 
-def _function_texts(source: Callable[..., Any], call: Call | None) -> list[str]:
+def _function_texts(source: Function, call: Call | None) -> list[str]:
     if isinstance(source, GeneratedRule):
         return [f"the first of these lines that fits the call: {line}" for line in source.texts]
     texts = [f"depends on the call: {_function(source)}"]
@@ -282,7 +282,7 @@ def _variants(found: ResolvedOp) -> Iterator[str]:
                 yield overload_key(func)
 
 
-def _function(function: Callable[..., Any]) -> str:
+def _function(function: Function) -> str:
     """A function as `name (file): first line of its docstring`; a closure as the function that made it."""
     if isinstance(function, functools.partial):
         return ", ".join(_function(part) for part in (function.func, *function.args) if callable(part))

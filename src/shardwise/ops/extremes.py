@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .call import Call
-from .kernel import Cut, Gather, Kernel, KernelRun, LocalCall, Reduce
+from .kernel import Cut, Gather, Kernel, KernelRun, LocalCall, Reduce, Steps
 from .reduce import merged
 from .registry import definitions_in
 
@@ -49,7 +48,9 @@ def unpack(packed: Tensor, dtype: torch.dtype, largest: bool) -> tuple[Tensor, T
     return torch.where(nan, torch.nan, bits.view(torch.float32)).to(dtype), index
 
 
-def _first_extreme(value: Tensor | None, index: Tensor | None, like: Tensor, cut: Cut, largest: bool) -> KernelRun:
+def _first_extreme(
+    value: Tensor | None, index: Tensor | None, like: Tensor, cut: Cut, largest: bool
+) -> Steps[tuple[Tensor, Tensor]]:
     """The extreme of what all ranks found, with shape and dtype of `like`, and its index. None: this shard is empty."""
     dtype = like.dtype
     if _packs(dtype):
@@ -68,7 +69,7 @@ def _first_extreme(value: Tensor | None, index: Tensor | None, like: Tensor, cut
     return best, torch.where(wins, indices, torch.iinfo(torch.int64).max).amin(0)
 
 
-def _local_extreme(x: Tensor, dim: int, largest: bool) -> Any:
+def _local_extreme(x: Tensor, dim: int, largest: bool) -> tuple[Tensor, Tensor]:
     return x.max(dim) if largest else x.min(dim)
 
 
@@ -84,13 +85,13 @@ def extreme(largest: bool, values: bool) -> dict[str, Kernel]:
             value, index = _local_extreme(x, dim, largest) if cut.held else (None, None)
             found = yield from _first_extreme(value, None if index is None else index + cut.start, like, cut, largest)
             if call["keepdim"]:
-                found = tuple(part.unsqueeze(dim) for part in found)
+                found = found[0].unsqueeze(dim), found[1].unsqueeze(dim)
         return found if values else found[1]
 
     return {"k": Kernel(run, traffic=2.0, joint=True)}
 
 
-def _of_all(call: LocalCall, cut: Cut, largest: bool) -> KernelRun:
+def _of_all(call: LocalCall, cut: Cut, largest: bool) -> Steps[tuple[Tensor, Tensor]]:
     """The extreme over all dims and its index in the flattened global tensor."""
     x, layout = call["self"], call.given[0]
     shape = [1] * x.dim() if call["keepdim"] else []

@@ -6,9 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -17,9 +14,11 @@ from .._torch.modes import TorchDispatchMode
 from .._torch.ops import OpOverload, OpOverloadPacket
 from ..notation.patterns import RuleError
 from ..notation.schema import operands_of, overload_key, overloads, variant_of
+from .call import Args, Kwargs
+from .op import Function
 from .registry import resolve
 
-AnyOp = OpOverload | OpOverloadPacket | str | Callable[..., Any]
+AnyOp = OpOverload | OpOverloadPacket | str | Function
 
 
 def find_op(op: AnyOp) -> OpOverload:
@@ -60,16 +59,16 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[OpOverload, tuple[Any, ...], dict[str, Any]]] = []
+        self.calls: list[tuple[OpOverload, Args, Kwargs]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         self.calls.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def called_with(
-    op: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[tuple[OpOverload, tuple[Any, ...], dict[str, Any]]]:
+def called_with(op: AnyOp, args: Args, kwargs: Kwargs) -> list[tuple[OpOverload, Args, Kwargs]]:
     """The ops on tensors that a call comes to, each once, with their arguments: one, or those of a composite function.
 
     The call is made on tensors without data. A function that dispatch is given as one op though PyTorch decomposes it,
@@ -93,14 +92,14 @@ def _is_known(op: AnyOp) -> bool:
     return isinstance(op, OpOverload) or any(overloads(_names(op)[0]))
 
 
-def _callable(op: AnyOp) -> Callable[..., Any]:
+def _callable(op: AnyOp) -> Function:
     if not isinstance(op, str):
         return op
     name, overload = _names(op)
     if overload:
         return find_op(op)
     space, _, name = name.partition("::")
-    packet: Callable[..., Any] = getattr(getattr(torch.ops, space), name)
+    packet: Function = getattr(getattr(torch.ops, space), name)
     return packet
 
 

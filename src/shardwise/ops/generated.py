@@ -30,7 +30,7 @@ class Line(NamedTuple):
 
     op: str
     ranks: tuple[str, ...]
-    arguments: tuple[tuple[str, Any], ...]
+    arguments: tuple[tuple[str, object], ...]
     rule: str
 
     def __str__(self) -> str:
@@ -45,16 +45,16 @@ class Line(NamedTuple):
         return all(as_literal(call.arg(name, None)) == value for name, value in self.arguments)
 
 
-def _compact(value: Any) -> str:
+def _compact(value: object) -> str:
     return repr(value).replace(" ", "")
 
 
-def as_literal(value: Any) -> Any:
+def as_literal(value: object) -> object:
     """An argument in the form in which it is compared and written: lists for all sequences."""
     return [as_literal(element) for element in value] if isinstance(value, (list, tuple)) else value
 
 
-def ranks_of(tensors: Iterable[Any]) -> tuple[str, ...]:
+def ranks_of(tensors: Iterable[object]) -> tuple[str, ...]:
     """The ranks of operands as they are written: `-` for none, that of its elements for a list.
 
     >>> ranks_of([torch.empty(2, 3), None, [torch.empty(4)]])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +49,7 @@ def _bounds(values: Tensor) -> list[float]:
     return [values.min().item(), values.max().item()] if values.numel() else [0.0, 1.0]
 
 
-def histc_of_data(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+def histc_of_data(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
     """Counts between the minimum and the maximum."""
     low, high = _bounds(x)
     if min != max or not math.isfinite(low) or not math.isfinite(high):
@@ -58,7 +57,7 @@ def histc_of_data(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) ->
     return aten.histc(x, bins, *((low - 1, high + 1) if low == high else (low, high)))
 
 
-def histogram_by_count(x: Tensor, bins: int = 100, **options: Any) -> Any:
+def histogram_by_count(x: Tensor, bins: int = 100, **options: object) -> tuple[Tensor, Tensor]:
     """Counts or densities in a number of bins, between the minimum and the maximum unless a range is given."""
     density = options.pop("density", False)
     if options.get("range") and not density:
@@ -68,7 +67,7 @@ def histogram_by_count(x: Tensor, bins: int = 100, **options: Any) -> Any:
     return (_density(counts, [edges]) if density else counts), edges
 
 
-def histogram_by_edges(x: Tensor, bins: Tensor, **options: Any) -> Any:
+def histogram_by_edges(x: Tensor, bins: Tensor, **options: object) -> tuple[Tensor, Tensor]:
     """Densities between given edges."""
     if not options.get("density"):
         return NotImplemented
@@ -80,14 +79,14 @@ def _points_bounds(x: Tensor) -> list[float]:
     return [bound for column in x.flatten(0, -2).unbind(1) for bound in _bounds(column)]
 
 
-def edges_of_points(x: Tensor, bins: Sequence[int], **options: Any) -> Any:
+def edges_of_points(x: Tensor, bins: Sequence[int], **options: object) -> list[Tensor]:
     """Edges for points, between the minimum and the maximum of each coordinate."""
     if options.get("range") and not options.get("density"):
         return NotImplemented
     return aten._histogramdd_bin_edges(x, bins, range=options.get("range") or _points_bounds(x))
 
 
-def points_by_count(x: Tensor, bins: Sequence[int], **options: Any) -> Any:
+def points_by_count(x: Tensor, bins: Sequence[int], **options: object) -> Tensor:
     """Counts or densities of points in numbers of bins."""
     if options.get("range") and not options.get("density"):
         return NotImplemented
@@ -97,7 +96,7 @@ def points_by_count(x: Tensor, bins: Sequence[int], **options: Any) -> Any:
     return _density(counts, edges) if options.get("density") else counts
 
 
-def points_by_edges(x: Tensor, bins: Sequence[Tensor], **options: Any) -> Any:
+def points_by_edges(x: Tensor, bins: Sequence[Tensor], **options: object) -> Tensor:
     """Densities of points between given edges."""
     if not options.get("density"):
         return NotImplemented

@@ -7,7 +7,7 @@ result is a sum over ranks. For a write, rows of other ranks go to one extra row
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -46,19 +46,11 @@ def kept(hit: Tensor, found: Tensor) -> Tensor:
     return torch.where(hit, found, found.new_zeros(()))
 
 
-def functional(call: LocalCall) -> Callable[..., Any]:
+def functional(call: LocalCall) -> Callable[..., Tensor]:
     """The functional op of an in-place or `out=` variant, as a function of changed arguments."""
     packet = getattr(aten, call.func._schema.name.removeprefix("aten::").removesuffix("_"))
     overload = call.func._overloadname.removesuffix("out").removesuffix("_") or "default"
-    op = getattr(packet, overload)
-
-    def run(**changed: Any) -> Any:
-        arguments = {**call.arguments, **changed}
-        given = op._schema.arguments
-        positional = [arguments[argument.name] for argument in given if not argument.kwarg_only]
-        return op(*positional, **{a.name: arguments[a.name] for a in given if a.kwarg_only})
-
-    return run
+    return replace(call, func=getattr(packet, overload)).run
 
 
 def free(run: Callable[[LocalCall, Cut], KernelRun]) -> dict[str, Kernel]:
@@ -130,7 +122,7 @@ define(
 )
 define(("aten::scatter_add", "aten::scatter_reduce.two"), scatter_rule, kernels=free(scatter))
 define("aten::take", take_rule, kernels=free(take))
-define("aten::put", "[x..], [i..], [s..] -> [x..] ; linear 0+2")
+define("aten::put", "[x..], [i..], [s..] -> [x..] ; linear 0+2", derivative_makes_tensors=True)
 
 # ---- an index for every row -----------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +42,7 @@ def cat(call: LocalCall, cut: Cut) -> KernelRun:
     return (yield Fetch(torch.cat(call["tensors"], dim), dim, held, cut.of(sum(sizes)).bounds))
 
 
-def without_empty(tensors: Sequence[Tensor], dim: int = 0) -> Any:
+def without_empty(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """`cat` of a list with empty vectors, which PyTorch allows among tensors of other ranks and leaves out."""
     kept = [tensor for tensor in tensors if tuple(tensor.shape) != (0,)]
     return aten.cat(kept, dim) if 0 < len(kept) < len(tensors) else NotImplemented
@@ -89,3 +88,4 @@ def repeat(call: Call) -> str:
 
 define("aten::stack", stack)
 define("aten::repeat", repeat)
+define("aten::combinations", makes_tensors=True)

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from .._torch.ops import OpOverload
 from ..sharding.layout import Coordinate, Factor, Layout, Run, factor_range
+from .call import Kwargs
 
 
 class Cut(NamedTuple):
@@ -62,7 +63,7 @@ class LocalCall:
     """
 
     func: OpOverload
-    arguments: dict[str, Any]
+    arguments: Kwargs
     dims: tuple[int | None, ...]
     out_dims: tuple[int | None, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -88,7 +89,7 @@ class LocalCall:
         """This rank's shard of a result, filled with zeros, on the device of `like`."""
         return like.new_zeros(self.local_shape(result), dtype=self.dtypes[result])
 
-    def run(self, **changed: Any) -> Any:
+    def run(self, /, **changed: object) -> Any:
         """The op itself on the local arguments, some of them changed."""
         arguments = {**self.arguments, **changed}
         positional = [arguments[a.name] for a in self.func._schema.arguments if not a.kwarg_only]
@@ -135,7 +136,12 @@ class Return(NamedTuple):
 
 
 Request = Gather | Reduce | Fetch | Return
-KernelRun = Generator[Request, Tensor, Any]
+LocalResult = Tensor | Sequence["LocalResult"] | Mapping[str, "LocalResult"] | int | None
+"""What an op returns on one rank. A kernel for lists of tensors may return new values of arguments by name."""
+T = TypeVar("T")
+Steps = Generator[Request, Tensor, T]
+"""Code that communicates: it yields requests, is sent what they bring, and returns a result."""
+KernelRun = Steps[LocalResult]
 
 
 @dataclass(frozen=True)
@@ -158,7 +164,7 @@ class Kernel:
     anywhere: bool = False
 
 
-def without_communication(local: Callable[[LocalCall, Cut], Any]) -> Callable[[LocalCall, Cut], KernelRun]:
+def without_communication(local: Callable[[LocalCall, Cut], LocalResult]) -> Callable[[LocalCall, Cut], KernelRun]:
     """A kernel made of a function that asks for nothing from other ranks."""
 
     @functools.wraps(local)

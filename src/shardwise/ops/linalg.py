@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +67,7 @@ def cross(call: Call) -> str:
     return f"{operand}, {operand} -> {result} ; linear 0 | 1"
 
 
-def least_squares(a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None) -> Any:
+def least_squares(a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None) -> tuple[Tensor, ...]:
     """The solution by singular values, where PyTorch's default pivots.
 
     Its pivots start from memory that nobody has written, so the last bits of the solution differ from call to call, and
@@ -100,6 +99,7 @@ define("aten::linalg_pinv.atol_rtol_tensor", batched("m, 1, 1 -> m"))
 define("aten::_linalg_check_errors", "[b..] -> ")  # an error in one matrix of the batch is raised on all ranks
 define("aten::lu_unpack", lu_unpack)
 define(("aten::linalg_ldl_solve", "aten::ormqr"), columns)
+define(("aten::linalg_matrix_rank", "aten::linalg_matrix_power", "aten::linalg_pinv"), makes_tensors=True)
 define("aten::linalg_lstsq", decomposition=least_squares)
 define("aten::linalg_cross", cross)
 define(("aten::_fft_r2c", "aten::_fft_c2r", "aten::_fft_c2c"), transform)

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from .._torch.above_autograd import Keys
+from .._torch.ops import OpOverload
 from ..notation.build import pointwise
+from .above_autograd import where_distributed
 from .call import Call
-from .kernel import Cut, Kernel, KernelRun, LocalCall, Reduce
+from .kernel import Cut, Kernel, KernelRun, LocalCall, LocalResult, Reduce, without_communication
 from .op import Local
-from .registry import definitions_in
+from .registry import definitions_in, resolve
 
 define = definitions_in(__name__)
 
@@ -47,7 +50,7 @@ def _rows(call: LocalCall, scores: int) -> tuple[int, int]:
 def _forward(count: CountTerms) -> Local:
     """Run the op; if other ranks have terms too, its result is their sum, or this rank's share of the mean."""
 
-    def run(call: LocalCall) -> Any:
+    def run(call: LocalCall) -> LocalResult:
         local, total = count(call, 0)
         if local == total:
             return call.run()
@@ -66,7 +69,7 @@ def _forward(count: CountTerms) -> Local:
 def _backward(count: CountTerms) -> Local:
     """Run the op with the gradient of this rank's share of the mean: it divides by the local number of terms."""
 
-    def run(call: LocalCall) -> Any:
+    def run(call: LocalCall) -> LocalResult:
         if not call["self"].numel():
             return call.zeros(call["self"])
         local, total = count(call, 1)
@@ -180,10 +183,10 @@ def _local_nll(call: LocalCall, reduction: int) -> tuple[Tensor, Tensor]:
     return found
 
 
-def nll(call: LocalCall, cut: Cut) -> KernelRun:
+@without_communication
+def nll(call: LocalCall, cut: Cut) -> tuple[Tensor, Tensor]:
     """Each rank adds the loss of targets among its classes; other rows are zero."""
     return _local_nll(call, call["reduction"])
-    yield
 
 
 def nll_mean(call: LocalCall, cut: Cut) -> KernelRun:
@@ -192,12 +195,13 @@ def nll_mean(call: LocalCall, cut: Cut) -> KernelRun:
     return loss / weight, weight
 
 
-def nll_backward(call: LocalCall, cut: Cut) -> KernelRun:
+@without_communication
+def nll_backward(call: LocalCall, cut: Cut) -> Tensor:
     """Compute the gradients of targets among this rank's classes."""
     if not call["self"].numel():
         return call.zeros(call["self"])
-    return call.run(target=_local_targets(call, 1), ignore_index=_IGNORED)
-    yield
+    gradient: Tensor = call.run(target=_local_targets(call, 1), ignore_index=_IGNORED)
+    return gradient
 
 
 define(
@@ -213,4 +217,34 @@ define(
     ("aten::nll_loss_backward", "aten::nll_loss2d_backward"),
     _nll_backward_rule,
     kernels={"v": Kernel(nll_backward, 0, 0.0)},
+)
+
+
+# ---- losses that PyTorch composes of other ops ----------------------------------------------------------------------
+
+
+def _linear_cross_entropy(func: OpOverload) -> Callable[..., object]:
+    """The loss of a linear layer's output, in one go: sharded logits are small, so they need not be made in chunks.
+
+    The variant that reduces also returns gradients; here autograd computes them.
+    """
+    gradients = len(func._schema.returns) - 1
+
+    def run(keys: Keys, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
+        named = {"reduction": "none", "label_smoothing": 0.0, **resolve(func).arguments(args, kwargs)}
+        logits = F.linear(named["input"], named["linear_weight"], named["linear_bias"])
+        options = {name: named[name] for name in ("reduction", "ignore_index", "label_smoothing")}
+        loss = F.cross_entropy(logits, named["target"], named["weight"], **options)
+        return (loss, *(logits.new_empty(0) for _ in range(gradients))) if gradients else loss
+
+    return where_distributed(func, run)
+
+
+define("aten::ctc_loss", makes_tensors=True)
+define(
+    (
+        "torch_nn::_linear_cross_entropy_batch_chunked",
+        "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction",
+    ),
+    override=_linear_cross_entropy,
 )

@@ -1,14 +1,12 @@
-"""Matrix products, `linear` and its gradients, and distances between rows."""
+"""Matrix products, and distances between rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from .._torch.decompositions import pytorch_decomposition
-from .._torch.ops import OpOverload
 from .call import Call
 from .registry import definitions_in
 
@@ -59,57 +57,6 @@ define("aten::addbmm", added("m? n?", "b m k, b k n -> m n"))
 define("aten::baddbmm", added("b? m? n?", "b m k, b k n -> b m n"))
 define("aten::_int_mm", "m k, k n -> m n")
 define("aten::_trilinear", trilinear)
-
-# ---- linear ---------------------------------------------------------------------------------------------------------
-#
-# The local code multiplies matrices: PyTorch's own code for more dims asks for sizes, which differ between simulated
-# ranks. The gradients are ops of their own, so that each is one dispatch.
-
-
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` on local shards."""
-    if type(input) is Tensor:
-        return torch.nn.functional.linear(input, weight, bias)
-    rows, columns = _rows(input), weight.t()
-    product = rows.mm(columns) if bias is None else torch.addmm(bias, rows, columns)
-    return product.view(*input.shape[:-1], weight.shape[0])
-
-
-def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of the input, from that of the output."""
-    return _rows(gradient).mm(_conjugate(weight)).view(*gradient.shape[:-1], weight.shape[1])
-
-
-def weight_gradient(gradient: Tensor, input: Tensor) -> Tensor:
-    """The gradient of the weight: a sum over all dims before the features."""
-    return _rows(gradient).t().mm(_rows(_conjugate(input)))
-
-
-def _conjugate(tensor: Tensor) -> Tensor:
-    return tensor.conj_physical() if tensor.is_complex() else tensor
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)
-
-
-_library = torch.library.Library("shardwise", "FRAGMENT")
-
-
-def _new_op(signature: str, run: Callable[..., Tensor]) -> OpOverload:
-    name = signature.partition("(")[0]
-    _library.define(signature)
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    op: OpOverload = getattr(torch.ops.shardwise, name).default
-    return op
-
-
-linear_input_gradient = _new_op("linear_input_gradient(Tensor gradient, Tensor weight) -> Tensor", input_gradient)
-linear_weight_gradient = _new_op("linear_weight_gradient(Tensor gradient, Tensor input) -> Tensor", weight_gradient)
-
-define("aten::linear", "x.. k, n k, n -> x.. n ; linear 0+2 | 1+2", python=linear)
-define("shardwise::linear_input_gradient", "x.. n, n k -> x.. k ; linear 0 | 1", python=input_gradient)
-define("shardwise::linear_weight_gradient", "x.. n, x.. k -> n k ; linear 0 | 1", python=weight_gradient)
 
 # ---- distances between rows -----------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..notation.build import dims_text, join, normalized
 from .call import Call
-from .kernel import Cut, Kernel, KernelRun, LocalCall, Reduce
+from .kernel import Cut, Kernel, KernelRun, LocalCall, LocalResult, Reduce
 from .op import Local
 from .reduce import wide
 from .registry import definitions_in
@@ -263,7 +263,7 @@ def _slice_rule(template: str) -> Callable[[Call], str]:
     return rule
 
 
-def _on_contiguous(call: LocalCall) -> Any:
+def _on_contiguous(call: LocalCall) -> LocalResult:
     """Run the op on contiguous operands, which its implementation requires; empty shards give zeros."""
     tensors = {name: x for name, x in call.arguments.items() if isinstance(x, Tensor)}
     if all(x.numel() for x in tensors.values()):

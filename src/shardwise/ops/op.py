@@ -10,15 +10,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict
 
+from torch import Tensor
+
+from .._torch.ops import OpOverload
 from ..notation import Rule
-from .call import Call
-from .kernel import Kernel, KernelRun, LocalCall
+from .call import Call, Kwargs
+from .kernel import Kernel, KernelRun, LocalCall, LocalResult
 
 Source = str | Rule | Callable[[Call], str | Rule | None]
 """A rule, or a function that returns the rule of a call: None to run this call on gathered inputs, or by other ops."""
 
-Put = Callable[[dict[str, Any]], Callable[[Any, Any], Any]]
-"""From the arguments of a view, by name, to the function `(root, new value of the view) -> new value of the root`."""
+Function = Callable[..., Any]
+"""A function of an op's arguments."""
+
+Write = Callable[[Tensor, Tensor], Tensor]
+"""`(root, new value of the view) -> new value of the root`."""
+
+Put = Callable[[Kwargs], Write]
+"""From the arguments of a view, by name, to how it is written."""
+
+Override = Callable[[OpOverload], Callable[..., object]]
+"""From an overload to the kernel that takes its place above autograd: `kernel(keys, *args, **kwargs)`. A call that the
+kernel does not want it passes on with `call_original(func, keys, *args, **kwargs)`."""
 
 
 class Local(NamedTuple):
@@ -29,7 +42,7 @@ class Local(NamedTuple):
     implementation returns a copy.
     """
 
-    run: Callable[[LocalCall], Any]
+    run: Callable[[LocalCall], LocalResult]
     when: Literal["always", "partial sum", "empty shard"] = "always"
     copies: bool = False
 
@@ -58,17 +71,19 @@ class Op:
     kernels: Mapping[str, Kernel] = field(default_factory=dict)
     """For each factor that the rule's `kernel` clause names: how the op runs when that factor is sharded."""
     local: Local | None = None
-    draw: Callable[[LocalCall], Any] | None = None
+    draw: Callable[[LocalCall], LocalResult] | None = None
     """For ops that draw random numbers, like `local`; the argument `generator` is a `Draw` that all ranks share."""
     list_kernel: ListKernel | None = None
     """For ops on lists of tensors that communicate once for a list."""
-    decomposition: Callable[..., Any] | None = None
+    decomposition: Function | None = None
     """A function of the op's arguments that calls other ops, for calls that no rule takes. It may return
     NotImplemented. Variants do not inherit it."""
-    python: Callable[..., Any] | None = None
+    python: Function | None = None
     """The op in Python, for local tensors: quicker than the overload. Variants do not inherit it."""
     put: Put | None = None
     """For view ops: how a write to the view reaches the tensor it views. Variants do not inherit it."""
+    override: Override | None = None
+    """What runs on distributed tensors instead of the op, above autograd."""
 
     reads_numbers: bool = False
     """The rule, or the decomposition, looks at the values of numbers (the p of a norm): each value has its own plan."""
@@ -78,6 +93,11 @@ class Op:
     """Results have the sizes of the operands' dims, though the rule has a kernel or a size argument."""
     takes_empty: bool = False
     """The op may be called on empty shards: what it returns there cannot be made from its metadata."""
+    makes_tensors: bool = False
+    """PyTorch decomposes the op, and on the way makes plain tensors from sizes and numbers alone. They are the same on
+    all ranks, so they are taken as replicated."""
+    derivative_makes_tensors: bool = False
+    """The same of the op's derivative formula: that of cumprod fills in ones, that of slice_scatter returns zeros."""
 
     origin: Literal["built in", "user", "generated", "elementwise"] = "built in"
     file: str = field(default="", compare=False)
@@ -93,12 +113,15 @@ class Facts(TypedDict, total=False):
 
     kernels: Mapping[str, Kernel]
     local: Local
-    draw: Callable[[LocalCall], Any]
+    draw: Callable[[LocalCall], LocalResult]
     list_kernel: ListKernel
-    decomposition: Callable[..., Any]
-    python: Callable[..., Any]
+    decomposition: Function
+    python: Function
     put: Put
+    override: Override
     reads_numbers: bool
     reads_shape_only: bool
     keeps_sizes: bool
     takes_empty: bool
+    makes_tensors: bool
+    derivative_makes_tensors: bool

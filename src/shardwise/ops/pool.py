@@ -52,9 +52,13 @@ for _n in (2, 3):
             "fractional_max_pool#d_backward",
         ),
         spatial_rule(_n, "linear 0"),
+        derivative_makes_tensors=True,  # in gradients of gradients: the second operand only lends its shape
     )
     _spatial = " ".join("_" * _n)
     define(_names(_n, "fractional_max_pool#d"), f"n c {_spatial}, n c _ -> n c {_spatial}, n c {_spatial}")
+
+
+define("aten::max_pool2d_backward", derivative_makes_tensors=True)
 
 
 # ---- resampling -----------------------------------------------------------------------------------------------------
@@ -73,7 +77,11 @@ for _n, _kinds in (
 for _n, _positions in ((2, "y x"), (3, "z y x")):
     _image, _grid, _output = f"n c {' '.join('_' * _n)}", f"n {_positions} _", f"n c {_positions}"
     define(f"aten::grid_sampler_{_n}d", f"{_image}, {_grid} -> {_output} ; linear 0")
-    define(f"aten::grid_sampler_{_n}d_backward", f"{_output}, {_image}, {_grid} -> {_image}, {_grid} ; linear 0")
+    define(
+        f"aten::grid_sampler_{_n}d_backward",
+        f"{_output}, {_image}, {_grid} -> {_image}, {_grid} ; linear 0",
+        derivative_makes_tensors=True,
+    )
 
 
 def _affine_grid(call: Call) -> str:
@@ -81,7 +89,7 @@ def _affine_grid(call: Call) -> str:
     return f"n _ _ -> n {spatial} ; linear 0 ; size=(n {spatial})"
 
 
-define("aten::affine_grid_generator", _affine_grid)
+define("aten::affine_grid_generator", _affine_grid, derivative_makes_tensors=True)
 
 
 # ---- between images and columns, between channels -------------------------------------------------------------------

@@ -16,7 +16,7 @@ from ..notation import pointwise
 from ..random import is_exact
 from ..random.box import box_of
 from ..random.triton_fill import dropout as fused_dropout
-from .call import Call
+from .call import Args, Call
 from .kernel import LocalCall
 from .registry import definitions_in
 
@@ -39,7 +39,7 @@ def _fill(name: str, *arguments: str) -> Numbers:
     return numbers
 
 
-def _numbers(call: LocalCall, name: str, arguments: tuple[Any, ...], **options: Any) -> Tensor:
+def _numbers(call: LocalCall, name: str, arguments: Args, **options: object) -> Tensor:
     return call["generator"].numbers(call.layouts[0], call.at, name, arguments, **options)
 
 
@@ -74,10 +74,10 @@ def _random(call: LocalCall, out: Tensor | None) -> Tensor:
     return _numbers(call, "random_", tuple(call[name] for name in names if name in call.arguments), out=out)
 
 
-def _writing(numbers: Numbers) -> Callable[[LocalCall], Any]:
+def _writing(numbers: Numbers) -> Callable[[LocalCall], Tensor]:
     """The local code of an op: it draws into the tensor that the op writes, if there is one."""
 
-    def run(call: LocalCall) -> Any:
+    def run(call: LocalCall) -> Tensor:
         alias = call.func._schema.arguments[0].alias_info
         target = call["self"] if alias is not None and alias.is_write else None
         value = numbers(call, target)
@@ -102,7 +102,8 @@ for _name, _numbers_of in {
     "bernoulli": _bernoulli,
     "random": _random,
 }.items():
-    define((f"aten::{_name}", f"aten::{_name}_"), _rule, draw=_writing(_numbers_of))
+    _made = _name == "normal"
+    define((f"aten::{_name}", f"aten::{_name}_"), _rule, draw=_writing(_numbers_of), derivative_makes_tensors=_made)
 define("aten::normal_functional", _rule, draw=_writing(_normal))
 define("aten::randint_like", _rule, draw=_writing(_random))
 define("aten::rand_like", _rule, draw=_writing(_standard("uniform_", 0.0, 1.0)), reads_shape_only=True)
@@ -140,7 +141,7 @@ def _decomposed(call: Call) -> None:
 
 def multinomial(
     weights: Tensor, num_samples: int, replacement: bool = False, *, generator: torch.Generator | None = None
-) -> Any:
+) -> Tensor:
     """Draw indices by their weights.
 
     Without replacement, as in PyTorch: those with the largest quotients of weights and exponential numbers. With
@@ -163,7 +164,7 @@ def rrelu_with_noise(
     upper: float = 1.0 / 3.0,
     training: bool = False,
     generator: torch.Generator | None = None,
-) -> Any:
+) -> Tensor:
     """A leaky ReLU with a random slope for each negative element.
 
     PyTorch draws for these elements only, so its numbers depend on all elements: an exact draw runs on gathered inputs.
@@ -177,7 +178,7 @@ def rrelu_with_noise(
     return x * noise
 
 
-def rrelu_with_noise_(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def rrelu_with_noise_(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """`rrelu_with_noise` in place."""
     value = rrelu_with_noise(x, *args, **kwargs)
     return value if value is NotImplemented else x.copy_(value)
@@ -190,5 +191,6 @@ define("aten::rrelu_with_noise_", _decomposed, decomposition=rrelu_with_noise_)
 
 # ---- on gathered inputs: rarely used, so all ranks draw the global tensor from generators in the same state ---------
 
-define(("aten::poisson", "aten::_sample_dirichlet", "aten::_standard_gamma"), "[x..] -> _..")
+define(("aten::_sample_dirichlet", "aten::_standard_gamma"), "[x..] -> _..")
+define("aten::poisson", "[x..] -> _..", derivative_makes_tensors=True)
 define("aten::binomial", "[x..], [y..] -> _..")

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..notation.build import dims_text, join, normalized, reduction, whole_dims
 from .call import Call
-from .kernel import LocalCall
+from .kernel import LocalCall, LocalResult
 from .op import Local
 from .registry import definitions_in
 
@@ -84,7 +83,7 @@ def min_and_max(call: Call) -> str:
 
 define("aten::sum", reduce_by("sum"))
 define(("aten::nansum", "aten::count_nonzero"), reduce_by("sum", linear=False))
-define("aten::prod", reduce_by("product"))
+define("aten::prod", reduce_by("product"), derivative_makes_tensors=True)
 define(("aten::amax", "aten::max.default"), reduce_by("max"))
 define(("aten::amin", "aten::min.default"), reduce_by("min"))
 define("aten::max.other", "b?.., b?.. -> b.. ; monotone 0+1 ; reduce max")
@@ -96,7 +95,7 @@ define("aten::aminmax", min_and_max)
 # ---- means ----------------------------------------------------------------------------------------------------------
 
 
-def mean(call: LocalCall) -> Any:
+def mean(call: LocalCall) -> LocalResult:
     """The mean of the local shard, times the rank's share of the elements: the sum over ranks is the global mean."""
     x, dims = call["self"], over(call)
     here, everywhere = counts(call, dims, x)

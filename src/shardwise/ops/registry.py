@@ -22,7 +22,16 @@ import torch
 from .._torch.ops import OpOverload, OpOverloadPacket
 from ..notation.patterns import RuleError
 from ..notation.rule import Rule, parse
-from ..notation.schema import Operands, family, match_operands, operands_of, overload_key, overloads, packet_name
+from ..notation.schema import (
+    Operands,
+    family,
+    match_operands,
+    operands_of,
+    overload_key,
+    overloads,
+    packet_name,
+    variant_of,
+)
 from ..sharding.runtime import clear_all_caches
 from .kernel import Kernel
 from .op import Facts, Op, Source
@@ -123,6 +132,18 @@ class Registry:
 
     def __getitem__(self, name: str) -> Op:
         return self._user.get(name) or self._built_in[name]
+
+    def overloads_with(self, fact: Callable[[Op], object]) -> Iterator[tuple[OpOverload, Op]]:
+        """The overloads of the built-in ops that have a fact, with their records; without those that have `out=`.
+
+        The record of an op is also that of its in-place variant.
+        """
+        for op in filter(fact, self._built_in.values()):
+            packet, _, overload = op.name.partition(".")
+            in_place = () if overload or f"{packet}_" in self._built_in else overloads(f"{packet}_")
+            for func in (*overloads(packet), *in_place):
+                if variant_of(func) != "out" and overload in ("", func._overloadname):
+                    yield func, op
 
     # ---- look-up ----------------------------------------------------------------------------------------------
 

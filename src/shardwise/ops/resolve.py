@@ -11,7 +11,7 @@ Rule('b?.. -> b.. ; linear 0')
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ from ..notation import Rule, parse, without_operands
 from ..notation.patterns import RuleError
 from ..notation.schema import Operands, operands_of, overload_key, tensor_arguments, variant_of
 from ..sharding.cache import ENTRY_BYTES, Cache
-from .call import Call
+from .call import Args, Call, Kwargs
 from .kernel import Kernel
-from .op import Op, Put
+from .op import Function, Op, Put
 
 NEEDS_DATA = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output))
 
@@ -54,17 +54,17 @@ class ResolvedOp:
         self.is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
         self.returns = bool(schema.returns)
         self.names: tuple[str, ...] = tuple(argument.name for argument in schema.arguments)
-        self.defaults: dict[str, Any] = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+        self.defaults: Kwargs = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
         self.needs_data = bool(NEEDS_DATA & set(func.tags))
         self.number_arguments = _number_arguments(func)
         # Variants do not inherit these, nor does an `out=` overload from the record of all overloads.
         itself = own if own is not None and (self.variant != "out" or own.name == overload_key(func)) else None
-        self.decomposition: Callable[..., Any] | None = itself.decomposition if itself is not None else None
-        self.python: Callable[..., Any] | None = itself.python if itself is not None else None
+        self.decomposition: Function | None = itself.decomposition if itself is not None else None
+        self.python: Function | None = itself.python if itself is not None else None
         self.put: Put | None = itself.put if itself is not None else None
         # Worked out by dispatch when it is first needed.
-        self.bindings: Cache[Any, Callable[..., Any]] = Cache(1 << 16, _entry_bytes)
-        self.result_forms: Cache[Any, Any] = Cache(1 << 16, _entry_bytes)
+        self.bindings: Cache[Hashable, Function] = Cache(1 << 16, _entry_bytes)
+        self.result_forms: Cache[Hashable, Any] = Cache(1 << 16, _entry_bytes)
         self.warned = False
         self.in_place_view: OpOverload | None = None
 
@@ -115,11 +115,11 @@ class ResolvedOp:
             )
         return found
 
-    def tensors(self, call: Call) -> tuple[Any, ...]:
+    def tensors(self, call: Call) -> Args:
         """The operands of a call, one for each input of its rule."""
         return tuple(t for t, position in zip(call.tensors, self.operands, strict=True) if position is not None)
 
-    def arguments(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def arguments(self, args: Iterable[object], kwargs: Mapping[str, object]) -> Kwargs:
         """All arguments of a call by name, defaults included."""
         return {**self.defaults, **dict(zip(self.names, args, strict=False)), **kwargs}
 
@@ -127,7 +127,7 @@ class ResolvedOp:
         return f"ResolvedOp({self.func}, {self.op!r})"
 
 
-def _entry_bytes(key: Any, value: Any) -> int:
+def _entry_bytes(key: object, value: object) -> int:
     return ENTRY_BYTES
 
 

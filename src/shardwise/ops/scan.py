@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from ..notation import dims_text, whole_dims
 from ..notation.build import normalized
 from .call import Call
-from .kernel import Cut, Gather, Kernel, KernelRun, LocalCall
+from .kernel import Cut, Gather, Kernel, KernelRun, LocalCall, Steps
 from .registry import definitions_in
 
 define = definitions_in(__name__)
@@ -26,19 +25,19 @@ def slab(call: LocalCall, size: int) -> list[int]:
     return [size if d == dim else n for d, n in enumerate(x.shape)]
 
 
-def _last(call: LocalCall, scanned: Tensor, cut: Cut, start: Any) -> Tensor:
+def _last(call: LocalCall, scanned: Tensor, cut: Cut, start: float) -> Tensor:
     """The last row of a scan, which the following shards need; `start` where this shard is empty."""
     if cut.held:
         return scanned.narrow(call.dims[0] or 0, cut.held - 1, 1)
     return scanned.new_full(slab(call, 1), start)
 
 
-def gather_both(one: Tensor, other: Tensor) -> KernelRun:
+def gather_both(one: Tensor, other: Tensor) -> Steps[tuple[Tensor, Tensor]]:
     """Two tensors of every rank in one collective, as bytes since their dtypes may differ."""
     raw = [tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, other)]
     parts = yield Gather(torch.cat(raw))
-    split = parts.split([part.numel() for part in raw], 1)
-    return tuple(_seen_as(part, like) for part, like in zip(split, (one, other), strict=True))
+    ones, others = parts.split([part.numel() for part in raw], 1)
+    return _seen_as(ones, one), _seen_as(others, other)
 
 
 def _seen_as(raw: Tensor, like: Tensor) -> Tensor:
@@ -115,14 +114,29 @@ def logcumsumexp_rule(call: Call) -> str:
 
 _ROWS = 0.02  # one row of each shard is exchanged
 define("aten::cumsum", scan_rule(1, "linear 0"), kernels={"k": Kernel(cumulate(0, torch.add), traffic=_ROWS)})
-define("aten::cumprod", scan_rule(1), kernels={"k": Kernel(cumulate(1, torch.mul), traffic=_ROWS)})
+define(
+    "aten::cumprod",
+    scan_rule(1),
+    kernels={"k": Kernel(cumulate(1, torch.mul), traffic=_ROWS)},
+    derivative_makes_tensors=True,
+)
 define(
     "aten::logcumsumexp",
     logcumsumexp_rule,
     kernels={"k": Kernel(cumulate(-math.inf, torch.logaddexp), traffic=_ROWS)},
 )
-define("aten::cummax", scan_rule(2), kernels={"k": Kernel(cumulate_extreme(True), traffic=_ROWS)})
-define("aten::cummin", scan_rule(2), kernels={"k": Kernel(cumulate_extreme(False), traffic=_ROWS)})
+define(
+    "aten::cummax",
+    scan_rule(2),
+    kernels={"k": Kernel(cumulate_extreme(True), traffic=_ROWS)},
+    derivative_makes_tensors=True,
+)
+define(
+    "aten::cummin",
+    scan_rule(2),
+    kernels={"k": Kernel(cumulate_extreme(False), traffic=_ROWS)},
+    derivative_makes_tensors=True,
+)
 
 # ---- segments -------------------------------------------------------------------------------------------------------
 

@@ -112,7 +112,8 @@ for _n in (1, 2, 3):
     _dims = " ".join("_" * _n)
     _pads = [f"aten::{kind}_pad{_n}d" for kind in ("reflection", "replication")]
     define(_pads, f"b.. {_dims} -> b.. {_dims} ; linear 0")
-    define([f"{name}_backward" for name in _pads], f"b.. {_dims}, b.. {_dims} -> b.. {_dims} ; linear 0")
+    _rule = f"b.. {_dims}, b.. {_dims} -> b.. {_dims} ; linear 0"
+    define([f"{name}_backward" for name in _pads], _rule, derivative_makes_tensors=True)
 
 # ---- triangles ------------------------------------------------------------------------------------------------------
 

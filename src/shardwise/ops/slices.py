@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._torch.above_autograd import Keys
+from .._torch.ops import OpOverload
 from ..notation.build import dims_text, join
 from ..sharding.layout import Run
-from .call import Call
+from .above_autograd import where_distributed
+from .call import Call, Kwargs
 from .kernel import Cut, Fetch, Kernel, KernelRun, LocalCall, without_communication
+from .op import Write
 from .registry import definitions_in
-from .views import MOVES, RESULT, Write, copy_of
+from .views import MOVES, RESULT, copy_of
 
 aten = torch.ops.aten
 define = definitions_in(__name__)
@@ -73,7 +76,7 @@ def slice_rows(call: LocalCall, cut: Cut) -> KernelRun:
     return (yield Fetch(local, dim, held, cut.of(rows.rows).bounds))
 
 
-def put_slice(given: dict[str, Any]) -> Write:
+def put_slice(given: Kwargs) -> Write:
     """The rows of the slice, replaced by the value."""
     dim, start, end, step = (given[name] for name in ("dim", "start", "end", "step"))
     return lambda root, value: aten.slice_scatter.default(root, value, dim, start, end, step)
@@ -119,7 +122,8 @@ def slice_scatter(call: LocalCall, cut: Cut) -> KernelRun:
 define("aten::slice", slice_rule, kernels={"k": Kernel(slice_rows)}, put=put_slice)
 define("aten::slice_copy", slice_rule, kernels={"k": Kernel(slice_rows)}, decomposition=copy_of(aten.slice.Tensor))
 define("aten::slice_backward", slice_backward_rule, kernels={"k": Kernel(slice_backward)})
-define("aten::slice_scatter", slice_scatter_rule, kernels={"k": Kernel(slice_scatter)})
+define("aten::slice_scatter", slice_scatter_rule, kernels={"k": Kernel(slice_scatter)}, derivative_makes_tensors=True)
+define("aten::slice_inverse", derivative_makes_tensors=True)
 
 # ---- one row --------------------------------------------------------------------------------------------------------
 
@@ -157,7 +161,7 @@ def unbind(call: LocalCall, cut: Cut) -> list[Tensor]:
     return [_row(call["self"], call.sharded_dim, index, cut) for index in range(cut.size)]
 
 
-def put_row(given: dict[str, Any]) -> Write:
+def put_row(given: Kwargs) -> Write:
     """The row, replaced by the value."""
     index = given["index"] if given[RESULT] is None else given[RESULT]
     return lambda root, value: aten.select_scatter.default(root, value, given["dim"], index)
@@ -204,7 +208,12 @@ define("aten::select.int", row_rule("rest"), kernels=_select, put=put_row)
 define("aten::select_copy.int", row_rule("rest"), kernels=_select, decomposition=copy_of(aten.select.int))
 define("aten::unbind.int", row_rule("{rest}"), kernels={"k": Kernel(unbind, 0, 0.0)}, put=put_row)
 define("aten::select_backward", select_backward_rule, kernels={"k": Kernel(select_backward, 0, 0.0)})
-define("aten::select_scatter", select_scatter_rule, kernels={"k": Kernel(select_scatter, 0, 0.0)})
+define(
+    "aten::select_scatter",
+    select_scatter_rule,
+    kernels={"k": Kernel(select_scatter, 0, 0.0)},
+    derivative_makes_tensors=True,
+)
 
 # ---- splits ---------------------------------------------------------------------------------------------------------
 
@@ -229,7 +238,7 @@ def split(call: LocalCall, cut: Cut) -> KernelRun:
     return [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
 
-def put_split(given: dict[str, Any]) -> Write:
+def put_split(given: Kwargs) -> Write:
     """One range of the dim, replaced by the value."""
     index, dim = given[RESULT], given["dim"]
     if "split_sizes" in given:
@@ -242,3 +251,15 @@ def put_split(given: dict[str, Any]) -> Write:
 
 define(("aten::split.Tensor", "aten::split_with_sizes"), split_rule, kernels={"k": Kernel(split)}, put=put_split)
 define(("aten::unsafe_split.Tensor", "aten::unsafe_split_with_sizes"), split_rule, kernels={"k": Kernel(split)})
+
+
+def _split_at_values(func: OpOverload) -> Callable[..., object]:
+    """The override of tensor_split: it reads its indices from memory, which a distributed tensor has none of."""
+
+    def run(keys: Keys, tensor: Tensor, indices: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+        return torch.tensor_split(tensor, indices.tolist(), dim)
+
+    return where_distributed(func, run)
+
+
+define("aten::tensor_split.tensor_indices_or_sections", override=_split_at_values)

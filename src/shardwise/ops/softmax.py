@@ -10,7 +10,7 @@ from torch import Tensor
 from ..notation import dims_text, reduction
 from ..notation.build import join, normalized
 from .call import Call
-from .kernel import Cut, Gather, Kernel, KernelRun, LocalCall, Reduce
+from .kernel import Cut, Gather, Kernel, KernelRun, LocalCall, Reduce, Steps
 from .reduce import merged, over, wide
 from .registry import definitions_in
 
@@ -22,7 +22,7 @@ def _finite(top: Tensor) -> Tensor:
     return torch.where(top.isfinite(), top, 0.0)
 
 
-def exponents(x: Tensor, dims: Sequence[int]) -> KernelRun:
+def exponents(x: Tensor, dims: Sequence[int]) -> Steps[tuple[Tensor, Tensor]]:
     """The maximum over these dims on all ranks, and the sum of the exponentials of x minus it; dims are kept."""
     dims = list(dims)
     if all(x.shape[dim] for dim in dims):
@@ -51,7 +51,7 @@ def logsumexp(call: LocalCall, cut: Cut) -> KernelRun:
     return result if call["keepdim"] else result.squeeze(dims)
 
 
-def _exponents_of(call: LocalCall) -> KernelRun:
+def _exponents_of(call: LocalCall) -> Steps[tuple[Tensor, Tensor, Tensor]]:
     """This rank's logits minus the maximum, the sum of exponentials (NaN for infinite maxima), and the maximum."""
     x = call["self"].to(wide(call.dtypes[0]))
     top, total = yield from exponents(x, [call.dims[0] or 0])

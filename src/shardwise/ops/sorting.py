@@ -76,6 +76,7 @@ define("aten::sort", along_dim(2))
 define("aten::argsort", along_dim(1))
 define("aten::msort", "[k] x.. -> [k] x..")
 define(("aten::kthvalue", "aten::mode", "aten::median.dim", "aten::nanmedian.dim"), picked_from_dim)
+define(("aten::quantile", "aten::nanquantile"), makes_tensors=True)
 define(("aten::median.default", "aten::nanmedian.default"), "[x..] -> ")
 
 # ---- results whose shape depends on data: each rank looks at all elements --------------------------------------------

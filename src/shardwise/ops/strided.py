@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ..notation.build import dims_text, join
-from .call import Call
+from .call import Call, Kwargs
 from .kernel import LocalCall
-from .op import Local
+from .op import Local, Write
 from .registry import definitions_in
-from .views import MOVES, Write, copy_of
+from .views import MOVES, copy_of
 
 aten = torch.ops.aten
 define = definitions_in(__name__)
@@ -55,7 +53,7 @@ def diag_embed(call: Call) -> str:
     return join(f"{' '.join(names)} _ -> {' '.join(result)}", MOVES)
 
 
-def put_diagonal(given: dict[str, Any]) -> Write:
+def put_diagonal(given: Kwargs) -> Write:
     """The diagonal, replaced by the value."""
     where = [given[name] for name in ("offset", "dim1", "dim2")]
     return lambda root, value: aten.diagonal_scatter.default(root, value, *where)
@@ -64,9 +62,9 @@ def put_diagonal(given: dict[str, Any]) -> Write:
 define("aten::diagonal", diagonal, put=put_diagonal)
 define("aten::diagonal_copy", diagonal, decomposition=copy_of(aten.diagonal))
 define("aten::diagonal_backward", diagonal_backward)
-define("aten::diagonal_scatter", diagonal_scatter)
+define("aten::diagonal_scatter", diagonal_scatter, derivative_makes_tensors=True)
 define("aten::diag_embed", diag_embed)
-define("aten::trace", "_ _ -> ; linear 0")
+define("aten::trace", "_ _ -> ; linear 0", derivative_makes_tensors=True)
 
 # ---- windows --------------------------------------------------------------------------------------------------------
 
@@ -89,6 +87,7 @@ def unfold_backward(call: Call) -> str:
 
 define("aten::unfold", unfold)
 define("aten::unfold_backward", unfold_backward)
+define(("aten::stft", "aten::istft"), makes_tensors=True)
 
 # ---- any strides ----------------------------------------------------------------------------------------------------
 
@@ -110,11 +109,17 @@ def local_as_strided(call: LocalCall) -> Tensor:
     return tensor.as_strided(call["size"], call["stride"], offset)
 
 
-def put_strided(given: dict[str, Any]) -> Write:
+def put_strided(given: Kwargs) -> Write:
     """The memory that the view covers, replaced by the value."""
     where = [given[name] for name in ("size", "stride", "storage_offset")]
     return lambda root, value: aten.as_strided_scatter.default(root, value, *where)
 
 
-define("aten::as_strided", as_strided, local=Local(local_as_strided), put=put_strided)
+define(
+    "aten::as_strided",
+    as_strided,
+    local=Local(local_as_strided),
+    put=put_strided,
+    derivative_makes_tensors=True,
+)
 define("aten::as_strided_scatter", "[x..], [y..] -> [x..] ; linear 0+1")

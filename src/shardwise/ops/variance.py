@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .call import Call
-from .kernel import Cut, Gather, Kernel, KernelRun, LocalCall
+from .kernel import Cut, Gather, Kernel, KernelRun, LocalCall, Steps
 from .reduce import counts, merged, over, wide
 from .registry import definitions_in
 
@@ -21,7 +21,7 @@ def _squared(x: Tensor) -> Tensor:
     return x * x.conj_physical() if x.is_complex() else x * x
 
 
-def moments(x: Tensor, dims: list[int], everywhere: int, cut: Cut) -> KernelRun:
+def moments(x: Tensor, dims: list[int], everywhere: int, cut: Cut) -> Steps[tuple[Tensor, Tensor]]:
     """The global mean along `dims`, over `everywhere` elements, and the sum of squares about it; dims are kept.
 
     Each rank's mean and squares about its own mean are gathered and merged (Chan et al.), since a sum of

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .call import Call
-from .kernel import Cut, Kernel, KernelRun, LocalCall, Reduce
+from .kernel import Cut, Kernel, KernelRun, LocalCall, Reduce, Steps
 from .reduce import merged, over, wide
 from .registry import definitions_in
 
@@ -22,7 +22,7 @@ def _order(call: LocalCall) -> float:
     return 2.0
 
 
-def merge_norms(local: Tensor, order: float) -> KernelRun:
+def merge_norms(local: Tensor, order: float) -> Steps[Tensor]:
     """The norm of a vector from the norms of its shards."""
     if math.isinf(order):
         return (yield Reduce(local, "max" if order > 0 else "min"))

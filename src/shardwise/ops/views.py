@@ -10,8 +10,6 @@ reaches the tensor that it views.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +17,9 @@ from torch import Tensor
 from .._torch.ops import OpOverload
 from ..notation.build import dims_text, join, normalized, view_rule
 from ..notation.schema import overload_key, packet_name, variant_of
-from .call import Call
+from .call import Args, Call, Kwargs
 from .kernel import LocalCall
-from .op import Local, Op
+from .op import Function, Local, Op, Write
 from .registry import definitions_in, registry, resolve
 
 aten = torch.ops.aten
@@ -29,11 +27,10 @@ define = definitions_in(__name__)
 
 MOVES = "linear 0 ; monotone 0"
 
-Write = Callable[[Tensor, Tensor], Any]
 """From a tensor and the new value of a view of it to the new value of the tensor."""
 
 
-def write_through(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], index: int | None) -> Write | None:
+def write_through(func: OpOverload, args: Args, kwargs: Kwargs, index: int | None) -> Write | None:
     """How a write to the view `func(*args, **kwargs)`, or to its index-th result, reaches the tensor it views.
 
     None for view ops whose record has no `put`.
@@ -55,10 +52,10 @@ def to_local_shape(call: LocalCall) -> Tensor:
 # ---- copies of views ------------------------------------------------------------------------------------------------
 
 
-def copy_of(view: Callable[..., Any]) -> Callable[..., Any]:
+def copy_of(view: Function) -> Function:
     """The decomposition of the `_copy` op of a view op: the view, and copies of its results."""
 
-    def copied(*args: Any, **kwargs: Any) -> Any:
+    def copied(*args: object, **kwargs: object) -> object:
         result = view(*args, **kwargs)
         return result.clone() if isinstance(result, Tensor) else [each.clone() for each in result]
 
@@ -120,7 +117,7 @@ def unsqueeze(call: Call) -> str:
     return join(f"{' '.join(names)} -> {' '.join((*names[:at], '1', *names[at:]))}", MOVES)
 
 
-def put_reshaped(given: dict[str, Any]) -> Write:
+def put_reshaped(given: Kwargs) -> Write:
     """The value in the shape of the viewed tensor."""
     return lambda root, value: aten.view.default(value, list(root.shape)) if value.numel() else root
 
@@ -159,19 +156,19 @@ def transpose(call: Call) -> str:
     return permuted(ndim, order)
 
 
-def put_permuted(given: dict[str, Any]) -> Write:
+def put_permuted(given: Kwargs) -> Write:
     """The value with its dims in the order of the viewed tensor."""
     dims = given["dims"]
     order = [dim % len(dims) for dim in dims]
     return lambda root, value: aten.permute.default(value, [order.index(dim) for dim in range(len(order))])
 
 
-def put_transposed(given: dict[str, Any]) -> Write:
+def put_transposed(given: Kwargs) -> Write:
     """The value, transposed back."""
     return lambda root, value: aten.transpose.int(value, given["dim0"], given["dim1"])
 
 
-def put_t(given: dict[str, Any]) -> Write:
+def put_t(given: Kwargs) -> Write:
     """The value, transposed back."""
     return lambda root, value: aten.t.default(value)
 

@@ -1,10 +1,10 @@
 """Functions that are overridden on distributed tensors, above autograd or in Python.
 
-linear, rms_norm    one op and one node of autograd each, instead of several
-composites          functions in C++ that make plain tensors, or that read the memory of their tensors
+install             puts the overrides in place when the first mesh is used, and removes them
+composites          functions in C++ that make plain tensors
 out_arguments       functions in C++ that write into results they are given
-recurrent           lstm, gru, rnn: step by step instead of in a fused kernel
 derivatives         derivative formulas that make plain tensors
 python_functions    functions in Python that make plain tensors
-install             puts them in place when the first mesh is used
+
+Which ops these are, and what runs in place of an op such as `linear`, is a field of their records in `ops`.
 """

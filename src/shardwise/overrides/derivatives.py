@@ -7,33 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import cast
 
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from .._torch import pytree
-from .._torch.above_autograd import call_with_autograd, override_above_autograd
+from .._torch.above_autograd import Keys, call_with_autograd
 from .._torch.backward_pass import saved_tensor_hooks
 from .._torch.ops import OpOverload
 from ..dispatch.formulas import mark_formula, outside_formula
-from ..notation.schema import overloads
-from ..ops.derivatives import MAKES_TENSORS
 from ..sharding.base import DTensorBase
 
 
-def install_derivatives() -> None:
-    """Mark the nodes of these ops, and of their in-place variants, from now on."""
-    for name in MAKES_TENSORS:
-        for func in (*overloads(name), *overloads(f"{name}_")):
-            if not any(argument.is_out for argument in func._schema.arguments):
-                override_above_autograd(func, _marking(func))
-
-
-def _marking(func: OpOverload) -> Callable[..., Any]:
+def marking_formulas(func: OpOverload) -> Callable[..., object]:
+    """The kernel that runs an op and marks the nodes that autograd records for it."""
     in_place = func._schema.name.endswith("_")
 
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keys: Keys, *args: object, **kwargs: object) -> object:
         if not any(isinstance(value, DTensorBase) for value in pytree.tree_leaves((args, kwargs))):
             return call_with_autograd(func, keys, *args, **kwargs)
         with _unpacking_outside_formulas():
@@ -61,9 +52,9 @@ def _unpacking_outside_formulas() -> Iterator[None]:
         return
     pack, unpack = hooks
 
-    def unpack_outside(packed: Any) -> Any:
+    def unpack_outside(packed: object) -> Tensor:
         with outside_formula():
-            return unpack(packed)
+            return cast(Tensor, unpack(packed))
 
     with saved_tensors_hooks(pack, unpack_outside):
         yield

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
-from .composites import install_composites
-from .derivatives import install_derivatives
-from .out_arguments import install_out_arguments
-from .python_functions import install_python_functions
-from .recurrent import install_recurrent
+import importlib
+from contextlib import suppress
+
+from .._torch.above_autograd import Overrides
+from .._torch.schemas import composites_with_out, is_composite
+from ..ops.registry import registry
+from .composites import taking_plain_as_replicated
+from .derivatives import marking_formulas
+from .out_arguments import copying_into_out
+from .python_functions import install_python_functions, uninstall_python_functions
+
+_overrides = Overrides()
 
 
 def install_overrides() -> None:
-    """Let PyTorch's functions that need it run on distributed tensors."""
-    install_composites()
-    install_out_arguments()
-    install_recurrent()
-    install_derivatives()
+    """Let PyTorch's functions that need it run on distributed tensors. Installing twice is the same as once."""
+    if not len(_overrides):
+        _add_kernels()
     install_python_functions()
+
+
+def uninstall_overrides() -> None:
+    """Restore PyTorch's own functions. Distributed tensors then lack those that need an override."""
+    _overrides.remove()
+    uninstall_python_functions()
+
+
+def _add_kernels() -> None:
+    with suppress(ImportError):  # PyTorch defines some of the ops when this is first imported
+        importlib.import_module("torch.nn.modules.linear_cross_entropy")
+    for func, op in registry.overloads_with(lambda op: op.override):
+        assert op.override is not None
+        _overrides.add(func, op.override(func))
+    for func, _ in registry.overloads_with(lambda op: op.makes_tensors):
+        if is_composite(func):
+            _overrides.add(func, taking_plain_as_replicated(func))
+    for func, _ in registry.overloads_with(lambda op: op.derivative_makes_tensors):
+        _overrides.add(func, marking_formulas(func))
+    for func in composites_with_out():
+        _overrides.add(func, copying_into_out(func))

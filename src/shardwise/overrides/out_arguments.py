@@ -13,23 +13,18 @@ import torch
 from torch import Tensor
 
 from .._torch import pytree
+from .._torch.above_autograd import Keys
 from .._torch.ops import OpOverload
-from .._torch.schemas import composites_with_out
 from ..errors import InputError
-from .composites import override_for_distributed
+from ..ops.above_autograd import where_distributed
 
 
-def install_out_arguments() -> None:
-    """Override these functions."""
-    for func in composites_with_out():
-        override_for_distributed(func, _copying(func))
-
-
-def _copying(func: OpOverload) -> Callable[..., Any]:
+def copying_into_out(func: OpOverload) -> Callable[..., object]:
+    """The kernel that runs a function without `out=`, and copies its results into the tensors given."""
     names = [argument.name for argument in func._schema.arguments if argument.is_out]
 
-    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        outs = [kwargs.pop(name) for name in names]
+    def run(keys: Keys, *args: object, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+        outs: list[Tensor] = [kwargs.pop(name) for name in names]
         given = pytree.tree_leaves((args, kwargs))
         if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in given):
             raise InputError(f"{func} with gradients: they do not flow through out=", "leave it, or use no_grad")
@@ -38,7 +33,7 @@ def _copying(func: OpOverload) -> Callable[..., Any]:
             _copy(func, result, out)
         return outs[0] if len(outs) == 1 else tuple(outs)
 
-    return run
+    return where_distributed(func, run)
 
 
 def _copy(func: OpOverload, result: Tensor, out: Tensor) -> None:

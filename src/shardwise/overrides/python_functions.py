@@ -10,7 +10,6 @@ so such a function runs with plain tensors taken as replicated, unless it is giv
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -44,7 +43,7 @@ def _wrapped(original: Function) -> Function:
     # Only names of the closure: PyTorch's script compiler looks up global names in the original's module.
     runs_distributed, replicating = _is_given_distributed_tensors_alone, implicit_replication
 
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: object, **kwargs: object) -> object:
         if not runs_distributed(args, kwargs):
             return original(*args, **kwargs)
         with replicating():
@@ -53,7 +52,7 @@ def _wrapped(original: Function) -> Function:
     return wrapper
 
 
-def _is_given_distributed_tensors_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_given_distributed_tensors_alone(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     """Whether there are distributed tensors among the arguments, and no plain one but for numbers."""
     found = False
     for tensor in _tensors((args, kwargs)):
@@ -64,7 +63,7 @@ def _is_given_distributed_tensors_alone(args: tuple[Any, ...], kwargs: dict[str,
     return found
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _tensors(values: object) -> Iterator[Tensor]:
     """All tensors among these values, with the parameters and buffers of modules."""
     for value in pytree.tree_leaves(values):
         if isinstance(value, Tensor):

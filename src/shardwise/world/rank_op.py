@@ -16,12 +16,7 @@ from .._torch.ops import OpOverload, builtin_of
 
 __all__ = ["RankOp", "describe"]
 
-# Batch norm writes these arguments although its schema does not say so.
 _RUNNING_STATISTICS = ("running_mean", "running_var")
-_UNDECLARED_WRITERS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
-
-# Change sizes in place without being tagged as such.
-_RESIZING = ("aten::resize_", "aten::resize_as_", "aten::set_", "aten::resize", "aten::set")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +38,7 @@ class RankOp:
 def describe(func: OpOverload) -> RankOp:
     """Read the facts about an overload from its schema and tags."""
     schema = func._schema
-    undeclared = _RUNNING_STATISTICS if schema.name in _UNDECLARED_WRITERS else ()
+    undeclared = _RUNNING_STATISTICS if _updates_running_statistics(schema) else ()
     writes: list[tuple[int, str]] = []
     by_alias: dict[frozenset[str], tuple[int, str]] = {}
     has_out = False
@@ -64,5 +59,15 @@ def describe(func: OpOverload) -> RankOp:
         returns=tuple(by_alias.get(frozenset(a.before_set)) if a and a.is_write else None for a in aliases),
         view=any(a is not None and not a.is_write for a in aliases),
         random=torch.Tag.nondeterministic_seeded in func.tags,
-        resizes=has_out or torch.Tag.inplace_view in func.tags or schema.name in _RESIZING,
+        resizes=has_out or torch.Tag.inplace_view in func.tags,
     )
+
+
+def _updates_running_statistics(schema: torch.FunctionSchema) -> bool:
+    """Whether an op writes running statistics, declared or not: it can train, and does not return the new ones.
+
+    The schemas of native_batch_norm, cudnn_batch_norm and miopen_batch_norm do not declare it.
+    """
+    takes = [argument.name for argument in schema.arguments]
+    returns = [result.name for result in schema.returns]
+    return "training" in takes and not any(f"{name}_out" in returns for name in _RUNNING_STATISTICS)

@@ -5,19 +5,22 @@ PyTorch has a fused kernel for GPUs, which distributed tensors take apart like i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._torch.above_autograd import call_original, override_above_autograd
+from .._torch.above_autograd import Keys, call_original
 from .._torch.autograd import QuickFunction
-from ..ops.norm import rms_norm_gradients, rms_norm_rstd
+from .._torch.ops import OpOverload
 from ..sharding.base import DTensorBase
-from .call import call, is_ours, needs_grad
+from .above_autograd import call, is_ours, needs_grad
+from .norm import rms_norm_gradients, rms_norm_rstd
+from .registry import definitions_in
 
-_rms_norm = torch.ops.aten.rms_norm.default
+define = definitions_in(__name__)
+
 _forward = torch.ops.aten._fused_rms_norm.default
 _backward = torch.ops.aten._fused_rms_norm_backward.default
 _DTYPES = (torch.float32, torch.float64)
@@ -34,7 +37,7 @@ class _RMSNorm(QuickFunction):
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, factor = ctx.saved_tensors
         shape, mask = ctx.normalized_shape, list(ctx.needs_input_grad[:2])
         if torch.is_grad_enabled():  # for gradients of gradients, by ops that have derivatives
@@ -44,21 +47,24 @@ class _RMSNorm(QuickFunction):
 
 
 def _is_served(tensors: Sequence[Tensor], normalized_shape: Sequence[int]) -> bool:
-    """Whether shapes fit, and sums are made in the dtype of the tensors. PyTorch has words for what does not fit."""
+    """Whether shapes fit, and sums are made in the dtype of the tensors. PyTorch has errors for the rest."""
     input, count = tensors[0], len(normalized_shape)
     fits = count > 0 and list(input.shape[-count:]) == list(normalized_shape)
     return fits and input.dtype in _DTYPES and all(tensor.dtype == input.dtype for tensor in tensors)
 
 
-def _kernel(
-    keys: Any, input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
-) -> Any:
-    tensors = (input,) if weight is None else (input, weight)
-    if not is_ours(tensors) or not _is_served(tensors, normalized_shape):
-        return call_original(_rms_norm, keys, input, normalized_shape, weight, eps)
-    if needs_grad(tensors):
-        return _RMSNorm.apply(input, weight, list(normalized_shape), eps)
-    return call(_forward, input, list(normalized_shape), weight, eps)[0]
+def _override(func: OpOverload) -> Callable[..., object]:
+    def kernel(
+        keys: Keys, input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
+    ) -> object:
+        tensors = (input,) if weight is None else (input, weight)
+        if not is_ours(tensors) or not _is_served(tensors, normalized_shape):
+            return call_original(func, keys, input, normalized_shape, weight, eps)
+        if needs_grad(tensors):
+            return _RMSNorm.apply(input, weight, list(normalized_shape), eps)
+        return call(_forward, input, list(normalized_shape), weight, eps)[0]
+
+    return kernel
 
 
-override_above_autograd(_rms_norm, _kernel)
+define("aten::rms_norm", override=_override)

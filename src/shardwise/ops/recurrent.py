@@ -14,11 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import pytree
-from .._torch.above_autograd import call_original, override_above_autograd
+from .._torch.above_autograd import Keys, call_original
 from .._torch.ops import OpOverload
-from ..dispatch.formulas import as_replicated
-from ..dispatch.provenance import taken_as_replicated
 from ..sharding.base import DTensorBase
+from .op import Override
+from .registry import definitions_in, resolve
+
+define = definitions_in(__name__)
 
 State = tuple[Tensor, ...]
 """The state of one cell: (h,), or (h, c) for an lstm. Rows are the sequences of the batch."""
@@ -78,9 +80,6 @@ def _tanh_cell(from_input: Tensor, state: State, weights: _Weights) -> State:
 
 def _relu_cell(from_input: Tensor, state: State, weights: _Weights) -> State:
     return ((from_input + F.linear(state[0], weights.hidden, weights.hidden_bias)).relu(),)
-
-
-CELLS: dict[str, Cell] = {"lstm": _lstm_cell, "gru": _gru_cell, "rnn_tanh": _tanh_cell, "rnn_relu": _relu_cell}
 
 
 # ---- one layer in one direction -------------------------------------------------------------------------------------
@@ -172,47 +171,47 @@ def _layers(params: Sequence[Tensor], has_biases: bool, count: int) -> Iterator[
         yield _Weights(its[0], its[1], bias, hidden_bias, its[2 + biases] if each > 2 + biases else None)
 
 
-# ---- the functions --------------------------------------------------------------------------------------------------
+# ---- above autograd -------------------------------------------------------------------------------------------------
 
 
-def install_recurrent() -> None:
-    """Let these functions run on distributed tensors."""
-    for name, cell in CELLS.items():
-        packet = getattr(torch.ops.aten, name)
-        override_above_autograd(packet.input, _kernel(packet.input, _run_padded, cell))
-        override_above_autograd(packet.data, _kernel(packet.data, _run_packed, cell))
+def _override(cell: Cell) -> Override:
+    """The override of the functions of a cell: `input` for padded sequences, `data` for packed ones."""
+
+    def override(func: OpOverload) -> Callable[..., object]:
+        run = _run_padded if func._overloadname == "input" else _run_packed
+
+        def kernel(keys: Keys, *args: object, **kwargs: object) -> object:
+            named = resolve(func).arguments(args, kwargs)
+            if not any(isinstance(value, DTensorBase) for value in pytree.tree_leaves(named)):
+                return call_original(func, keys, *args, **kwargs)
+            output, state = run(cell, **named)
+            return output, *state
+
+        return kernel
+
+    return override
 
 
-def _kernel(func: OpOverload, run: Callable[..., Any], cell: Cell) -> Callable[..., Any]:
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        given = func._schema.arguments
-        named = {**dict(zip([argument.name for argument in given], args, strict=False)), **kwargs}
-        like = next((value for value in pytree.tree_leaves(named) if isinstance(value, DTensorBase)), None)
-        if like is None:
-            return call_original(func, keys, *args, **kwargs)
-        hx = named.pop("hx")
-        first = tuple(_replica(part, like) for part in ([hx] if isinstance(hx, Tensor) else hx))
-        output, state = run(cell, first=first, **named)
-        return output, *state
-
-    return kernel
-
-
-def _replica(state: Tensor, like: DTensorBase) -> Tensor:
-    """A first state that PyTorch made, or that the user says is replicated, as a distributed tensor."""
-    if isinstance(state, DTensorBase) or not taken_as_replicated(state):
-        return state
-    return as_replicated(state, like)
-
-
-def _run_padded(cell: Cell, input: Tensor, params: Sequence[Tensor], first: State, **options: Any) -> Any:
+def _run_padded(
+    cell: Cell, input: Tensor, hx: Tensor | State, params: Sequence[Tensor], **options: Any
+) -> tuple[Tensor, State]:
     chosen = _Options(**options)
     steps = input.transpose(0, 1) if chosen.batch_first else input
-    output, state = _run_layers(cell, steps, None, first, params, chosen)
+    output, state = _run_layers(cell, steps, None, _as_state(hx), params, chosen)
     return output.transpose(0, 1) if chosen.batch_first else output, state
 
 
 def _run_packed(
-    cell: Cell, data: Tensor, batch_sizes: Tensor, params: Sequence[Tensor], first: State, **options: Any
-) -> Any:
-    return _run_layers(cell, data, batch_sizes.tolist(), first, params, _Options(**options))
+    cell: Cell, data: Tensor, batch_sizes: Tensor, hx: Tensor | State, params: Sequence[Tensor], **options: Any
+) -> tuple[Tensor, State]:
+    return _run_layers(cell, data, batch_sizes.tolist(), _as_state(hx), params, _Options(**options))
+
+
+def _as_state(hx: Tensor | State) -> State:
+    return (hx,) if isinstance(hx, Tensor) else tuple(hx)
+
+
+define("aten::lstm", override=_override(_lstm_cell))
+define("aten::gru", override=_override(_gru_cell))
+define("aten::rnn_tanh", override=_override(_tanh_cell))
+define("aten::rnn_relu", override=_override(_relu_cell))

@@ -1,18 +1,20 @@
-"""What ops with a node of autograd of their own share: when they apply, and how they call ops below autograd."""
+"""What the overrides of ops above autograd share: when they apply, and how they call ops below autograd."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._torch.above_autograd import dispatch_to_subclass
+from .._torch import pytree
+from .._torch.above_autograd import Keys, call_original, dispatch_to_subclass
 from .._torch.modes import count_modes
 from .._torch.ops import OpOverload
 from .._torch.transforms import anything_transforms
 from ..sharding.base import DTensorBase
+from .modes import modes
 
 
 def is_ours(tensors: Sequence[Tensor]) -> bool:
@@ -36,3 +38,19 @@ def call(op: OpOverload, *args: Any) -> Any:
     if count_modes():
         return dispatch_to_subclass(op, args, {})
     return type(args[0]).__torch_dispatch__(op, (), args)
+
+
+def where_distributed(func: OpOverload, run: Callable[..., object]) -> Callable[..., object]:
+    """The kernel that calls `run(keys, *args, **kwargs)` if all tensors are distributed.
+
+    Plain tensors count as such where the user says that they are replicated; those without dims are numbers.
+    """
+
+    def kernel(keys: Keys, *args: object, **kwargs: object) -> object:
+        tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        plain = [tensor for tensor in tensors if not isinstance(tensor, DTensorBase)]
+        if len(plain) < len(tensors) and (modes.implicit_replication or not any(tensor.dim() for tensor in plain)):
+            return run(keys, *args, **kwargs)
+        return call_original(func, keys, *args, **kwargs)
+
+    return kernel

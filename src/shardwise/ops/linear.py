@@ -1,0 +1,115 @@
+"""`linear` and its gradients: one op each, and one node of autograd.
+
+PyTorch makes a view, a transpose, a product and a view of it, with as many nodes in the backward. For a distributed
+tensor each of them is a dispatch; here there is one forward, and one for each gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch.above_autograd import Keys, call_original
+from .._torch.autograd import QuickFunction
+from .._torch.ops import OpOverload
+from ..sharding.base import DTensorBase
+from .above_autograd import call, is_ours, needs_grad
+from .registry import definitions_in
+
+define = definitions_in(__name__)
+
+# ---- on local shards ------------------------------------------------------------------------------------------------
+#
+# This code multiplies matrices: PyTorch's own code for more dims asks for sizes, which differ between simulated ranks.
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` on local shards."""
+    if type(input) is Tensor:
+        return torch.nn.functional.linear(input, weight, bias)
+    rows, columns = _rows(input), weight.t()
+    product = rows.mm(columns) if bias is None else torch.addmm(bias, rows, columns)
+    return product.view(*input.shape[:-1], weight.shape[0])
+
+
+def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of the input, from that of the output."""
+    return _rows(gradient).mm(_conjugate(weight)).view(*gradient.shape[:-1], weight.shape[1])
+
+
+def weight_gradient(gradient: Tensor, input: Tensor) -> Tensor:
+    """The gradient of the weight: a sum over all dims before the features."""
+    return _rows(gradient).t().mm(_rows(_conjugate(input)))
+
+
+def _conjugate(tensor: Tensor) -> Tensor:
+    return tensor.conj_physical() if tensor.is_complex() else tensor
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)
+
+
+_library = torch.library.Library("shardwise", "FRAGMENT")
+
+
+def _new_op(signature: str, run: Callable[..., Tensor]) -> OpOverload:
+    name = signature.partition("(")[0]
+    _library.define(signature)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    op: OpOverload = getattr(torch.ops.shardwise, name).default
+    return op
+
+
+linear_input_gradient = _new_op("linear_input_gradient(Tensor gradient, Tensor weight) -> Tensor", input_gradient)
+linear_weight_gradient = _new_op("linear_weight_gradient(Tensor gradient, Tensor input) -> Tensor", weight_gradient)
+
+
+# ---- above autograd -------------------------------------------------------------------------------------------------
+
+_linear = torch.ops.aten.linear.default
+
+
+class _Linear(QuickFunction):
+    @staticmethod
+    def forward(ctx: Any, input: DTensorBase, weight: DTensorBase, bias: DTensorBase | None) -> DTensorBase:
+        ctx.save_for_backward(input, weight)
+        return call(_linear, input, weight, bias) if bias is not None else call(_linear, input, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        run = _differentiable if torch.is_grad_enabled() else call
+        return (
+            run(linear_input_gradient, gradient, weight) if wanted[0] else None,
+            run(linear_weight_gradient, gradient, input) if wanted[1] else None,
+            _bias_gradient(gradient) if wanted[2] else None,
+        )
+
+
+def _bias_gradient(gradient: Tensor) -> Tensor:
+    return gradient.sum(list(range(gradient.dim() - 1))) if gradient.dim() > 1 else gradient
+
+
+def _differentiable(op: OpOverload, *args: Tensor) -> Tensor:
+    """For gradients of gradients: by ops that have derivatives."""
+    return input_gradient(*args) if op is linear_input_gradient else weight_gradient(*args)
+
+
+def _override(func: OpOverload) -> Callable[..., object]:
+    def kernel(keys: Keys, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> object:
+        tensors = (input, weight) if bias is None else (input, weight, bias)
+        if weight.dim() != 2 or not is_ours(tensors):
+            return call_original(func, keys, input, weight, bias)
+        return _Linear.apply(input, weight, bias) if needs_grad(tensors) else call(func, *tensors)
+
+    return kernel
+
+
+define("aten::linear", "x.. k, n k, n -> x.. n ; linear 0+2 | 1+2", python=linear, override=_override)
+define("shardwise::linear_input_gradient", "x.. n, n k -> x.. k ; linear 0 | 1", python=input_gradient)
+define("shardwise::linear_weight_gradient", "x.. n, x.. k -> n k ; linear 0 | 1", python=weight_gradient)

@@ -1,0 +1,40 @@
+"""The modes of this thread, as ops and dispatch read them; `dispatch.modes` switches them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .._torch.tls import ThreadValue
+
+
+class Switches(NamedTuple):
+    """Which modes are on."""
+
+    explicit: bool = False
+    implicit_replication: bool = False
+    strict_ops: bool = False
+
+
+current = ThreadValue("modes", Switches())
+
+
+class Modes:
+    """The modes of this thread. Backward passes have the modes of the thread that starts them, on any device."""
+
+    @property
+    def explicit(self) -> bool:
+        """Whether an op that needs communication is an error."""
+        return current.get().explicit
+
+    @property
+    def implicit_replication(self) -> bool:
+        """Whether plain tensors are taken as replicated."""
+        return current.get().implicit_replication
+
+    @property
+    def strict_ops(self) -> bool:
+        """Whether an op without a rule is an error."""
+        return current.get().strict_ops
+
+
+modes = Modes()
