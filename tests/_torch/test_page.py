@@ -1,4 +1,4 @@
-"""docs/internals.md lists every private name of PyTorch that is used, and the tests that guard it; nobody else uses one."""
+"""docs/internals.md lists the private names of PyTorch that are used, and the tests that guard them."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from .bind import (
     passes,
     summands,
 )
-from .build import dims_text, pointwise, reduction, replicated_dims, view_rule, whole_dims
+from .build import dims_text, pointwise, reduction, replicated_dims, view_rule
 from .frame import BindError
 from .kind import FactorKind
 from .patterns import RuleError
@@ -69,7 +69,6 @@ __all__ = [
     "pointwise",
     "dims_text",
     "replicated_dims",
-    "whole_dims",
     "reduction",
     "view_rule",
 ]

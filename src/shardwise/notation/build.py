@@ -53,9 +53,6 @@ def replicated_dims(name: str, ndim: int, dims: int | Sequence[int] | None) -> s
     return dims_text(name, ndim, {dim: f"[{name}{dim}]" for dim in normalized(ndim, dims)})
 
 
-whole_dims = replicated_dims
-
-
 def reduction(
     ndim: int, dims: int | Sequence[int] | None, keepdim: bool = False, reduce: str = "sum", linear: bool = True
 ) -> str:

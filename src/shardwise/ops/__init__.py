@@ -7,43 +7,16 @@
     explain    what is known about an op, in words; how it is served: `served`; ops by name: `find`
     generated  rules found by probing
 
-All other files are families of ops.
+All other files are families of ops; every file of this folder is imported.
 """
 
-from . import (  # noqa: F401
-    advanced_indexing,
-    attention,
-    batch_norm,
-    conv,
-    copies,
-    elementwise,
-    embedding,
-    extremes,
-    generated,
-    histogram,
-    indexing,
-    joins,
-    linalg,
-    linear,
-    loss,
-    matmul,
-    norm,
-    optim,
-    pool,
-    random,
-    recurrent,
-    reduce,
-    rms_norm,
-    scan,
-    shapes,
-    slices,
-    softmax,
-    sorting,
-    strided,
-    variance,
-    vector_norm,
-    views,
-)
+import importlib
+import pkgutil
+
+from . import generated
 from .registry import registry
+
+for _file in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_file.name}")
 
 registry.put_behind(generated.table)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from .._torch.ops import OpOverload
-from ..notation.build import pointwise, whole_dims
+from ..notation.build import pointwise, replicated_dims
 from ..notation.schema import FOREACH, KINDS, operands_of, overload_key, overloads, packet_name
 from .call import Call
 from .op import Op
@@ -118,13 +118,13 @@ def log_sigmoid_backward(call: Call) -> str:
 def glu(call: Call) -> str:
     """The dim that is halved must be replicated."""
     ndim, dim = call.ndim(0), call.arg("dim", -1)
-    return f"{whole_dims('x', ndim, dim)} -> {_halved(ndim, dim)}"
+    return f"{replicated_dims('x', ndim, dim)} -> {_halved(ndim, dim)}"
 
 
 def glu_backward(call: Call) -> str:
     """The gradient is half as long as the input."""
     ndim, dim = call.ndim(1), call.arg("dim")
-    return f"{_halved(ndim, dim)}, {whole_dims('x', ndim, dim)} -> {whole_dims('x', ndim, dim)} ; linear 0"
+    return f"{_halved(ndim, dim)}, {replicated_dims('x', ndim, dim)} -> {replicated_dims('x', ndim, dim)} ; linear 0"
 
 
 def _halved(ndim: int, dim: int) -> str:

@@ -113,5 +113,5 @@ def extreme_rule(outputs: int) -> Callable[[Call], str]:
 
 define("aten::argmax", extreme_rule(1), kernels=extreme(largest=True, values=False))
 define("aten::argmin", extreme_rule(1), kernels=extreme(largest=False, values=False))
-define("aten::max.dim", extreme_rule(2), kernels=extreme(largest=True, values=True))
-define("aten::min.dim", extreme_rule(2), kernels=extreme(largest=False, values=True))
+define("aten::max.dim", extreme_rule(2), kernels=extreme(largest=True, values=True), derivative_makes_tensors=True)
+define("aten::min.dim", extreme_rule(2), kernels=extreme(largest=False, values=True), derivative_makes_tensors=True)

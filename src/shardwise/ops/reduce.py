@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..notation.build import dims_text, join, normalized, reduction, whole_dims
+from ..notation.build import dims_text, join, normalized, reduction, replicated_dims
 from .call import Call
 from .kernel import LocalCall, LocalResult
 from .op import Local
@@ -116,7 +116,7 @@ def over_replicated_dims(call: Call) -> str:
     """Reductions that Partial does not know: dims that they reduce over must be replicated."""
     ndim, over = call.ndim(0), reduced_dims(call.ndim(0), call.arg("dim"))
     result = dims_text("x", ndim, dict.fromkeys(over, "1" if call.arg("keepdim") else ""))
-    return f"{whole_dims('x', ndim, over)} -> {result}"
+    return f"{replicated_dims('x', ndim, over)} -> {result}"
 
 
 define("aten::hash_tensor", over_replicated_dims)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..notation import dims_text, whole_dims
+from ..notation import dims_text, replicated_dims
 from ..notation.build import normalized
 from .call import Call
 from .kernel import Cut, Gather, Kernel, KernelRun, LocalCall, Steps
@@ -107,7 +107,7 @@ def scan_rule(outputs: int, *clauses: str) -> Callable[[Call], str]:
 def logcumsumexp_rule(call: Call) -> str:
     """A scan; of complex numbers along a replicated dim only."""
     if call.tensors[0].dtype.is_complex:  # which of the many logarithms comes out depends on all numbers before
-        dims = whole_dims("x", call.ndim(0), call.arg("dim"))
+        dims = replicated_dims("x", call.ndim(0), call.arg("dim"))
         return f"{dims} -> {dims}"
     return scan_rule(1)(call)
 

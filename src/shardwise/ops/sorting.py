@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..notation.build import dims_text, normalized, whole_dims
+from ..notation.build import dims_text, normalized, replicated_dims
 from .call import Call
 from .kernel import Cut, Kernel, KernelRun, LocalCall
 from .registry import definitions_in
@@ -44,7 +44,8 @@ def topk(call: LocalCall, cut: Cut) -> KernelRun:
     return best, joined(every_place).gather(dim, which)
 
 
-define("aten::topk", topk_rule, kernels={"k": Kernel(topk, traffic=4.0)})
+# PyTorch 2.11 scatters the gradient of what is picked along a dim into zeros that it makes.
+define("aten::topk", topk_rule, kernels={"k": Kernel(topk, traffic=4.0)}, derivative_makes_tensors=True)
 
 # ---- along a replicated dim -----------------------------------------------------------------------------------------
 
@@ -55,7 +56,7 @@ def along(ndim: int, dim: int, outputs: int, keepdim: bool | None = None) -> str
     >>> along(2, 1, 2), along(2, -1, 1, False)
     ('x0 [x1] -> x0 [x1], x0 [x1]', 'x0 [x1] -> x0')
     """
-    operand = whole_dims("x", ndim, dim)
+    operand = replicated_dims("x", ndim, dim)
     result = operand
     if keepdim is not None:
         result = dims_text("x", ndim, dict.fromkeys(normalized(ndim, dim), "1" if keepdim else ""))
@@ -72,10 +73,14 @@ def picked_from_dim(call: Call) -> str:
     return along(call.ndim(0), call.arg("dim"), 2, call.arg("keepdim"))
 
 
-define("aten::sort", along_dim(2))
+define("aten::sort", along_dim(2), derivative_makes_tensors=True)
 define("aten::argsort", along_dim(1))
 define("aten::msort", "[k] x.. -> [k] x..")
-define(("aten::kthvalue", "aten::mode", "aten::median.dim", "aten::nanmedian.dim"), picked_from_dim)
+define(
+    ("aten::kthvalue", "aten::mode", "aten::median.dim", "aten::nanmedian.dim"),
+    picked_from_dim,
+    derivative_makes_tensors=True,
+)
 define(("aten::quantile", "aten::nanquantile"), makes_tensors=True)
 define(("aten::median.default", "aten::nanmedian.default"), "[x..] -> ")
 

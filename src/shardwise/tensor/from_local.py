@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -93,7 +93,7 @@ _SPECS: WorldCache[object, DTensorSpec] = WorldCache("specs of local tensors", 8
 class _Active:
     """The specs of the active world that were used recently: what `spec_of_local` looks up first."""
 
-    specs: dict[object, DTensorSpec] = {}
+    specs: ClassVar[dict[object, DTensorSpec]] = {}
 
 
 def _use_specs_of(runtime: Runtime) -> None:
