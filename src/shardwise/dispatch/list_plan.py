@@ -191,7 +191,7 @@ def _plan_for_kernel(
     mesh_info: MeshInfo,
     lists: frozenset[Where],
 ) -> CallPlan:
-    """The plan of an element that stays sharded as it is, once it is reduced; the kernel does the rest."""
+    """The plan of an element that keeps its sharding and is reduced; the kernel does the rest."""
     communication: list[str] = []
     axes: set[int] = set(range(len(mesh_info.sizes))) if kernel.whole_mesh else set()
 

@@ -1,4 +1,4 @@
-"""What runs on a rank's part: the op, around it what empty parts, memory order and random draws ask for.
+"""Running code on local shards: rank by rank, around empty shards, in a given memory order, with random draws.
 
 Each function here takes or makes a callable on local arguments. In the simulated world local arguments hold all ranks,
 and what depends on the rank is run rank by rank (`on_each`).
@@ -51,8 +51,8 @@ def ordered_as(specs: Sequence[DTensorSpec], run: Callable[..., object]) -> Call
 
 def in_order(local: Tensor, order: tuple[int, ...]) -> Tensor:
     """A local tensor with its dims lying in memory in this order."""
-    if isinstance(local, RankTensor):  # rank by rank: an empty part has no order of its own
-        mapped: Tensor = map_ranks(lambda rank, part: in_memory_order(part, order), local)
+    if isinstance(local, RankTensor):  # rank by rank: an empty shard has no memory order
+        mapped: Tensor = map_ranks(lambda rank, shard: in_memory_order(shard, order), local)
         return mapped
     return in_memory_order(local, order)
 

@@ -1,7 +1,7 @@
 """Plain tensors among distributed ones.
 
 A plain tensor with dims may differ from rank to rank, so it is an error unless it is known to be replicated. Then it
-becomes a distributed tensor with replicated placements, of which an op takes what it needs.
+becomes a distributed tensor with replicated placements, and an op takes the shard of it that it needs.
 
 A tensor without dims is a number: a plain one may scale a distributed tensor, and a distributed one that meets tensors
 of another mesh, or plain ones, is reduced and passed as a plain number. The norm of gradients that live on several
@@ -32,7 +32,7 @@ from .provenance import record_replicated, taken_as_replicated
 def with_replicas(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
     """The arguments with plain tensors as replicated distributed ones; None where none meets a distributed one.
 
-    Tensors that are written stay as they are. Raises MixedTensorError for a tensor that is not known to be replicated.
+    Tensors that are written stay plain. Raises MixedTensorError for a tensor that is not known to be replicated.
     """
     named = list(named_tensors(op, args, kwargs))
     if all(isinstance(tensor, DTensorBase) or not tensor.dim() for _, tensor in named):

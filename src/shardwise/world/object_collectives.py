@@ -1,7 +1,7 @@
 """Collectives on Python objects, refused in a simulated world: its ranks share the objects of this process.
 
-A program that gathers objects would get nothing from ranks that are no processes. `torch.distributed.checkpoint` does
-so unless it is told to work alone.
+A program that gathers objects would get nothing from ranks that are no processes. `torch.distributed.checkpoint`
+gathers objects unless it is called with `no_dist=True`.
 """
 
 from __future__ import annotations
