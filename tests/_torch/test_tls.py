@@ -1,5 +1,7 @@
 """PyTorch's thread-local table of Python objects."""
 
+import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -36,3 +38,26 @@ def test_a_backward_pass_sees_the_value_of_the_thread_that_starts_it() -> None:
     finally:
         value.set(0)
     assert seen == [1, 0]
+
+
+def test_a_value_is_held_while_it_is_set_and_freed_after() -> None:
+    """PyTorch 2.11 does not count the references of its table."""
+
+    class Held:
+        pass
+
+    value: ThreadValue[object] = ThreadValue("test", None)
+    alive = []
+    for _ in range(3):
+        made = Held()
+        alive.append(weakref.ref(made))
+        before = sys.getrefcount(made)
+        value.set(made)
+        assert sys.getrefcount(made) == before + 1
+        assert value.get() is made
+        del made
+        assert value.get() is alive[-1]()
+        x = torch.ones(2, requires_grad=True)
+        (x * 2).sum().backward()
+    value.set(None)
+    assert [reference() for reference in alive] == [None, None, None]

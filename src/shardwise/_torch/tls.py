@@ -8,6 +8,8 @@ True
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from typing import Generic, TypeVar
 
 import torch
@@ -17,6 +19,24 @@ T = TypeVar("T")
 _stash = torch._C._stash_obj_in_tls
 _get = torch._C._get_obj_in_tls
 _has = torch._C._is_key_in_tls
+
+
+def _stash_takes_the_callers_reference() -> bool:
+    """Whether stashing an object does not count as a reference to it, but dropping it does: so in PyTorch 2.11."""
+    probe = object()
+    count = sys.getrefcount(probe)
+    _stash("shardwise.probe", probe)
+    taken = sys.getrefcount(probe) == count
+    if taken:
+        _add_reference(probe)
+    return taken
+
+
+def _add_reference(value: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+_TAKES_REFERENCE = _stash_takes_the_callers_reference()
 
 
 class ThreadValue(Generic[T]):
@@ -36,4 +56,6 @@ class ThreadValue(Generic[T]):
 
     def set(self, value: T) -> None:
         """Change the value for this thread, and for backward passes that it starts from now on."""
+        if _TAKES_REFERENCE:
+            _add_reference(value)
         _stash(self._key, value)

@@ -64,11 +64,12 @@ def _partners(op: ResolvedOp, named: list[tuple[str, Tensor]]) -> Callable[[str]
     In an op on lists, elements meet those at the same index, on their mesh; there may be plain ones at all of them. A
     tensor that all elements share (a scale, numbers for each element) is the same on all ranks.
     """
-    distributed = {name: tensor for name, tensor in reversed(named) if isinstance(tensor, DTensorBase)}
+    distributed = [(name, tensor) for name, tensor in named if isinstance(tensor, DTensorBase)]
     if op.variant != "foreach":
-        first = distributed[next(reversed(distributed))]
-        return lambda name: first
-    by_index = {name.partition("[")[2]: tensor for name, tensor in distributed.items()}  # "": one for all elements
+        return lambda name: distributed[0][1]
+    by_index: dict[str, DTensorBase] = {}
+    for name, tensor in distributed:
+        by_index.setdefault(name.partition("[")[2], tensor)  # "" for a tensor that all elements share
     return lambda name: by_index.get(name.partition("[")[2], by_index.get("")) if "[" in name else None
 
 

@@ -5,10 +5,14 @@ The formula of cumprod fills in ones, that of slice_scatter returns zeros.
 
 from __future__ import annotations
 
-MAKES_TENSORS = (
+import torch
+
+MAKES_TENSORS: tuple[str, ...] = (
     "aten::_affine_grid_generator",
     "aten::affine_grid_generator",
+    "aten::_linalg_det",
     "aten::as_strided",
+    "aten::as_strided_copy",
     "aten::copysign",
     "aten::cummax",
     "aten::cummin",
@@ -19,6 +23,7 @@ MAKES_TENSORS = (
     "aten::index_put",
     "aten::_index_put_impl",
     "aten::_unsafe_index_put",
+    "aten::linalg_householder_product",
     "aten::masked_scatter_backward",
     "aten::mvlgamma",
     "aten::nextafter",
@@ -31,6 +36,7 @@ MAKES_TENSORS = (
     "aten::slice_inverse",
     "aten::slice_scatter",
     "aten::trace",
+    "aten::native_layer_norm_backward",
     # Gradients of gradients: the second operand only lends its shape.
     "aten::_adaptive_avg_pool2d_backward",
     "aten::_adaptive_avg_pool3d_backward",
@@ -50,4 +56,9 @@ MAKES_TENSORS = (
     "aten::replication_pad2d_backward",
     "aten::replication_pad3d_backward",
 )
+if torch.__version__ < (2, 13):  # type: ignore[operator]  # PyTorch's versions compare with tuples
+    # They scatter the gradient into zeros.
+    MAKES_TENSORS += tuple(
+        f"aten::{name}" for name in ("kthvalue", "max", "median", "min", "mode", "nanmedian", "sort", "topk")
+    )
 """The names of these ops; their in-place variants are meant, too."""
