@@ -26,6 +26,7 @@ MAKES_TENSORS: tuple[str, ...] = (
     "aten::linalg_householder_product",
     "aten::masked_scatter_backward",
     "aten::mvlgamma",
+    "aten::native_layer_norm_backward",
     "aten::nextafter",
     "aten::normal",
     "aten::poisson",
@@ -36,7 +37,6 @@ MAKES_TENSORS: tuple[str, ...] = (
     "aten::slice_inverse",
     "aten::slice_scatter",
     "aten::trace",
-    "aten::native_layer_norm_backward",
     # Gradients of gradients: the second operand only lends its shape.
     "aten::_adaptive_avg_pool2d_backward",
     "aten::_adaptive_avg_pool3d_backward",
@@ -56,9 +56,17 @@ MAKES_TENSORS: tuple[str, ...] = (
     "aten::replication_pad2d_backward",
     "aten::replication_pad3d_backward",
 )
-if torch.__version__ < (2, 13):  # type: ignore[operator]  # PyTorch's versions compare with tuples
-    # They scatter the gradient into zeros.
-    MAKES_TENSORS += tuple(
-        f"aten::{name}" for name in ("kthvalue", "max", "median", "min", "mode", "nanmedian", "sort", "topk")
-    )
 """The names of these ops; their in-place variants are meant, too."""
+
+if torch.__version__ < (2, 13):  # type: ignore[operator]  # PyTorch's versions compare with tuples
+    # The gradient is scattered into zeros.
+    MAKES_TENSORS += (
+        "aten::kthvalue",
+        "aten::max",
+        "aten::median",
+        "aten::min",
+        "aten::mode",
+        "aten::nanmedian",
+        "aten::sort",
+        "aten::topk",
+    )

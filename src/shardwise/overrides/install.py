@@ -1,4 +1,8 @@
-"""Puts the overrides in place. They take a while, so they wait for the first mesh."""
+"""Puts the overrides in place.
+
+Functions in Python are wrapped at once, so that who imports one by name after shardwise gets the wrapped one. Kernels
+take a while to register, so they wait for the first mesh.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,11 @@ from .recurrent import install_recurrent
 
 
 def install_overrides() -> None:
-    """Let PyTorch's functions that need it run on distributed tensors."""
+    """Register the kernels of all functions in C++ that are overridden."""
     install_composites()
     install_out_arguments()
     install_recurrent()
     install_derivatives()
-    install_python_functions()
+
+
+install_python_functions()
