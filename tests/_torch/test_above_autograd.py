@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise._torch import above_autograd
 from shardwise._torch.above_autograd import Overrides, call_original, call_with_autograd
 
 _library = torch.library.Library("shardwise_test_above", "DEF")
@@ -89,7 +90,10 @@ def test_a_composite_op_is_decomposed_by_its_original() -> None:
     assert type(y.grad_fn).__name__ == "MulBackward0"
 
 
-def test_an_op_with_a_derivative_is_recorded() -> None:
+@pytest.mark.parametrize("needs_snapshot", sorted({True, above_autograd._NEEDS_SNAPSHOT}))
+def test_an_op_with_a_derivative_is_recorded(needs_snapshot: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch 2.11 needs it, and as later ones do."""
+    monkeypatch.setattr(above_autograd, "_NEEDS_SNAPSHOT", needs_snapshot)
     x = Wrapped(torch.ones(2), []).requires_grad_()
     y = COUNTED(x)
     assert SEEN == ["counted"]

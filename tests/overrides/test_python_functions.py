@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -116,3 +118,10 @@ def refused(mesh: Any, plain: Tensor) -> dict[str, Callable[[], Any]]:
 def test_given_plain_tensors_are_refused(case: str) -> None:
     with ranks(2) as mesh, pytest.raises(MixedTensorError):
         refused(mesh, r(4, 4))[case]()
+
+
+def test_functions_are_wrapped_when_shardwise_is_imported() -> None:
+    """Who imports one by name before the first mesh is made gets the wrapped one."""
+    program = "import torch, shardwise; assert hasattr(torch.masked.mean, '__wrapped__'); print('wrapped')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "wrapped"

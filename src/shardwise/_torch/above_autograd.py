@@ -64,13 +64,13 @@ def call_with_autograd(func: OpOverload, keys: Keys, *args: object, **kwargs: ob
     """Call an op that has a derivative from its kernel as if it were not overridden: autograd records a node for it.
 
     On its way to the tensors' class such a call needs a snapshot of PyTorch's dispatch state, which the fallback of the
-    overridden key takes; without it PyTorch 2.11 fails. So the call is made from inside an op of our own that goes
+    overridden key takes; without it PyTorch 2.11 fails. There the call is made from inside an op of our own, which goes
     through this fallback.
     """
     below = keys.remove(_KEY)
     if below.highestPriorityTypeId() == DispatchKey.Python:
         return dispatch_to_subclass(func, args, kwargs)
-    if _transforms_active():  # they dispatch anew what they have unwrapped
+    if not _NEEDS_SNAPSHOT or _transforms_active():  # transforms dispatch anew what they have unwrapped
         return func.redispatch(below, *args, **kwargs)
     entered = next(value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor))
     results: list[object] = []
@@ -83,6 +83,7 @@ def call_with_autograd(func: OpOverload, keys: Keys, *args: object, **kwargs: ob
     return results[0]
 
 
+_NEEDS_SNAPSHOT = torch.__version__ < (2, 13)  # type: ignore[operator]  # PyTorch's versions compare with tuples
 _call = threading.local()
 _library = torch.library.Library("shardwise_dispatch", "DEF")
 _library.define("with_snapshot(Tensor entered) -> ()")

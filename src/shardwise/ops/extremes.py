@@ -11,6 +11,7 @@ from .call import Call
 from .kernel import Cut, Gather, Kernel, KernelRun, LocalCall, Reduce, Steps
 from .reduce import merged
 from .registry import definitions_in
+from .sorting import SCATTERS_INTO_ZEROS
 
 define = definitions_in(__name__)
 
@@ -113,5 +114,15 @@ def extreme_rule(outputs: int) -> Callable[[Call], str]:
 
 define("aten::argmax", extreme_rule(1), kernels=extreme(largest=True, values=False))
 define("aten::argmin", extreme_rule(1), kernels=extreme(largest=False, values=False))
-define("aten::max.dim", extreme_rule(2), kernels=extreme(largest=True, values=True), derivative_makes_tensors=True)
-define("aten::min.dim", extreme_rule(2), kernels=extreme(largest=False, values=True), derivative_makes_tensors=True)
+define(
+    "aten::max.dim",
+    extreme_rule(2),
+    kernels=extreme(largest=True, values=True),
+    derivative_makes_tensors=SCATTERS_INTO_ZEROS,
+)
+define(
+    "aten::min.dim",
+    extreme_rule(2),
+    kernels=extreme(largest=False, values=True),
+    derivative_makes_tensors=SCATTERS_INTO_ZEROS,
+)

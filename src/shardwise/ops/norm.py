@@ -227,6 +227,7 @@ define(
     kernels={"k": Kernel(layer_norm_backward, traffic=TRAFFIC, joint=True)},
     keeps_sizes=True,
     takes_empty=True,
+    derivative_makes_tensors=True,
 )
 define(
     "aten::_fused_rms_norm",

@@ -44,8 +44,10 @@ def topk(call: LocalCall, cut: Cut) -> KernelRun:
     return best, joined(every_place).gather(dim, which)
 
 
-# PyTorch 2.11 scatters the gradient of what is picked along a dim into zeros that it makes.
-define("aten::topk", topk_rule, kernels={"k": Kernel(topk, traffic=4.0)}, derivative_makes_tensors=True)
+SCATTERS_INTO_ZEROS = torch.__version__ < (2, 13)  # type: ignore[operator]  # versions of PyTorch compare with tuples
+"""Whether PyTorch scatters the gradient of what is picked along a dim into zeros that it makes."""
+
+define("aten::topk", topk_rule, kernels={"k": Kernel(topk, traffic=4.0)}, derivative_makes_tensors=SCATTERS_INTO_ZEROS)
 
 # ---- along a replicated dim -----------------------------------------------------------------------------------------
 
@@ -73,13 +75,13 @@ def picked_from_dim(call: Call) -> str:
     return along(call.ndim(0), call.arg("dim"), 2, call.arg("keepdim"))
 
 
-define("aten::sort", along_dim(2), derivative_makes_tensors=True)
+define("aten::sort", along_dim(2), derivative_makes_tensors=SCATTERS_INTO_ZEROS)
 define("aten::argsort", along_dim(1))
 define("aten::msort", "[k] x.. -> [k] x..")
 define(
     ("aten::kthvalue", "aten::mode", "aten::median.dim", "aten::nanmedian.dim"),
     picked_from_dim,
-    derivative_makes_tensors=True,
+    derivative_makes_tensors=SCATTERS_INTO_ZEROS,
 )
 define(("aten::quantile", "aten::nanquantile"), makes_tensors=True)
 define(("aten::median.default", "aten::nanmedian.default"), "[x..] -> ")

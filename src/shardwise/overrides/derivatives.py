@@ -5,36 +5,46 @@ See `dispatch.formulas` for what a mark does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
-from .._torch import pytree
 from .._torch.above_autograd import Keys, call_with_autograd
 from .._torch.backward_pass import saved_tensor_hooks
 from .._torch.ops import OpOverload
 from ..dispatch.formulas import mark_formula, outside_formula
+from ..ops.above_autograd import call, is_ours
 from ..sharding.base import DTensorBase
 
 
 def marking_formulas(func: OpOverload) -> Callable[..., object]:
     """The kernel that runs an op and marks the nodes that autograd records for it."""
     in_place = func._schema.name.endswith("_")
+    makes_new_tensors = not any(argument.alias_info is not None for argument in func._schema.arguments)
 
     def kernel(keys: Keys, *args: object, **kwargs: object) -> object:
-        if not any(isinstance(value, DTensorBase) for value in pytree.tree_leaves((args, kwargs))):
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if not any(isinstance(tensor, DTensorBase) for tensor in tensors):
             return call_with_autograd(func, keys, *args, **kwargs)
+        if makes_new_tensors and not kwargs and not torch.is_grad_enabled() and is_ours(tensors):
+            return call(func, *args)  # autograd has nothing to do
         with _unpacking_outside_formulas():
             result = call_with_autograd(func, keys, *args, **kwargs)
-        for node in {_node_of(tensor, in_place) for tensor in pytree.tree_leaves(result) if isinstance(tensor, Tensor)}:
+        for node in {_node_of(tensor, in_place) for tensor in _tensors(result)}:
             if node is not None:
                 mark_formula(node)
         return result
 
     return kernel
+
+
+def _tensors(result: object) -> Sequence[Tensor]:
+    found = result if isinstance(result, (tuple, list)) else (result,)
+    return [value for value in found if isinstance(value, Tensor)]
 
 
 def _node_of(result: Tensor, in_place: bool) -> Node | None:
@@ -43,18 +53,15 @@ def _node_of(result: Tensor, in_place: bool) -> Node | None:
     return written.grad_fn
 
 
-@contextmanager
-def _unpacking_outside_formulas() -> Iterator[None]:
+def _unpacking_outside_formulas() -> AbstractContextManager[object]:
     """Inside, a user's unpack hook for tensors that are saved will not count as part of the formula that calls it."""
     hooks = saved_tensor_hooks()
     if hooks is None:
-        yield
-        return
+        return nullcontext()
     pack, unpack = hooks
 
     def unpack_outside(packed: object) -> Tensor:
         with outside_formula():
             return cast(Tensor, unpack(packed))
 
-    with saved_tensors_hooks(pack, unpack_outside):
-        yield
+    return saved_tensors_hooks(pack, unpack_outside)

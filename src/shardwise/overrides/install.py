@@ -1,4 +1,8 @@
-"""Puts the overrides in place. They take a while, so they wait for the first mesh."""
+"""Puts the overrides in place.
+
+Functions in Python are wrapped at once, so that who imports one by name after shardwise gets the wrapped one. Kernels
+take a while to register, so they wait for the first mesh.
+"""
 
 from __future__ import annotations
 
@@ -42,3 +46,6 @@ def _add_kernels() -> None:
         _overrides.add(func, marking_formulas(func))
     for func in composites_with_out():
         _overrides.add(func, copying_into_out(func))
+
+
+install_python_functions()

@@ -116,11 +116,11 @@ def spec_of_local(
         placements = tuple(placements)
     if type(shape) is list:
         shape = tuple(shape)
-    key = (mesh_info, placements, local.shape, local.stride(), local.dtype, shape, stride)
+    key: object = (mesh_info, placements, local.shape, local.stride(), local.dtype, shape, stride)
     try:
         found = None if run_check else _Active.specs.get(key)
     except TypeError:  # arguments of unexpected types, refused by name below
-        key, found = None, None
+        key = found = None
     if found is not None:
         return found
     found = _make_spec(local, mesh_info, _Given(placements, shape, stride), run_check)
