@@ -4,6 +4,8 @@
     registry   the records by name; `resolve(func)` finds the record of any overload: `resolve`
     call       one call of an op, as its rule sees it
     kernel     what kernels are and may ask for; carried out by `drive`
+    above_autograd  what overrides of ops share; `overrides` installs them
+    modes      which modes are on in this thread
     explain    what is known about an op, in words; how it is served: `served`; ops by name: `find`
     generated  rules found by probing
 
