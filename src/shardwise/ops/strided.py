@@ -122,4 +122,5 @@ define(
     put=put_strided,
     derivative_makes_tensors=True,
 )
+define("aten::as_strided_copy", decomposition=copy_of(aten.as_strided), derivative_makes_tensors=True)
 define("aten::as_strided_scatter", "[x..], [y..] -> [x..] ; linear 0+1")
