@@ -218,10 +218,18 @@ def _first(local: object, args: Args) -> object:
 
 
 def _wrapping(specs: Any, kind: type[DTensorBase]) -> Callable[[object, Args], object]:
-    structure, wrap = type(specs), kind.wrap
+    structure = type(specs)
 
     def finish(locals_: Any, args: Args) -> object:
-        wrapped = [x if spec is None else wrap(x, spec) for x, spec in zip(locals_, specs, strict=True)]
+        wrapped = []
+        for local, spec in zip(locals_, specs, strict=True):
+            tensor = local
+            if spec is not None:  # as `wrap`, which would cost a call
+                shape, stride, dtype = spec.tensor_meta
+                tensor = make_wrapper(kind, shape, stride, None, None, dtype, _strided, local.device)
+                tensor._shard = local
+                tensor._spec = spec
+            wrapped.append(tensor)
         return wrapped if structure is list else tuple(wrapped)
 
     return finish

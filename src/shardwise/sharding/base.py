@@ -6,7 +6,7 @@ after writing one. A `LocalSource` says where the local shard comes from when it
 
 from __future__ import annotations
 
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 from torch import Tensor
 
@@ -34,6 +34,8 @@ class DTensorBase(Tensor):
     _shard: Tensor
     _spec: DTensorSpec
     _source: LocalSource | None = None
+    concrete: ClassVar[type[DTensorBase]]
+    """The class of all distributed tensors, set where it is defined."""
 
     @property
     def _local_tensor(self) -> Tensor:
@@ -48,8 +50,8 @@ class DTensorBase(Tensor):
     def _local_tensor(self, local: Tensor) -> None:
         self._shard = local
 
-    @classmethod
-    def wrap(cls, local: Tensor, spec: DTensorSpec) -> Self:
+    @staticmethod
+    def wrap(local: Tensor, spec: DTensorSpec) -> DTensorBase:
         """The distributed tensor with this local shard and this spec. Nothing is checked or copied."""
         raise NotImplementedError
 

@@ -37,16 +37,16 @@ def to_spec(
 
 
 def _redistributed(tensor: DTensorBase, target: DTensorSpec, async_op: bool, dtype: torch.dtype | None) -> DTensorBase:
-    kind, local, source = type(tensor), tensor._local_tensor, tensor._spec
+    local, source = tensor._local_tensor, tensor._spec
     if dtype is not None and dtype != source.dtype:
         local = local.to(dtype)
         source, target = source.with_dtype(dtype), target.with_dtype(dtype)
     if async_op:
-        return pending(kind, start_redistribute(local, source, target), local.device, target)
+        return pending(start_redistribute(local, source, target), local.device, target)
     moved = redistribute_local(local, source, target)
     if moved is local and source.tensor_meta != target.tensor_meta:
         target = target.with_meta(source.tensor_meta)  # data that did not move keeps its strides
-    return kind.wrap(moved, target)
+    return DTensorBase.concrete.wrap(moved, target)
 
 
 class Redistribute(QuickFunction):
@@ -62,21 +62,20 @@ class Redistribute(QuickFunction):
         backward_dtype: torch.dtype | None,
     ) -> DTensorBase:
         """Redistribute."""
-        ctx.kind, ctx.source = type(tensor), tensor._spec
-        ctx.backward_dtype, ctx.async_op = backward_dtype, async_op
+        ctx.source, ctx.backward_dtype, ctx.async_op = tensor._spec, backward_dtype, async_op
         return _redistributed(tensor, target, async_op, forward_dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[object, ...]:
         """Redistribute the gradient, in `backward_dtype` if there is one."""
         wanted: DTensorSpec = ctx.source.cotangent()
-        distributed = as_distributed_gradient(grad, wanted, ctx.kind)
+        distributed = as_distributed_gradient(grad, wanted)
         dtype = ctx.backward_dtype or grad.dtype
         moved = to_spec(distributed, wanted.with_dtype(grad.dtype), ctx.async_op, dtype)
         return moved.to(ctx.source.dtype), None, None, None, None
 
 
-def as_distributed_gradient(grad: Tensor, spec: DTensorSpec, kind: type[DTensorBase]) -> DTensorBase:
+def as_distributed_gradient(grad: Tensor, spec: DTensorSpec) -> DTensorBase:
     """A gradient as a distributed tensor. A plain one is accepted if it is zero.
 
     The derivative of a constant function is zero, and PyTorch's formulas may return plain zeros for it, of the global
@@ -91,7 +90,7 @@ def as_distributed_gradient(grad: Tensor, spec: DTensorSpec, kind: type[DTensorB
             "return a DTensor from the hook or autograd function that made it: DTensor.from_local(...)",
         )
     replicated = spec.with_dtype(grad.dtype).replicated(row_major=True)
-    return kind.wrap(on_mesh(plain, spec.mesh_info), replicated)
+    return DTensorBase.concrete.wrap(on_mesh(plain, spec.mesh_info), replicated)
 
 
 # ---- from and to local tensors --------------------------------------------------------------------------------------
@@ -101,20 +100,18 @@ class FromLocal(QuickFunction):
     """`data` is the local tensor on the mesh: the same, a copy on its device, or one for each simulated rank."""
 
     @staticmethod
-    def forward(
-        ctx: Any, local: Tensor, data: Tensor, spec: DTensorSpec, grad_spec: DTensorSpec, kind: type[DTensorBase]
-    ) -> DTensorBase:
+    def forward(ctx: Any, local: Tensor, data: Tensor, spec: DTensorSpec, grad_spec: DTensorSpec) -> DTensorBase:
         """Wrap the local tensor."""
-        ctx.grad_spec, ctx.device, ctx.kind, ctx.share = grad_spec, local.device, kind, _share(spec)
-        return kind.wrap(data, spec)
+        ctx.grad_spec, ctx.device, ctx.share = grad_spec, local.device, _share(spec)
+        return DTensorBase.concrete.wrap(data, spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """The local shard of the gradient."""
-        distributed = as_distributed_gradient(grad, ctx.grad_spec, ctx.kind)
+        distributed = as_distributed_gradient(grad, ctx.grad_spec)
         local = to_spec(distributed, ctx.grad_spec.with_dtype(grad.dtype)).to_local()
         local = local * ctx.share if ctx.share != 1.0 else local
-        return local.to(ctx.device), None, None, None, None
+        return local.to(ctx.device), None, None, None
 
 
 def _share(spec: DTensorSpec) -> float:
@@ -151,7 +148,7 @@ class ToLocal(QuickFunction):
     @staticmethod
     def forward(ctx: Any, tensor: DTensorBase, grad_spec: DTensorSpec) -> Tensor:
         """The local shard."""
-        ctx.grad_spec, ctx.kind = grad_spec, type(tensor)
+        ctx.grad_spec = grad_spec
         local = tensor._local_tensor
         mark_exposed(local)
         return local.detach()
@@ -165,5 +162,5 @@ class ToLocal(QuickFunction):
         grad = on_mesh(grad, spec.mesh_info)
         grad = grad.contiguous() if order is None else in_memory_order(grad, order)
         if torch.is_grad_enabled() and grad.requires_grad:
-            return FromLocal.apply(grad, grad.detach(), spec, spec.cotangent(), ctx.kind), None
-        return ctx.kind.wrap(grad, spec), None
+            return FromLocal.apply(grad, grad.detach(), spec, spec.cotangent()), None
+        return DTensorBase.concrete.wrap(grad, spec), None

@@ -79,8 +79,8 @@ class DTensor(DTensorBase):
         tensor = DTensor.wrap(local_tensor, spec)
         return tensor.requires_grad_() if requires_grad else tensor
 
-    @classmethod
-    def wrap(cls, local: Tensor, spec: DTensorSpec) -> DTensor:
+    @staticmethod
+    def wrap(local: Tensor, spec: DTensorSpec) -> DTensor:
         """The distributed tensor with this local shard and this spec. Nothing is checked or copied."""
         shape, stride, dtype = spec.tensor_meta
         tensor: DTensor = make_wrapper(DTensor, shape, stride, None, None, dtype, _strided, local.device)
@@ -94,7 +94,7 @@ class DTensor(DTensorBase):
         if torch.is_inference_mode_enabled() and not base.is_inference():
             with outside_inference_mode():  # a view of a normal tensor is one, too
                 return cls.wrap_view(local, spec, base, replay)
-        return cls.wrap(local, spec) if replay is None else replayed(DTensor, replay, local, spec)  # type: ignore[return-value]
+        return cls.wrap(local, spec) if replay is None else replayed(replay, local, spec)  # type: ignore[return-value]
 
     # ---- to and from local tensors ------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class DTensor(DTensorBase):
             data = copy_to_replicas(data, mesh_info, spec.placements)
         mark_exposed(data)  # the caller holds it
         if torch.is_grad_enabled() and local.requires_grad:
-            return FromLocal.apply(local, data, spec, grad_spec_of_local(spec, grad_placements), DTensor)
+            return FromLocal.apply(local, data, spec, grad_spec_of_local(spec, grad_placements))
         return DTensor.wrap(data, spec)
 
     def to_local(self, *, grad_placements: Placements | None = None) -> Tensor:
@@ -312,6 +312,7 @@ class DTensor(DTensorBase):
         return shard_at(index, self._local_tensor, self._spec)
 
 
+DTensorBase.concrete = DTensor
 DTensor._op_dispatcher = OpDispatcher(DTensor)
 DTensor.__torch_dispatch__ = staticmethod(DTensor._op_dispatcher.torch_dispatch)
 

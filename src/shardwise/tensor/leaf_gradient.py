@@ -43,10 +43,10 @@ def accumulate_gradients(enabled: bool = True) -> Iterator[None]:
 class LeafGradient:
     """How an incoming gradient of a leaf is reduced, and whether that is deferred."""
 
-    __slots__ = ("deferred", "kind", "spec")
+    __slots__ = ("deferred", "spec")
 
-    def __init__(self, spec: DTensorSpec, kind: type[DTensorBase]) -> None:
-        self.spec, self.kind, self.deferred = spec, kind, False
+    def __init__(self, spec: DTensorSpec) -> None:
+        self.spec, self.deferred = spec, False
 
     def hook(self, grad: Tensor | None) -> Tensor | None:
         """The tensor hook of the leaf: the gradient with the leaf's placements, or None if it has them already."""
@@ -54,7 +54,7 @@ class LeafGradient:
             return None
         wanted = self.spec.cotangent()
         if not isinstance(grad, DTensorBase):
-            return to_spec(as_distributed_gradient(grad, wanted, self.kind), wanted.with_dtype(grad.dtype))
+            return to_spec(as_distributed_gradient(grad, wanted), wanted.with_dtype(grad.dtype))
         if grad._spec.layout is wanted.layout:
             return None
         target = self._target(grad._spec)
@@ -80,7 +80,7 @@ def reduce_gradient_of(leaf: Any) -> None:
         leaf._leaf_gradient.spec = leaf._spec
         return
     # The hook lives on the leaf and must not keep it alive; a weak reference would keep modules from swapping it.
-    leaf._leaf_gradient = LeafGradient(leaf._spec, type(leaf))
+    leaf._leaf_gradient = LeafGradient(leaf._spec)
     leaf.register_hook(leaf._leaf_gradient.hook)
 
 

@@ -44,12 +44,10 @@ class Pending:
         """Nothing: reading the shard to write it made the tensor an ordinary one."""
 
 
-def pending(
-    kind: type[DTensorBase], complete: Callable[[], Tensor], device: torch.device, spec: DTensorSpec
-) -> DTensorBase:
+def pending(complete: Callable[[], Tensor], device: torch.device, spec: DTensorSpec) -> DTensorBase:
     """The tensor whose local shard `complete()` returns."""
     shape, stride, dtype = spec.tensor_meta
-    tensor: DTensorBase = make_wrapper(kind, shape, stride, dtype=dtype, device=device)
+    tensor: DTensorBase = make_wrapper(DTensorBase.concrete, shape, stride, dtype=dtype, device=device)
     tensor._spec = spec
     tensor._source = Pending(tensor, complete)
     return tensor
@@ -104,10 +102,10 @@ class Replayed:
         return type(tensor).wrap(root_value, gathered)
 
 
-def replayed(kind: type[DTensorBase], view: ViewCall, local: Tensor, spec: DTensorSpec) -> DTensorBase:
+def replayed(view: ViewCall, local: Tensor, spec: DTensorSpec) -> DTensorBase:
     """The tensor that the view call makes, with the local shard it has now."""
     shape, stride, dtype = spec.tensor_meta
-    tensor: DTensorBase = make_wrapper(kind, shape, stride, dtype=dtype, device=local.device)
+    tensor: DTensorBase = make_wrapper(DTensorBase.concrete, shape, stride, dtype=dtype, device=local.device)
     tensor._spec = spec
     tensor._source = Replayed(view, local)
     return tensor
