@@ -86,6 +86,8 @@ class ShardingPropagator:
     ) -> None:
         self.bound, self.operands, self.results = bound, operands, results
         self.mesh_sizes, self.links, self.kernels, self.groups = mesh_sizes, links, kernels, groups
+        self.any_goes = not kernels and not any(factor.even for factor in bound.factors)
+        """Whether all shardings of factors are possible together, as for most ops."""
         self.preferred = [self._preferred_order(factor) for factor in range(len(bound.factors))]
         self.factors_of = [frozenset(itertools.chain(*operand.tensor.dims)) for operand in operands]
         self.factors_of_results = [frozenset(itertools.chain(*result.tensor.dims)) for result in results]
@@ -192,6 +194,8 @@ class ShardingPropagator:
 
     def _allowed(self, cuts: Cuts) -> bool:
         """Whether these shardings are possible together: even if needed, one kernel, over axes with a group."""
+        if self.any_goes:
+            return True
         by_factor: dict[int, tuple[int, ...]] = {}
         for axis, factor in cuts:
             by_factor[factor] = (*by_factor.get(factor, ()), axis)
@@ -201,7 +205,7 @@ class ShardingPropagator:
             bound = self.bound.factors[index]
             if bound.even and not divides_evenly(self.mesh_sizes, Factor(bound.size, axes)):
                 return False
-            if bound.kind is FactorKind.KERNEL:
+            if index in self.kernels:
                 kernels.append(self.kernels[index])
                 kernel_axes += axes
         if self.groups is not None and len(kernel_axes) > 1 and tuple(sorted(kernel_axes)) not in self.groups:
@@ -234,7 +238,7 @@ class ShardingPropagator:
             _, price, nbytes = self._result(i, cuts, options)
             seconds += price
             output_bytes += nbytes
-        axes = tuple(axis for axis, factor in cuts if self.bound.factors[factor].kind is FactorKind.KERNEL)
+        axes = tuple([axis for axis, factor in cuts if factor in self.kernels]) if self.kernels else ()
         if axes:  # of one kernel, which may handle several factors
             rounds, traffic, _ = self.kernels[dict(cuts)[axes[0]]]
             seconds += rounds * self.links.seconds(axes, len(axes), 0.0) if rounds else 0.0

@@ -276,8 +276,9 @@ def passes(bound: Bound, op: str) -> tuple[Passing, ...]:
 def _axes_of(bound: Bound, cuts: Cuts) -> dict[int, tuple[int, ...]]:
     """Return the axes that shard each factor, major to minor. Raises if the rule does not allow it."""
     axes: dict[int, tuple[int, ...]] = {}
+    factors, replicated = bound.factors, FactorKind.REPLICATED
     for axis, factor in cuts:
-        if bound.factors[factor].kind is FactorKind.REPLICATED:
+        if factors[factor].kind is replicated:
             name = bound.factors[factor].name
             problem = f"axis {axis} cannot shard {name}, which must be replicated in {bound!r}"
             raise BindError(problem, "shard another factor")
