@@ -23,7 +23,7 @@ from ..sharding.spec import DTensorSpec, TensorMeta
 from .arguments import LOCALIZE, LOCALIZE_LIST, Args, Constant, Kwargs, Treatment
 from .call_plan import CallPlan
 from .gather_cache import after_write, forget_gathered
-from .key import Key, key_functions
+from .key import Key, argument_keys
 from .list_plan import ListPlan
 
 _in_inference_mode = torch.is_inference_mode_enabled
@@ -51,7 +51,7 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
 
     One look-up, the op on the local shards, one wrapper: whatever can be done once is done in planning.
     """
-    argument_key, _ = key_functions(kind)
+    argument_key = argument_keys(kind)
     known: Callable[[Any], Ready | None] = {}.get
 
     def use_table_of(runtime: Runtime) -> None:
@@ -61,8 +61,22 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
     on_activate(use_table_of)
 
     def __torch_dispatch__(func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
-        # As `call_key`, which would cost a call. The registry keeps ops alive, so that an id means one op.
-        key = (id(func), *[v._spec if type(v) is kind else argument_key(v) for v in args])
+        # The key. Most calls have one or two arguments: for them the comprehensions are written out, which cost a frame
+        # each. The registry keeps ops alive, so that an id means one op.
+        count = len(args)
+        key: Key
+        if count == 1:
+            (a,) = args
+            key = (id(func), a._spec if type(a) is kind else argument_key(a))
+        elif count == 2:
+            a, b = args
+            key = (
+                id(func),
+                a._spec if type(a) is kind else argument_key(a),
+                b._spec if type(b) is kind else argument_key(b),
+            )
+        else:
+            key = (id(func), *[v._spec if type(v) is kind else argument_key(v) for v in args])
         if kwargs:
             key = (*key, *kwargs, *map(argument_key, kwargs.values()))
         ready = known(key)
@@ -72,7 +86,13 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
         if is_view and _in_inference_mode():  # a view of a normal tensor is no inference tensor
             return plan_and_run(func, args, kwargs or {}, key)
         try:
-            local_args = [v._shard if type(v) is kind else v for v in args]
+            local_args: Sequence[object]
+            if count == 1:
+                local_args = (a._shard if type(a) is kind else a,)
+            elif count == 2:
+                local_args = (a._shard if type(a) is kind else a, b._shard if type(b) is kind else b)
+            else:
+                local_args = [v._shard if type(v) is kind else v for v in args]
         except AttributeError:  # a shard that comes from a source
             return plan_and_run(func, args, kwargs or {}, key)
         local = run(*local_args, **kwargs) if kwargs else run(*local_args)

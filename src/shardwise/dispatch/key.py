@@ -1,7 +1,8 @@
 """The key of a call: what its plan depends on.
 
-One function builds it, on every call, so it is short: specs by identity, numbers by value, floats and generators by
-type. From it `plan_key` makes the key under which plans are shared, once for each new key:
+The hot path builds it on every call, so it is short: the id of the op, then what `argument_keys` says of each argument:
+specs by identity, numbers by value, floats and generators by type. From it `plan_key` derives the key under which plans
+are shared, once for each new key:
 
 - a number whose value no rule reads counts by its type, so that `x * 2` and `x * 3` share a plan;
 - for the few ops whose rules do read numbers (the p of a norm), floats count by value after all.
@@ -15,20 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.ops import OpOverload
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
 from .arguments import Args, Kwargs
 
 Key = tuple[object, ...]
-CallKey = Callable[[OpOverload, Args, Kwargs | None], Key]
 
 _BY_VALUE = frozenset((int, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format))
 _UNHASHABLE = (torch.SymInt, torch.SymFloat, torch.SymBool, dict)
 
 
-def key_functions(kind: type[DTensorBase]) -> tuple[Callable[[object], object], CallKey]:
-    """For distributed tensors of this class: the key of an argument that is no such tensor, and the key of a call."""
+def argument_keys(kind: type[DTensorBase]) -> Callable[[object], object]:
+    """The function that returns the key of an argument, for distributed tensors of this class."""
 
     def argument_key(value: Any) -> object:
         """An argument in the key. Its type is fixed by the schema, but for numbers: 1 is not True, nor 1.0."""
@@ -58,12 +57,7 @@ def key_functions(kind: type[DTensorBase]) -> tuple[Callable[[object], object], 
             return tuple(map(type, values))
         return tuple([v._spec if type(v) is kind else argument_key(v) for v in values])
 
-    def call_key(func: OpOverload, args: Args, kwargs: Kwargs | None) -> Key:
-        # The entry of a key holds the op, so that its id is not used again.
-        key = (id(func), *[v._spec if type(v) is kind else argument_key(v) for v in args])
-        return (*key, *kwargs, *map(argument_key, kwargs.values())) if kwargs else key
-
-    return argument_key, call_key
+    return argument_key
 
 
 def plan_key(op: ResolvedOp, key: Key, args: Args, kwargs: Kwargs) -> Key:
