@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, linalg
 
-from shardwise import DTensor, Partial, Replicate, Shard
+from shardwise import DTensor, InterleavedShard, Partial, Replicate, Shard
 from tests.ops.helpers import check_case, communication, no_communication, on, r, ranks, table, whole
 
 z = r(5, dtype=torch.complex64)
@@ -150,3 +150,11 @@ def test_an_op_without_results_goes_by_its_rule() -> None:
         found = [plan for op, plan, _ in plans if op.func is check]
         assert found
         assert None not in found
+
+
+def test_a_number_as_bias_of_an_empty_shard() -> None:
+    """PyTorch's addmv of a matrix without columns returns the bias unexpanded."""
+    with ranks(4) as mesh:
+        matrix, vector = (on(mesh, r(*shape), InterleavedShard(dim, 2)) for dim, shape in ((1, (5, 10)), (0, (10,))))
+        found = torch.addmv(on(mesh, torch.tensor(2.0), Partial()), matrix, vector)
+        torch.testing.assert_close(whole(found), torch.addmv(torch.tensor(2.0), r(5, 10), r(10)))

@@ -8,6 +8,8 @@ import torch
 
 from .._torch.decompositions import pytorch_decomposition
 from .call import Call
+from .kernel import LocalCall, LocalResult
+from .op import Local
 from .registry import definitions_in
 
 aten = torch.ops.aten
@@ -46,12 +48,17 @@ def trilinear(call: Call) -> str:
     return f"{', '.join(operands)} -> {result} ; linear 0 | 1 | 2"
 
 
+def _with_expanded_bias(call: LocalCall) -> LocalResult:
+    """`addmv`, whose result for an empty matrix would have the shape of the bias, without broadcasting."""
+    return call.run(self=call["self"].expand(call.local_shape()))
+
+
 define("aten::mm", "m k, k n -> m n ; linear 0 | 1")
 define("aten::bmm", "b m k, b k n -> b m n ; linear 0 | 1")
 define("aten::mv", "m k, k -> m ; linear 0 | 1")
 define(("aten::dot", "aten::vdot"), "k, k -> ; linear 0 | 1")
 define("aten::addmm", added("m? n?", "m k, k n -> m n"))
-define("aten::addmv", added("m?", "m k, k -> m"))
+define("aten::addmv", added("m?", "m k, k -> m"), local=Local(_with_expanded_bias, when="empty shard"))
 define("aten::addr", "m? n?, m, n -> m n ; linear 0+1 | 0+2")
 define("aten::addbmm", added("m? n?", "b m k, b k n -> m n"))
 define("aten::baddbmm", added("b? m? n?", "b m k, b k n -> b m n"))
