@@ -78,8 +78,8 @@ def bound_call(
 ) -> BoundCall | None:
     """Bind a call as dispatch does, with these specs for some operands and the others replicated.
 
-    Returns None if the op has no rule for the call, is an op on lists, or turns a tensor into a view of itself: dispatch
-    makes the view then.
+    Returns None if the op has no rule for the call, is an op on lists, or turns a tensor into a view of itself, for
+    which dispatch makes the view.
     """
     resolved = rule_for(call.func)
     if resolved is None or resolved.variant == "foreach" or resolved.in_place_view is not None:
