@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from ..dispatch.gather_cache import state_of as shard_state
 from ..sharding.base import DTensorBase
 from ..sharding.runtime import WorldState
 from ..world import RankTensor
@@ -64,9 +65,9 @@ def state_of(tensor: Tensor) -> object:
     if isinstance(tensor, DTensorBase):
         base = tensor._base
         tensors = [tensor._local_tensor, *([base._local_tensor] if isinstance(base, DTensorBase) else [])]
-        states = [state_of(local) for local in tensors]
+        states = [shard_state(local) for local in tensors]  # None for shards that were handed to the user
         return None if None in states else (tensor._version, *states)
     if isinstance(tensor, RankTensor):  # written as one, or rank by rank
-        states = [state_of(shard) for shard in tensor.shards]
-        return None if None in states else (tensor._version, *states)
+        versions = [state_of(shard) for shard in tensor.shards]
+        return None if None in versions else (tensor._version, *versions)
     return id(tensor.untyped_storage()), tensor.storage_offset(), tensor._version
