@@ -55,7 +55,6 @@ class Registry:
         self._resolved: dict[OpOverload, ResolvedOp] = {}
         self._patterns: list[Callable[[OpOverload], Op | None]] = []
         self._behind: Callable[[], Registry] | None = None
-        self._listeners: list[Callable[[], None]] = []
 
     # ---- definitions ------------------------------------------------------------------------------------------
 
@@ -117,15 +116,9 @@ class Registry:
             self._built_in, self._user = before
             self._changed()
 
-    def on_change(self, listener: Callable[[], None]) -> None:
-        """Call this whenever a record is added: plans made with the old records are no longer valid."""
-        self._listeners.append(listener)
-
     def _changed(self) -> None:
         self._resolved.clear()
         clear_all_caches()
-        for listener in self._listeners:
-            listener()
 
     def __iter__(self) -> Iterator[str]:
         return iter({**self._built_in, **self._user})
