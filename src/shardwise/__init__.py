@@ -10,12 +10,14 @@ planning      plan, CostModel
 modes         explicit, implicit_replication, strict_ops
 training      accumulate_gradients
 modules       distribute_module; parallel styles and plans are in shardwise.parallel
+take-over     install: shardwise in the place of torch.distributed.tensor, also `python -m shardwise.run program.py`
 extending     register_sharding, local_map; shardwise.rules.explain shows the rule of an op
 """
 
 from . import experimental, random, rules
 from .comm.cost import CostModel, cost_model, set_cost_model, using_cost_model
 from .dispatch.modes import explicit, implicit_replication, strict_ops
+from .dropin import find_table_modules, install, uninstall
 from .extend import local_map, register_sharding
 from .nn import distribute_module
 from .sharding.mesh import DeviceMesh, init_device_mesh
@@ -59,6 +61,8 @@ __all__ = [
     "explicit",
     "implicit_replication",
     "strict_ops",
+    "install",
+    "uninstall",
     "register_sharding",
     "local_map",
     "CostModel",
@@ -66,3 +70,6 @@ __all__ = [
     "set_cost_model",
     "using_cost_model",
 ]
+
+_DTensorSpec = DTensorSpec  # by this name, other parts of PyTorch import it from torch.distributed.tensor
+find_table_modules()

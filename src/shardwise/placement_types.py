@@ -1,5 +1,15 @@
-"""The names of `torch.distributed.tensor.placement_types`: Placement, Shard, Replicate and Partial."""
+"""The names of `torch.distributed.tensor.placement_types`: Placement, Shard, Replicate and Partial.
 
+The others are those that programs written for PyTorch import from there.
+"""
+
+from .sharding import placement
 from .sharding.placement import Partial, Placement, Replicate, Shard
+from .sharding.spec import DTensorSpec as DTensorSpec
+from .sharding.spec import TensorMeta as TensorMeta
+
+_Partial = Partial
+_MaskPartial = placement.MaskPartial
+_StridedShard = placement.InterleavedShard
 
 __all__ = ["Placement", "Shard", "Replicate", "Partial"]

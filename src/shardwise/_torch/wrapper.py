@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["make_wrapper", "no_torch_dispatch", "no_torch_function", "outside_inference_mode", "set_metadata"]
+__all__ = [
+    "make_wrapper",
+    "no_torch_dispatch",
+    "no_torch_function",
+    "outside_inference_mode",
+    "set_metadata",
+    "settle_dtensor_class",
+]
 
 make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 """`make_wrapper(cls, shape, stride, offset, memory_format, dtype, layout, device)`: a `cls` tensor without memory.
@@ -34,3 +42,22 @@ def set_metadata(target: Tensor, source: Tensor) -> None:
     Relies on the setter of `Tensor.data`, which swaps the tensor's implementation and leaves the Python object alone.
     """
     torch.Tensor.data.__set__(target, source)  # type: ignore[attr-defined]
+
+
+def settle_dtensor_class(module: ModuleType) -> None:
+    """Let PyTorch's dispatcher remember a class of no tensor as `torch.distributed.tensor.DTensor`.
+
+    It imports that module and reads the class when it first dispatches a tensor subclass, and never again. `module` is
+    in sys.modules under that name while this runs. Nothing happens if PyTorch has read the class before.
+    """
+
+    class Nobody(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+            return args[0]
+
+    class NoTensor(Tensor):
+        pass
+
+    module.DTensor = NoTensor  # type: ignore[attr-defined]
+    make_wrapper(Nobody, (1,), (1,)).detach()

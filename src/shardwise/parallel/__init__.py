@@ -7,10 +7,10 @@ your own            ParallelStyle
 loss                loss_parallel
 """
 
+from .base import ParallelStyle
 from .loss import loss_parallel
 from .plan import parallelize_module
 from .prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
-from .style import ParallelStyle
 from .styles import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 __all__ = [

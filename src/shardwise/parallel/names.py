@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from ..errors import InputError
 from ..sharding.placement import Partial, Replicate
+from .base import ParallelStyle
 from .prepare import PrepareModuleOutput
-from .style import ParallelStyle
 from .styles import ColwiseParallel, ReplicateParallel, RowwiseParallel, SequenceParallel
 
 NAMED: dict[str, Callable[[], ParallelStyle]] = {

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import InputError, ShardwiseError
 from ..nn.parameters import keep_ties
 from ..sharding.mesh import current_mesh
+from .base import ParallelStyle
 from .names import named_style
-from .style import ParallelStyle
 
 Style = ParallelStyle | str
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import InputError
 from ..sharding.placement import Placement
 from .axis import StyleAxis
+from .base import ParallelStyle
 from .hooks import Args, InputConverter, Kwargs, OutputConverter
-from .style import ParallelStyle
 
 Layouts = Placement | tuple[Placement | None, ...] | None
 

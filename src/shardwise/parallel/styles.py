@@ -14,8 +14,8 @@ from ..nn.parameters import distribute_parameter, replicate_rest
 from ..sharding.placement import Placement, Replicate, Shard
 from . import partition
 from .axis import StyleAxis
+from .base import ParallelStyle
 from .hooks import InputConverter, OutputConverter, register_input_hook, register_output_hook
-from .style import ParallelStyle
 
 
 class _ShardingStyle(ParallelStyle):

@@ -14,6 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
 from ..errors import InputError, PlacementError
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
@@ -83,6 +88,35 @@ class Shard(Placement):
     def __repr__(self) -> str:
         return f"Shard(dim={self.dim})"
 
+    @staticmethod
+    def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
+        """The size of a rank's shard of a dim, and the index of its first element; the dim's end if it is empty."""
+        piece = -(-curr_local_size // num_chunks)
+        first = min(rank * piece, curr_local_size)
+        return min(piece, curr_local_size - first), first
+
+    def _split_tensor(
+        self, tensor: Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
+    ) -> tuple[list[Tensor], list[int]]:
+        """The shards of a plain tensor, padded with zeros to one size unless told otherwise, and how much each is."""
+        sizes = [self.local_shard_size_and_offset(tensor.shape[self.dim], num_chunks, i) for i in range(num_chunks)]
+        shards = [tensor.narrow(self.dim, first, size) for size, first in sizes]
+        padding = [sizes[0][0] - size for size, _ in sizes] if with_padding else []
+        for i, missing in enumerate(padding):
+            if missing:
+                shape = list(tensor.shape)
+                shape[self.dim] = missing
+                shards[i] = torch.cat([shards[i], tensor.new_zeros(shape)], self.dim)
+        return [shard.contiguous() if contiguous else shard for shard in shards], padding
+
+    def _shard_tensor(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, src_data_rank: int | None = 0) -> Tensor:
+        """This rank's shard of a plain tensor along one mesh axis, of the values of `src_data_rank` of that axis."""
+        if src_data_rank is not None:
+            tensor = tensor.contiguous().clone()
+            dist.broadcast(tensor, group=mesh.get_group(mesh_dim), group_src=src_data_rank)
+        shards, _ = self._split_tensor(tensor, mesh.size(mesh_dim), with_padding=False)
+        return shards[mesh.get_local_rank(mesh_dim)]
+
 
 class InterleavedShard(Shard):
     """The axis shards each of `blocks` equal blocks of `dim`: every rank holds a shard of every block.
@@ -95,12 +129,19 @@ class InterleavedShard(Shard):
     __match_args__ = ("dim", "blocks")
     blocks: int
 
-    def __new__(cls, dim: int, blocks: int = 1) -> Self:
+    def __new__(cls, dim: int, blocks: int = 1, *, split_factor: int | None = None) -> Self:
+        """`split_factor` is another name of `blocks`, that of PyTorch's strided shards."""
+        blocks = blocks if split_factor is None else split_factor
         if not isinstance(dim, int) or isinstance(dim, bool):
             raise InputError(f"InterleavedShard(dim={dim!r})", "the dim is an int, e.g. InterleavedShard(0, blocks=3)")
         if not isinstance(blocks, int) or isinstance(blocks, bool) or blocks < 1:
             raise InputError(f"InterleavedShard(blocks={blocks!r})", "the number of blocks is an int >= 1")
         return cls._intern(dim=dim, blocks=blocks)
+
+    @property
+    def split_factor(self) -> int:
+        """The number of blocks, by PyTorch's name."""
+        return self.blocks
 
     def __repr__(self) -> str:
         return f"InterleavedShard(dim={self.dim}, blocks={self.blocks})"
@@ -127,6 +168,8 @@ class Partial(Placement):
     __slots__ = ("reduce_op",)
     __match_args__ = ("reduce_op",)
     reduce_op: str
+    ALL_REDUCE_OPS: ClassVar[tuple[str, ...]] = REDUCE_OPS
+    LINEAR_REDUCE_OPS: ClassVar[tuple[str, ...]] = ("sum", "avg")
 
     def __new__(cls, reduce_op: str = "sum") -> Self:
         if reduce_op not in REDUCE_OPS:
@@ -138,6 +181,12 @@ class Partial(Placement):
 
     def __repr__(self) -> str:
         return f"Partial({self.reduce_op})"
+
+
+class MaskPartial(Partial):
+    """PyTorch's placement of an embedding's output before it is summed. No tensor of shardwise has it."""
+
+    __slots__ = ()
 
 
 class ShardOrderEntry(NamedTuple):

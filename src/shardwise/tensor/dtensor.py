@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.optim import accept_class
 from .._torch.wrapper import make_wrapper, no_torch_function, outside_inference_mode
-from ..comm.groups import adopt, before_first_use, first_use
+from ..comm.groups import adopt, before_first_use
 from ..comm.plan import SpecPlan
 from ..comm.redistribute import plan_redistribution
 from ..dispatch.dispatcher import OpDispatcher
@@ -75,7 +75,8 @@ class DTensor(DTensorBase):
                 "the DTensor constructor got a local tensor that requires grad",
                 "use DTensor.from_local, which is differentiable, or detach it",
             )
-        first_use()
+        if not spec.mesh_info.adopted:
+            adopt(spec.mesh)
         tensor = DTensor.wrap(local_tensor, spec)
         return tensor.requires_grad_() if requires_grad else tensor
 

@@ -1,0 +1,16 @@
+"""The place of `torch.distributed.tensor`: its import paths under `shardwise`, and take-over of the module itself.
+
+    table            where each name of `torch.distributed.tensor` and its submodules lives in shardwise
+    modules          makes the modules of the table when a program imports them
+    install          puts shardwise in the place of `torch.distributed.tensor` for the whole process
+    shapes, tensors, data_parallel, strategies, random_state, attention     the private functions that programs import
+
+>>> import shardwise
+>>> shardwise.install()
+>>> from torch.distributed.tensor import DTensor       # shardwise.DTensor
+"""
+
+from .install import install, installed, uninstall
+from .modules import find_table_modules
+
+__all__ = ["find_table_modules", "install", "installed", "uninstall"]

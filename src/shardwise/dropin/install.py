@@ -1,0 +1,126 @@
+"""Put shardwise in the place of `torch.distributed.tensor`, for the whole process.
+
+After `install()`, `import torch.distributed.tensor` gives shardwise: in the user's program, in libraries, and in the
+parts of PyTorch that work with distributed tensors (fully_shard, checkpoints, state dicts). It has to come before any
+of them has imported PyTorch's own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import torch.distributed
+
+from .._torch.wrapper import settle_dtensor_class
+from ..errors import InputError
+from .modules import PACKAGE
+from .table import FILES, MODULES
+
+THEIRS = "torch.distributed.tensor"
+_OLD_SPELLING = "torch.distributed._tensor"
+_replaced: dict[str, ModuleType] = {}
+
+
+class _AliasLoader(Loader):
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        # What is in sys.modules after this call is what the import returns.
+        sys.modules[module.__name__] = importlib.import_module(PACKAGE + module.__name__.removeprefix(THEIRS))
+
+
+class _AliasFinder(MetaPathFinder):
+    """Finds `torch.distributed.tensor.parallel` and the like: the module of that name in shardwise."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith(f"{THEIRS}."):
+            return None
+        name = fullname.removeprefix(f"{THEIRS}.")
+        if name not in MODULES and name not in FILES:
+            raise ModuleNotFoundError(
+                f"{fullname}: shardwise stands in the place of {THEIRS} and has no module {name!r}, "
+                "a private one of PyTorch's DTensor",
+                name=fullname,
+            )
+        return ModuleSpec(fullname, _AliasLoader())
+
+
+_finder = _AliasFinder()
+
+
+def installed() -> bool:
+    """Whether shardwise is in the place of `torch.distributed.tensor`."""
+    return sys.modules.get(THEIRS) is sys.modules[PACKAGE]
+
+
+def install() -> None:
+    """Put shardwise in the place of `torch.distributed.tensor`, for the whole process.
+
+    Call it before anything else imports `torch.distributed.tensor`: it raises if that has happened.
+
+    >>> import shardwise
+    >>> shardwise.install()
+    >>> from torch.distributed.fsdp import fully_shard          # works with shardwise.DTensor
+    """
+    if installed():
+        return
+    _check_not_too_late()
+    for name in [name for name in sys.modules if _is_theirs(name)]:
+        _replaced[name] = sys.modules.pop(name)
+    # PyTorch's dispatcher looks `torch.distributed.tensor.DTensor` up once, and then runs that class by code of its
+    # own that bypasses __torch_dispatch__. It must find another class than ours.
+    placeholder = ModuleType(THEIRS)
+    sys.modules[THEIRS] = placeholder
+    settle_dtensor_class(placeholder)
+    ours = sys.modules[PACKAGE]
+    sys.modules[THEIRS] = ours
+    torch.distributed.tensor = ours
+    sys.meta_path.insert(0, _finder)
+    for name in FILES:
+        importlib.import_module(f"{THEIRS}.{name}")
+
+
+def uninstall() -> None:
+    """Put `torch.distributed.tensor` back. Modules that imported it meanwhile keep what they imported."""
+    if not installed():
+        return
+    sys.meta_path.remove(_finder)
+    for name in [name for name in sys.modules if _is_theirs(name)]:
+        del sys.modules[name]
+    sys.modules.update(_replaced)
+    if THEIRS in _replaced:
+        torch.distributed.tensor = _replaced[THEIRS]
+    else:
+        delattr(torch.distributed, "tensor")
+    _replaced.clear()
+
+
+def _is_theirs(module: str) -> bool:
+    return any(module == root or module.startswith(f"{root}.") for root in (THEIRS, _OLD_SPELLING))
+
+
+def _check_not_too_late() -> None:
+    theirs = sys.modules.get(THEIRS)
+    if theirs is None:
+        return
+    dtensor, shard = getattr(theirs, "DTensor", None), getattr(theirs, "Shard", None)
+    holders = sorted(
+        name
+        for name, module in list(sys.modules.items())
+        if not _is_theirs(name) and any(v is dtensor or v is shard for v in vars(module or object).copy().values())
+    )
+    if holders:
+        more = f" and {len(holders) - 3} more" if len(holders) > 3 else ""
+        raise InputError(
+            f"shardwise.install(): {', '.join(holders[:3])}{more} have imported {THEIRS} already",
+            "call shardwise.install() before any other import but torch, or start the program with "
+            "`python -m shardwise.run program.py`",
+        )

@@ -1,0 +1,71 @@
+"""Modules made from the table, when a program imports them.
+
+>>> from shardwise._dtensor_spec import DTensorSpec
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from .table import MODULES, names_of
+
+PACKAGE = __name__.partition(".")[0]
+
+
+class TableModule(ModuleType):
+    """A module whose names are looked up in the table on first use, so that importing it imports nothing else."""
+
+    _homes: dict[str, str]
+
+    def __getattr__(self, name: str) -> object:
+        homes: dict[str, str] = self.__dict__["_homes"]
+        if name not in homes:
+            raise AttributeError(
+                f"{self.__name__} has no {name!r}: it is a private name of PyTorch's DTensor without a counterpart "
+                f"in shardwise. It has {', '.join(homes) or 'none'}."
+            )
+        value = getattr(importlib.import_module(f"{PACKAGE}.{homes[name]}"), name)
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._homes})
+
+
+class _TableLoader(Loader):
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = TableModule(spec.name, f"The names of `torch.distributed.{_relative(spec.name)}`.")
+        module._homes = names_of(_relative(spec.name))
+        module.__dict__["__all__"] = [name for name in module._homes if not name.startswith("_")]
+        module.__dict__["__path__"] = []
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing to run."""
+
+
+class _TableFinder(MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.startswith(f"{PACKAGE}.") and _relative(fullname) in MODULES:
+            return ModuleSpec(fullname, _TableLoader(), is_package=True)
+        return None
+
+
+def _relative(fullname: str) -> str:
+    return fullname.partition(".")[2]
+
+
+_finder = _TableFinder()
+
+
+def find_table_modules() -> None:
+    """Let `import shardwise._api` and the like find the modules of the table, after those that are files."""
+    if _finder not in sys.meta_path:
+        sys.meta_path.append(_finder)

@@ -1,0 +1,65 @@
+"""Random state by the names of `torch.distributed.tensor._random`.
+
+Random numbers do not depend on sharding here, so that no tracker of offsets is needed; programs that only ask whether
+one is there, or seed through it, keep working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..sharding.spec import DTensorSpec
+
+_rng_tracker = None
+
+
+def is_rng_supported_mesh(device_mesh: DeviceMesh) -> bool:
+    """Whether random ops on this mesh give the same numbers however tensors are sharded: on every mesh."""
+    return True
+
+
+class _PhiloxState:
+    """The seed and offset in the state of a CUDA generator: two 64-bit integers in a tensor of bytes."""
+
+    def __init__(self, state: Tensor) -> None:
+        self._state = state
+
+    @property
+    def state(self) -> Tensor:
+        """The state as a generator takes it."""
+        return self._state
+
+    @property
+    def seed(self) -> Tensor:
+        """The seed."""
+        return self._state[:8].view(torch.uint64)
+
+    @seed.setter
+    def seed(self, seed: Tensor) -> None:
+        self._state[:8] = seed.view(torch.uint8)
+
+    @property
+    def offset(self) -> int:
+        """How many numbers were drawn, in the generator's own unit."""
+        return int(self._state[8:].view(torch.int64).item())
+
+    @offset.setter
+    def offset(self, offset: int) -> None:
+        self._state[8:] = torch.tensor([offset], dtype=torch.int64).view(torch.uint8)
+
+
+class OffsetBasedRNGTracker:
+    """Stands where PyTorch keeps generator offsets by shard; the generator of the device is the only state here."""
+
+    def __init__(self, device_mesh: DeviceMesh, run_state_sync: bool = True) -> None:
+        self.device_mesh = device_mesh
+        self.distribute_region_enabled = True
+
+    @contextmanager
+    def _distribute_region(self, spec: DTensorSpec, generator: torch.Generator | None = None) -> Iterator[None]:
+        yield

@@ -1,0 +1,146 @@
+"""Functions on tensors by the names and arguments of private modules of `torch.distributed.tensor`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..comm.estimate import estimate
+from ..comm.redistribute import links_of, redistribute_local, start_redistribute
+from ..dispatch.modes import explicit
+from ..extend import local_map
+from ..sharding.placement import Placement, Replicate, Shard
+from ..sharding.spec import DTensorSpec
+from ..tensor.creation import distribute_tensor
+from ..tensor.dtensor import DTensor
+
+from_local = DTensor.from_local
+
+
+def _shard_tensor(
+    full_tensor: Tensor, placements: Sequence[Placement], device_mesh: DeviceMesh | None = None
+) -> DTensor:
+    """The distributed tensor of a global tensor that every rank holds. Nothing is communicated."""
+    return distribute_tensor(full_tensor, device_mesh, placements, src_data_rank=None)
+
+
+def redistribute_local_tensor(
+    local_tensor: Tensor,
+    current_spec: DTensorSpec,
+    target_spec: DTensorSpec,
+    *,
+    async_op: bool = False,
+    use_graph_based_transform: bool | None = None,
+    is_explicit: bool = True,
+) -> Tensor:
+    """The local tensor after redistribution from one spec to another."""
+    if async_op:
+        return start_redistribute(local_tensor, current_spec, target_spec)()
+    return redistribute_local(local_tensor, current_spec, target_spec)
+
+
+def redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec) -> float:
+    """The estimated microseconds of a redistribution; infinite between meshes."""
+    if current_spec.mesh_info is not target_spec.mesh_info:
+        return float("inf")
+    links = links_of(current_spec.mesh_info)
+    return 1e6 * estimate(current_spec.layout, target_spec.layout, current_spec.dtype.itemsize, links)
+
+
+@contextmanager
+def use_min_cost_redistribution_plan(enabled: bool = True) -> Iterator[None]:
+    """Does nothing: the planner always takes the cheapest plan."""
+    yield
+
+
+@contextmanager
+def disable_redistribute_transform_optimization(disabled: bool = True) -> Iterator[None]:
+    """Does nothing: the planner always takes the cheapest plan."""
+    yield
+
+
+def _get_flattened_mesh_by_layout_impl(*args: object, **kwargs: object) -> None:
+    """None: groups of several axes are made when a mesh is adopted, not looked up among flattened meshes."""
+
+
+def ExplicitRedistributionContext(
+    enable: bool = True, strict: bool = False, mode: str = "raise"
+) -> AbstractContextManager[None]:
+    """`shardwise.explicit`: inside, an op that needs communication is an error. `mode="warn"` allows it."""
+    return explicit(enable) if mode == "raise" else nullcontext()
+
+
+def _local_map_wrapped(
+    func: Callable[..., object],
+    out_placements: Any,
+    in_placements: Any,
+    in_grad_placements: Any,
+    device_mesh: DeviceMesh | None,
+    redistribute_inputs: bool,
+    *args: object,
+    **kwargs: object,
+) -> object:
+    """`local_map` and its call in one."""
+    mapped = local_map(
+        func,
+        out_placements,
+        in_placements,
+        in_grad_placements,
+        device_mesh,
+        redistribute_inputs=redistribute_inputs,
+    )
+    return mapped(*args, **kwargs)
+
+
+# ---- collectives along one axis --------------------------------------------------------------------------------------
+
+
+def mesh_broadcast(
+    tensor: Tensor, mesh: DeviceMesh, mesh_dim: int = 0, async_op: bool = False, *, group_src: int = 0
+) -> dist.Work | None:
+    """Broadcast a plain tensor along one mesh axis, in place."""
+    return dist.broadcast(tensor, group=mesh.get_group(mesh_dim), async_op=async_op, group_src=group_src)
+
+
+def mesh_scatter(
+    output: Tensor,
+    scatter_list: list[Tensor],
+    mesh: DeviceMesh,
+    mesh_dim: int = 0,
+    async_op: bool = False,
+    *,
+    group_src: int = 0,
+) -> dist.Work | None:
+    """Scatter plain tensors along one mesh axis into `output`."""
+    group = mesh.get_group(mesh_dim)
+    given = scatter_list if dist.get_rank(group) == group_src else None
+    return dist.scatter(output, given, group=group, async_op=async_op, group_src=group_src)
+
+
+def shard_dim_alltoall(input: Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
+    """Gather one dim of a local tensor along a mesh axis and shard another."""
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    placements[mesh_dim] = Shard(gather_dim)
+    tensor = DTensor.from_local(input, mesh, placements)
+    placements[mesh_dim] = Shard(shard_dim)
+    return tensor.redistribute(placements=placements).to_local()
+
+
+def pad_tensor(tensor: Tensor, pad_dim: int, pad_size: int) -> Tensor:
+    """The tensor with zeros appended to one dim."""
+    if pad_size == 0:
+        return tensor
+    shape = list(tensor.shape)
+    shape[pad_dim] = pad_size
+    return torch.cat([tensor, tensor.new_zeros(shape)], pad_dim)
+
+
+def unpad_tensor(tensor: Tensor, pad_dim: int, pad_size: int) -> Tensor:
+    """The tensor without the last elements of one dim."""
+    return tensor if pad_size == 0 else tensor.narrow(pad_dim, 0, tensor.size(pad_dim) - pad_size)
