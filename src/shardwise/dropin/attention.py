@@ -58,6 +58,7 @@ class _Attention(TorchFunctionMode):
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self.mesh = mesh
+        self.placements = [Shard(_SEQUENCE_DIM)] * mesh.ndim
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -69,10 +70,11 @@ class _Attention(TorchFunctionMode):
             name: kwargs.pop(name) for name in ("query", "key", "value") if name in kwargs
         }
         whole = [self._sharded(named[name]) for name in ("query", "key", "value")]
-        return func(*whole, *args[3:], **kwargs).to_local()
+        result: DTensor = func(*whole, *args[3:], **kwargs)
+        return result.redistribute(placements=self.placements).to_local()
 
     def _sharded(self, tensor: Tensor) -> DTensor:
-        return DTensor.from_local(tensor, self.mesh, [Shard(_SEQUENCE_DIM)] * self.mesh.ndim)
+        return DTensor.from_local(tensor, self.mesh, self.placements)
 
 
 @contextmanager

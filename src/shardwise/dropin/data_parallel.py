@@ -1,4 +1,4 @@
-"""What data parallel wrappers of PyTorch ask of a distributed tensor, by the names of `torch.distributed.tensor.parallel`.
+"""What data parallel wrappers of PyTorch ask of a distributed tensor, by its names for them.
 
 DistributedDataParallel and the first FSDP work on plain parameters. Before a module is wrapped, its distributed
 parameters are replaced by their local shards; while it runs, they are distributed again.

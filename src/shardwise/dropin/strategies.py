@@ -1,8 +1,8 @@
 """Sharding strategies in the form of `torch.distributed.tensor._op_schema`, registered as rules.
 
 A strategy is a function from an `OpSchema`, which holds an `OpStrategy` for each tensor argument, to the `OpStrategy`
-of the op: a list of acceptable output and input specs. It is called for inputs with each placement on a mesh of one axis,
-and what it returns are the rows of `shardwise.register_sharding`.
+of the op: a list of acceptable output and input specs. It is called for inputs with each placement, on a mesh of one
+axis, and what it returns are the rows of `shardwise.register_sharding`.
 """
 
 from __future__ import annotations

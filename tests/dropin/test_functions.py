@@ -1,0 +1,155 @@
+"""The private functions that programs import: shapes, placements, strategies, context parallel."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from shardwise._op_schema import OpSchema, OpSpec, OpStrategy
+from shardwise._ops.utils import is_tensor_evenly_shardable, normalize_dims, register_op_strategy
+from shardwise._redistribute import redistribute_local_tensor
+from shardwise._utils import (
+    _compute_local_shape_and_global_offset,
+    compute_global_tensor_info,
+    compute_local_stride,
+)
+from shardwise.experimental._attention import context_parallel_unshard, set_rotate_method
+from torch import nn
+
+import shardwise
+from shardwise import DTensor, InterleavedShard, Partial, Replicate, Shard, distribute_tensor
+from shardwise.experimental import context_parallel
+from shardwise.placement_types import _StridedShard
+from tests.worlds import mesh_of
+
+SHAPES = [(8, 6), (7, 5), (3, 1)]
+PLACEMENTS = [(Shard(0), Shard(1)), (Shard(0), Shard(0)), (Replicate(), Shard(-1)), (Partial(), Shard(0))]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("placements", PLACEMENTS)
+def test_local_shape_and_offset_are_those_of_a_tensor(shape, placements):
+    with mesh_of(2, 2) as mesh:
+        spec = shardwise.empty(*shape, device_mesh=mesh, placements=placements)._spec
+        for coordinate in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            found = _compute_local_shape_and_global_offset(shape, (2, 2), list(coordinate), placements)
+            assert found == (spec.local_shape(coordinate), spec.global_offset(coordinate))
+            by_axis = _compute_local_shape_and_global_offset(shape, (2, 2), coordinate.__getitem__, placements)
+            assert by_axis == found
+        assert _compute_local_shape_and_global_offset(shape, (2, 2), None, placements) == ((0,), ())
+
+
+def test_global_info_of_local_tensors():
+    with mesh_of(2, 2) as mesh:
+        assert compute_global_tensor_info(torch.empty(4, 3), mesh, [Shard(0), Shard(1)]) == ([8, 6], [6, 1])
+        assert compute_global_tensor_info(torch.empty(3, 4).t(), mesh, [Shard(0), Replicate()]) == ([8, 3], [1, 8])
+    assert compute_local_stride((1, 8), (4, 3)) == (1, 4)
+    assert compute_local_stride((3, 1), (2, 3)) == (3, 1)
+
+
+def test_sizes_of_shards_as_pytorch_says_them():
+    from torch.distributed.tensor import Shard as TorchShard
+
+    for size in range(12):
+        for rank in range(4):
+            assert Shard.local_shard_size_and_offset(size, 4, rank) == TorchShard.local_shard_size_and_offset(
+                size, 4, rank
+            )
+
+
+@pytest.mark.parametrize("with_padding", [True, False])
+def test_split_tensor_as_pytorch_does(with_padding):
+    from torch.distributed.tensor import Shard as TorchShard
+
+    tensor = torch.arange(15).view(5, 3)
+    for dim in (0, 1):
+        ours = Shard(dim)._split_tensor(tensor, 4, with_padding=with_padding, contiguous=True)
+        theirs = TorchShard(dim)._split_tensor(tensor, 4, with_padding=with_padding, contiguous=True)
+        assert ours[1] == theirs[1]
+        assert all(torch.equal(a, b) for a, b in zip(ours[0], theirs[0], strict=True))
+
+
+def test_a_strided_shard_is_an_interleaved_one():
+    assert _StridedShard(0, split_factor=2) is InterleavedShard(0, 2)
+    assert InterleavedShard(0, 3).split_factor == 3
+    assert Partial.LINEAR_REDUCE_OPS == ("sum", "avg")
+
+
+def test_redistribute_local_tensor():
+    with mesh_of(4) as mesh:
+        value = torch.arange(10.0)
+        x = distribute_tensor(value, mesh, [Shard(0)])
+        target = x._spec.with_placements([Replicate()])
+        for async_op in (False, True):
+            local = redistribute_local_tensor(x.to_local(), x._spec, target, async_op=async_op)
+            assert torch.equal(DTensor(local, target).full_tensor(), value)
+
+
+def test_dims_and_evenness():
+    assert normalize_dims(-1, 3) == (2,)
+    assert list(normalize_dims([-1, 0], 3)) == [2, 0]
+    with mesh_of(4) as mesh:
+        spec = shardwise.empty(8, 3, device_mesh=mesh, placements=[Shard(0)])._spec
+        assert is_tensor_evenly_shardable((8, 3), spec)
+        assert not is_tensor_evenly_shardable((7, 3), spec)
+
+
+def test_a_registered_strategy_is_the_rule_of_an_op():
+    calls = []
+    library = torch.library.Library("shardwise_strategies", "DEF")
+    library.define("scale(Tensor x, float by) -> Tensor")
+    library.impl("scale", lambda x, by: x * by, "CompositeExplicitAutograd")
+    op = torch.ops.shardwise_strategies.scale.default
+
+    @register_op_strategy(op)
+    def scale(op_schema: OpSchema) -> OpStrategy:
+        calls.append(op_schema)
+        given = op_schema.args_schema[0]
+        return OpStrategy([OpSpec(s.output_spec, [s.output_spec]) for s in given.strategies])
+
+    value = torch.randn(7, 3)
+    with mesh_of(2, 2) as mesh, shardwise.strict_ops(), shardwise.explicit():
+        for placements in ([Shard(0), Shard(1)], [Replicate(), Shard(0)], [Partial(), Replicate()]):
+            x = distribute_tensor(value, mesh, [Replicate(), Replicate()])
+            with shardwise.explicit(False):
+                x = x.redistribute(placements=placements)
+            y = op(x, 3.0)
+            assert y.placements == tuple(placements)
+            with shardwise.explicit(False):
+                torch.testing.assert_close(y.full_tensor(), value * 3)
+    assert calls
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
+def test_context_parallel_is_attention_over_the_whole_sequence(is_causal, rotate):
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, 4, 16, 8) for _ in range(3)]
+    plain = [tensor.clone().requires_grad_() for tensor in tensors]
+    expected = F.scaled_dot_product_attention(*plain, is_causal=is_causal)
+    expected.square().sum().backward()
+    set_rotate_method(rotate)
+    with mesh_of(4) as mesh:
+        placed = [distribute_tensor(tensor, mesh, [Shard(2)]).to_local().requires_grad_() for tensor in tensors]
+        with context_parallel(mesh):
+            found = F.scaled_dot_product_attention(*placed, is_causal=is_causal)
+        found.square().sum().backward()
+        torch.testing.assert_close(context_parallel_unshard(mesh, [found.detach()], [2])[0], expected.detach())
+        for leaf, reference in zip(placed, plain, strict=True):
+            (gradient,) = context_parallel_unshard(mesh, [leaf.grad], [2])
+            torch.testing.assert_close(gradient, reference.grad)
+
+
+def test_saved_activations_are_sharded_by_input_reshard():
+    from shardwise.parallel.input_reshard import input_reshard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    value = torch.randn(6, 8)
+    model(value).square().sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with mesh_of(4) as mesh:
+        shardwise.distribute_module(model, mesh)
+        input_reshard(model, mesh, 0)
+        model(distribute_tensor(value, mesh, [Replicate()])).square().sum().backward()
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
