@@ -77,14 +77,14 @@ class DTensor(DTensorBase):
             )
         if not spec.mesh_info.adopted:
             adopt(spec.mesh)
-        tensor = DTensor.wrap(local_tensor, spec)
+        tensor = DTensor.wrap(local_tensor, spec, cls)
         return tensor.requires_grad_() if requires_grad else tensor
 
     @staticmethod
-    def wrap(local: Tensor, spec: DTensorSpec) -> DTensor:
+    def wrap(local: Tensor, spec: DTensorSpec, kind: type[DTensor] | None = None) -> DTensor:
         """The distributed tensor with this local shard and this spec. Nothing is checked or copied."""
         shape, stride, dtype = spec.tensor_meta
-        tensor: DTensor = make_wrapper(DTensor, shape, stride, None, None, dtype, _strided, local.device)
+        tensor: DTensor = make_wrapper(kind or DTensor, shape, stride, None, None, dtype, _strided, local.device)
         tensor._shard = local
         tensor._spec = spec
         return tensor
