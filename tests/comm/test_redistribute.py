@@ -212,7 +212,7 @@ def test_memory_order_does_not_matter():
     with mesh_of(2, 2) as mesh:
         for source in itertools.product([Shard(0), Shard(1), Replicate(), Partial()], repeat=2):
             local = make_dtensor(value.t().contiguous(), mesh, [_swapped(p) for p in source], seed=1).to_local().t()
-            x = DTensor.from_local(local, mesh, source)
+            x = DTensor.from_local(local, mesh, source, run_check=True)
             for target in itertools.product([Shard(0), Shard(1), Replicate(), Partial()], repeat=2):
                 assert torch.equal(assemble(x.redistribute(placements=target)), value), (source, target)
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise
 from shardwise import DTensor, Partial, Replicate, Shard, local_map
-from shardwise.errors import InputError, PlacementError
+from shardwise.errors import InputError, PlacementError, ShapeError
 from shardwise.testing import assemble, make_dtensor
 
 ROW, COLUMN, WHOLE, SUM = [Shard(0)], [Shard(1)], [Replicate()], [Partial()]
@@ -51,6 +51,20 @@ def test_values(mesh: DeviceMesh, given: Any, result: Any) -> None:
     found = mapped(on(mesh, X, given[0]), on(mesh, W, given[1]))
     assert found.placements == tuple(result)
     torch.testing.assert_close(assemble(found), X @ W)
+
+
+def test_uneven_results(mesh: DeviceMesh) -> None:
+    """They have the size of the input that is sharded over the same axis, if that is one size; else `func` says it."""
+    x, y = on(mesh, X, ROW), on(mesh, torch.randn(7, 4), ROW)
+    padded = local_map(lambda x: x.new_zeros(3, 4), out_placements=ROW)
+    with pytest.raises(ShapeError, match=r"result 0 of <lambda>.*rank 1 holds \[3, 4\] instead of \[2, 4\].*shape="):
+        padded(x)
+    with pytest.raises(ShapeError, match=r"inputs of sizes \[5, 7\], unevenly.*return a DTensor from the function"):
+        local_map(lambda x, y: y, out_placements=ROW)(x, y)
+    other = local_map(lambda x, y: DTensor.from_local(y, mesh, ROW, shape=(7, 4)), out_placements=ROW)
+    torch.testing.assert_close(assemble(other(x, y)), assemble(y))
+    rows = local_map(lambda x: x.new_ones(1), out_placements=ROW)(on(mesh, torch.randn(6, 4), ROW))
+    assert rows.shape == (2,)
 
 
 def test_gradients(mesh: DeviceMesh) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from shardwise import Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
 from shardwise.debug import CommDebugMode
+from shardwise.errors import ShapeError
 from shardwise.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -120,9 +121,8 @@ class Tokens(nn.Module):
 
 
 @on_processes
-def test_ranks_ask_once_for_the_length_of_a_local_sequence() -> None:
-    # Between modules the program works on local shards, and a rank does not know the global length of the sequence.
-    # Each norm asks once; after that it infers the length from the recorded outputs of other modules.
+def test_nothing_is_communicated_to_find_the_length_of_a_local_sequence() -> None:
+    # Between modules the program works on local shards, which are taken to be even.
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     model = Tokens()
     parallelize_module(
@@ -133,26 +133,19 @@ def test_ranks_ask_once_for_the_length_of_a_local_sequence() -> None:
             **{f"halves.*.{name}": style for name, style in sequence_plan("mlp", local=True).items()},
         },
     )
-    for asked, length in ((2, 8), (0, 8), (0, 16), (0, 8), (0, 4)):
+    for length in (8, 8, 16, 4):
         with CommDebugMode() as comm:
             model(torch.randint(0, 12, (2, length)))
-        assert counts(comm) == {"all_gather_into_tensor": 2 + asked, "reduce_scatter_tensor": 3}
-    for asked, length in ((2, 7), (2, 8), (2, 7), (0, 12)):
-        # 7 = 2 + 2 + 2 + 1: on three of four ranks the shard is that of 8, so all ask.
-        with CommDebugMode() as comm:
-            model(torch.randint(0, 12, (2, length)))
-        moved = 5 if length % 4 else 0
-        expected = {"all_to_all_single": moved, "all_gather_into_tensor": asked + (0 if moved else 2)}
-        expected["reduce_scatter_tensor"] = 0 if moved else 3
-        assert counts(comm) == {name: n for name, n in expected.items() if n}, length
+        assert counts(comm) == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 3}
 
 
-@on_processes
-def test_ranks_always_ask_about_local_tensors_of_other_origin() -> None:
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    norm = parallelize_module(nn.LayerNorm(4), mesh, SequenceParallel())
-    for length in (8, 8, 7, 2, 8):
-        part = distribute_tensor(torch.ones(3, length, 4), mesh, [S1]).to_local()
-        with CommDebugMode() as comm:
-            assert norm(part).shape == (3, length, 4)
-        assert counts(comm) == {"all_gather_into_tensor": 1}
+@pytest.mark.parametrize("length", [8, 7])
+def test_uneven_local_sequences_are_an_error_that_says_what_to_write(length) -> None:
+    with line_of(4) as mesh:
+        local = distribute_tensor(torch.ones(3, length, 4), mesh, [S1]).to_local()
+        norm = parallelize_module(nn.LayerNorm(4), mesh, SequenceParallel())
+        if length == 8:
+            assert norm(local).shape == (3, 8, 4)
+            return
+        with pytest.raises(ShapeError, match=r"pass the module a DTensor.*use_local_output=False"):
+            norm(local)

@@ -46,7 +46,7 @@ def test_from_local_and_to_local() -> None:
     at = mesh.get_coordinate()
     for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(1)], P(("b", "a")), [Replicate(), Shard(0)]):
         local = cut(whole, mesh, placements, at).clone().requires_grad_()
-        x = DTensor.from_local(local, mesh, placements)
+        x = DTensor.from_local(local, mesh, placements, shape=whole.shape)
         weighted(x.full_tensor(), weight).backward()
         torch.testing.assert_close(local.grad, cut(2 * whole * weight, mesh, placements, at))
 

@@ -5,8 +5,10 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from shardwise import DTensor, InterleavedShard, P, Partial, Replicate, Shard, distribute_tensor
+from shardwise import DTensor, InterleavedShard, P, Partial, Replicate, Shard, distribute_tensor, local_map
+from shardwise.debug import CommDebugMode, check_local_tensors
 from shardwise.errors import ShapeError
+from shardwise.parallel import SequenceParallel, parallelize_module
 from tests.processes.pool import on_processes
 from tests.processes.reference import DTYPES, SHAPES, assert_same, cut, mesh_of, random_case
 
@@ -84,7 +86,7 @@ def test_what_is_kept_of_the_whole_tensor() -> None:
 
 
 @on_processes
-def test_uneven_parts_are_put_together_without_being_told_the_shape() -> None:
+def test_run_check_puts_uneven_shards_together() -> None:
     for mesh in (mesh_of(4), mesh_of(2, 2), mesh_of(1, 4)):
         for shape in SHAPES:
             whole = torch.randn(shape)
@@ -93,10 +95,56 @@ def test_uneven_parts_are_put_together_without_being_told_the_shape() -> None:
             choices += [P(("b", "a"))] if shape and mesh.ndim == 2 else []
             for placements in choices:
                 local = cut(whole, mesh, placements, mesh.get_coordinate())
-                x = DTensor.from_local(local, mesh, placements)
+                x = DTensor.from_local(local, mesh, placements, run_check=True)
                 assert x.shape == shape, f"{placements} of {shape} over {mesh}: {x.shape}"
                 assert_same(x.full_tensor(), whole)
-                assert x.to_local().data_ptr() == local.data_ptr()
+
+
+@on_processes
+def test_nothing_is_communicated_by_default() -> None:
+    mesh = mesh_of(2, 2)
+    whole = torch.randn(4, 6)
+    for placements in ([Shard(0), Shard(1)], [Shard(1), Replicate()], P(("b", "a")), [Replicate(), Partial()]):
+        local = cut(whole, mesh, placements, mesh.get_coordinate())
+        double = local_map(lambda x: x * 2, out_placements=placements)
+        with CommDebugMode() as comm:
+            x = DTensor.from_local(local, mesh, placements)
+            y = double(x)
+        assert comm.get_total_counts() == 0
+        assert x.shape == y.shape == whole.shape
+        assert x.to_local().data_ptr() == local.data_ptr()
+
+
+@on_processes
+def test_local_map_on_uneven_shards_communicates_nothing() -> None:
+    mesh = mesh_of(4)
+    for size in (1, 5, 7, 10):
+        x = distribute_tensor(torch.randn(size, 3), mesh, [Shard(0)])
+        with CommDebugMode() as comm:
+            y = local_map(lambda x: x.t() * 2, out_placements=[Shard(1)])(x)
+        assert comm.get_total_counts() == 0
+        assert_same(y.full_tensor(), x.full_tensor().t() * 2)
+
+
+@on_processes
+def test_the_checks_of_debug_find_a_wrong_assumption() -> None:
+    mesh, rank = mesh_of(4), dist.get_rank()
+    with check_local_tensors():
+        assert DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)]).shape == (8, 3)
+        for _ in range(2):
+            with pytest.raises(ShapeError, match=r"takes the shards of all ranks to be alike.*rank [03] holds"):
+                DTensor.from_local(torch.ones([3, 3, 3, 1][rank]), mesh, [Shard(0)])
+        with pytest.raises(ShapeError, match=r"different shapes for one tensor: \[10\] on rank 0.*\[9\] on rank 3"):
+            DTensor.from_local(torch.ones([3, 3, 3, 1][rank]), mesh, [Shard(0)], shape=(10 - rank // 3,))
+        with pytest.raises(ShapeError, match="replicated over a, but rank 1 holds other values than rank 0"):
+            DTensor.from_local(torch.full((2,), float(rank)), mesh, [Replicate()])
+        style = SequenceParallel(sequence_dim=0)
+        norm = parallelize_module(torch.nn.LayerNorm(3), mesh, style)
+        with pytest.raises(ShapeError, match=r"a module's plain input, whose layout is Shard.*use_local_output=False"):
+            norm(torch.ones(1 + rank // 3, 3))
+    with CommDebugMode() as comm:  # what was checked is not asked for again
+        DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
+    assert comm.get_total_counts() == 0
 
 
 @on_processes
@@ -104,17 +152,17 @@ def test_parts_that_are_no_cut_are_refused_by_all_ranks_alike() -> None:
     mesh = mesh_of(4)
     rows = [2, 2, 1, 2][dist.get_rank()]
     with pytest.raises(ShapeError) as caught:
-        DTensor.from_local(torch.zeros(rows, 3), mesh, [Shard(0)])
+        DTensor.from_local(torch.zeros(rows, 3), mesh, [Shard(0)], run_check=True)
     assert str(caught.value) == (
         "the local tensors are not the shards of a tensor of shape [7, 3] placed by [Shard(dim=0)] over mesh(a=4): "
         "rank 2 holds [1, 3] instead of [2, 3], rank 3 holds [2, 3] instead of [1, 3]: "
         "pass the right shape=, shard as torch.chunk does, or use other placements"
     )
     with pytest.raises(ShapeError) as caught:  # the other dim differs
-        DTensor.from_local(torch.zeros(2, 3 + dist.get_rank() // 3), mesh, [Shard(0)])
+        DTensor.from_local(torch.zeros(2, 3 + dist.get_rank() // 3), mesh, [Shard(0)], run_check=True)
     assert "rank 3 holds [2, 4] instead of [2, 3]" in str(caught.value)
     with pytest.raises(ShapeError) as caught:  # so does the number of dims
-        DTensor.from_local(torch.zeros([2] * (1 + dist.get_rank() % 2)), mesh, [Shard(0)])
+        DTensor.from_local(torch.zeros([2] * (1 + dist.get_rank() % 2)), mesh, [Shard(0)], run_check=True)
     assert str(caught.value) == (
         "the local tensors differ in dtype or number of dims: rank 0 holds torch.float32 of 1 dims, "
         "rank 1 holds torch.float32 of 2 dims, rank 2 holds torch.float32 of 1 dims, "
@@ -127,7 +175,7 @@ def test_parts_that_are_no_cut_are_refused_by_all_ranks_alike() -> None:
 def test_refusals_name_the_ranks_of_the_submesh() -> None:
     mesh = mesh_of(2, 2)["b"]
     with pytest.raises(ShapeError) as caught:
-        DTensor.from_local(torch.zeros(1 + 2 * (dist.get_rank() % 2)), mesh, [Shard(0)])
+        DTensor.from_local(torch.zeros(1 + 2 * (dist.get_rank() % 2)), mesh, [Shard(0)], run_check=True)
     row = dist.get_rank() // 2
     assert f"rank {2 * row} holds [1] instead of [2], rank {2 * row + 1} holds [3] instead of [2]" in str(caught.value)
 
@@ -157,7 +205,7 @@ def test_a_given_shape_and_stride_are_taken() -> None:
     x = DTensor.from_local(local, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride())
     assert (x.shape, x.stride()) == (whole.shape, whole.stride())
     assert_same(x.full_tensor(), whole)
-    assert DTensor.from_local(local, mesh, [Shard(0)]).stride() == whole.stride()
+    assert DTensor.from_local(local, mesh, [Shard(0)], run_check=True).stride() == whole.stride()
 
 
 # ---- factories -------------------------------------------------------------------------------------------------------

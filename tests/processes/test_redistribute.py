@@ -214,7 +214,7 @@ def test_a_submesh_has_a_tensor_of_its_own_in_each_instance() -> None:
     assert x.device_mesh == mesh["b"]
     assert_same(x.to_local(), whole.chunk(2)[dist.get_rank() % 2])
     assert_same(x.redistribute(placements=[Shard(1)]).full_tensor(), whole)
-    y = DTensor.from_local(x.to_local(), mesh["b"], [Shard(0)])
+    y = DTensor.from_local(x.to_local(), mesh["b"], [Shard(0)], run_check=True)
     assert y.shape == whole.shape
     assert_same(y.full_tensor(), whole)
     column = distribute_tensor(torch.full((4,), float(dist.get_rank() % 2)), mesh["a"], [Partial()])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardwise import DTensor, P, Partial, RankTensor, Replicate, Shard, distribute_tensor, zeros
-from shardwise.errors import InputError
+from shardwise.errors import InputError, ShapeError
 from shardwise.testing import assemble, make_dtensor
 from shardwise.testing.values import same
 from tests.worlds import Recorder, mesh_of
@@ -223,11 +223,16 @@ def test_from_local(mesh, shape, placements):
     assert all(map(torch.equal, local.grad.shards, expected.shards))
 
 
-@pytest.mark.parametrize("run_check", [False, True])
-def test_from_local_finds_uneven_shapes(mesh, run_check):
+def test_from_local_takes_shards_for_even(mesh):
+    local = local_parts(numbers((5, 4)), mesh, [Shard(0), Shard(1)])
+    with pytest.raises(ShapeError, match=r"takes the shards of all ranks to be alike.*pass shape=.*run_check=True"):
+        DTensor.from_local(local, mesh, [Shard(0), Shard(1)])
+
+
+def test_from_local_finds_uneven_shapes_with_run_check(mesh):
     value, w = numbers((5, 4)), numbers((5, 4))
     local = local_parts(value, mesh, [Shard(0), Shard(1)]).requires_grad_()
-    x = DTensor.from_local(local, mesh, [Shard(0), Shard(1)], run_check=run_check)
+    x = DTensor.from_local(local, mesh, [Shard(0), Shard(1)], run_check=True)
     assert x.shape == (5, 4)
     (x.full_tensor() * w).sum().backward()
     assert all(map(torch.equal, local.grad.shards, local_parts(w, mesh, [Shard(0), Shard(1)]).shards))

@@ -3,9 +3,11 @@
 visualize_sharding    prints which ranks hold which shards of a tensor
 draw                  returns the same picture as a string
 CommDebugMode         counts and prints the communication in a block, module by module
+check_local_tensors   finds local tensors that are not what from_local, local_map or a style takes them for
 """
 
 from .comm_mode import CommDebugMode
+from .local_check import check_local_tensors
 from .picture import draw, visualize_sharding
 
-__all__ = ["CommDebugMode", "visualize_sharding", "draw"]
+__all__ = ["CommDebugMode", "check_local_tensors", "visualize_sharding", "draw"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch import pytree
-from ..errors import InputError, PlacementError
+from ..comm.groups import adopt
+from ..errors import InputError, PlacementError, ShapeError
+from ..sharding.layout import divides_evenly
+from ..sharding.mesh import names_text
 from ..sharding.placement import Placement, Placements
-from ..sharding.spec import normalize_placements
+from ..sharding.spec import DTensorSpec, normalize_placements
 from ..tensor.dtensor import DTensor
 
 InPlacements = tuple[Placements | None, ...] | None
@@ -34,6 +38,10 @@ def local_map(
     placement list, or a tuple of them for several results; None for results that are not tensors). Arguments must have
     `in_placements`, where given, or are redistributed to them with `redistribute_inputs=True`. `in_grad_placements` are
     the placements of the gradients of the local arguments, where they differ from those of the arguments.
+
+    Nothing is communicated to find the global shapes of the results. Their shards are taken to be even; where an input
+    is sharded unevenly over the axes of a result's dim, that dim has the size of the input's. In other cases return a
+    DTensor from `func`, made with `DTensor.from_local(..., shape=...)`.
     """
     if func is None:
         return functools.partial(  # used as a decorator with arguments
@@ -52,50 +60,53 @@ def local_map(
         for name, given in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
             if given is not None and len(given) != len(flat):
                 raise InputError(f"{len(given)} {name} for {len(flat)} arguments of {func.__name__}", "give one each")
+        if in_placements is not None:
+            flat = [_with_placements(x, i, in_placements, redistribute_inputs, func) for i, x in enumerate(flat)]
+        grads = in_grad_placements or (None,) * len(flat)
         local_args = [
-            _local_argument(value, i, in_placements, in_grad_placements, redistribute_inputs, func)
-            for i, value in enumerate(flat)
+            value.to_local(grad_placements=grad) if isinstance(value, DTensor) else value
+            for value, grad in zip(flat, grads, strict=True)
         ]
         result = func(*pytree.tree_unflatten(local_args, tree), **kwargs)
         if not any(isinstance(value, DTensor) for value in flat):
             return result
         assert mesh is not None, "some argument is a DTensor, so there is a mesh"
-        return _distributed_results(result, out_placements, mesh, func)
+        inputs = [value._spec for value in flat if isinstance(value, DTensor)]
+        return _distributed_results(result, out_placements, mesh, inputs, func)
 
     return mapped
 
 
-def _local_argument(
+def _with_placements(
     value: object,
     index: int,
-    in_placements: InPlacements,
-    in_grad_placements: InPlacements,
+    in_placements: tuple[Placements | None, ...],
     redistribute_inputs: bool,
     func: Callable[..., object],
 ) -> object:
-    """Return the local tensor of a DTensor argument, redistributed if that is asked for; other values unchanged."""
+    """Return a DTensor argument with its in_placements, redistributed if that is asked for; other values unchanged."""
     if not isinstance(value, DTensor):
         return value
-    if in_placements is not None:
-        wanted = in_placements[index]
-        if wanted is None:
-            raise InputError(
-                f"argument {index} of {func.__name__} is a DTensor, its in_placements are None", "give them"
-            )
-        normal, order = normalize_placements(value._spec.mesh_info, wanted, value.dim())
-        if (normal, order) != (value.placements, value.shard_order):
-            if not redistribute_inputs:
-                raise PlacementError(
-                    f"argument {index} of {func.__name__} is {value._spec!r}, not {list(normal)}",
-                    "redistribute it, or pass redistribute_inputs=True",
-                )
-            value = value.redistribute(placements=wanted)
-    grad_placements = in_grad_placements[index] if in_grad_placements is not None else None
-    return value.to_local(grad_placements=grad_placements)
+    wanted = in_placements[index]
+    if wanted is None:
+        raise InputError(f"argument {index} of {func.__name__} is a DTensor, its in_placements are None", "give them")
+    normal, order = normalize_placements(value._spec.mesh_info, wanted, value.dim())
+    if (normal, order) == (value.placements, value.shard_order):
+        return value
+    if not redistribute_inputs:
+        raise PlacementError(
+            f"argument {index} of {func.__name__} is {value._spec!r}, not {list(normal)}",
+            "redistribute it, or pass redistribute_inputs=True",
+        )
+    return value.redistribute(placements=wanted)
 
 
 def _distributed_results(
-    result: object, out_placements: OutPlacements, mesh: DeviceMesh, func: Callable[..., object]
+    result: object,
+    out_placements: OutPlacements,
+    mesh: DeviceMesh,
+    inputs: list[DTensorSpec],
+    func: Callable[..., object],
 ) -> object:
     """Return the results of the local function with every local tensor among them as a DTensor."""
     flat, tree = pytree.tree_flatten(result)
@@ -113,9 +124,52 @@ def _distributed_results(
                 f"result {i} of {func.__name__} is {kind}, its out_placements are {placements}", "change them"
             )
         if isinstance(value, Tensor) and not isinstance(value, DTensor):
-            value = DTensor.from_local(value, mesh, placements)
+            value = _distributed(value, mesh, placements, inputs, f"result {i} of {func.__name__}")
         distributed.append(value)
     return pytree.tree_unflatten(distributed, tree)
+
+
+def _distributed(
+    local: Tensor, mesh: DeviceMesh, placements: Placements, inputs: list[DTensorSpec], name: str
+) -> DTensor:
+    """Return the DTensor of local results. Nothing is communicated.
+
+    Shards are taken to be even, unless an input is sharded unevenly over the axes of the result's dim: then that dim is
+    taken to have the input's global size. Local results that do not fit are an error on the ranks where they do not.
+    """
+    try:
+        return DTensor.from_local(local, mesh, placements, shape=_uneven_shape(local, mesh, placements, inputs))
+    except ShapeError as error:
+        raise ShapeError(
+            f"{name}: {error.problem}",
+            "return a DTensor from the function: DTensor.from_local(local, mesh, placements, shape=...)",
+        ) from None
+
+
+def _uneven_shape(
+    local: Tensor, mesh: DeviceMesh, placements: Placements, inputs: list[DTensorSpec]
+) -> tuple[int, ...] | None:
+    """Return the global shape of a local result; None where no input is sharded unevenly over the same axes."""
+    mesh_info = adopt(mesh)
+    uneven: dict[tuple[int, ...], set[int]] = {}
+    for spec in inputs:
+        for factor in (dim[0] for dim in spec.layout.dims if len(dim) == 1 and spec.mesh_info is mesh_info):
+            if factor.axes and not divides_evenly(mesh_info.sizes, factor):
+                uneven.setdefault(factor.axes, set()).add(factor.size)
+    if not uneven:
+        return None
+    shape, found = list(local.shape), False
+    for dim, axes in normalize_placements(mesh_info, placements, local.dim())[1]:
+        sizes = uneven.get(axes, set())
+        if len(sizes) > 1:
+            names = names_text([mesh_info.names[axis] for axis in axes])
+            raise ShapeError(
+                f"dim {dim} is sharded over {names}, and so are inputs of sizes {sorted(sizes)}, unevenly: "
+                "which of them it has does not follow from a local shard"
+            )
+        found = found or bool(sizes)
+        shape[dim] = sizes.pop() if sizes else shape[dim] * math.prod(mesh_info.sizes[axis] for axis in axes)
+    return tuple(shape) if found else None
 
 
 def _one_for_each(out_placements: OutPlacements) -> list[Any]:

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import pytree
-from ..errors import MeshError
+from ..errors import MeshError, ShapeError
 from ..sharding.placement import Placement, Shard
 from ..sharding.spec import DTensorSpec, contiguous_meta, normalize_placements
 from ..tensor.autograd import to_spec
 from ..tensor.dtensor import DTensor
 from .axis import StyleAxis
 from .last_input import LAST_INPUT
-from .sizes import GlobalSizes, record_output_size
 
 _MAX_TARGETS = 4096
 Args = tuple[object, ...]
@@ -34,7 +33,7 @@ class InputConverter:
 
     None as `layout` leaves plain tensors plain; None as `desired` keeps the layout of the input. With `use_local` the
     module gets the local tensor. `dim_size` is the global size of the dim in which a plain tensor is sharded, if the
-    module determines it.
+    module determines it. Otherwise the shards of all ranks are taken to be alike: nothing is communicated to find out.
     """
 
     def __init__(
@@ -48,7 +47,6 @@ class InputConverter:
         self.axis, self.layout, self.desired, self.use_local = axis, layout, desired, use_local
         self.dim_size = dim_size
         self.targets: dict[DTensorSpec, DTensorSpec] = {}
-        self.sizes = GlobalSizes(axis.mesh_info, layout) if isinstance(layout, Shard) and axis.is_only_axis else None
         self.last = LAST_INPUT.of(axis.mesh_info.runtime)
         self.key = (id(axis.mesh_info), layout, desired, use_local)
 
@@ -79,15 +77,18 @@ class InputConverter:
             return value
         if self.layout is None:
             return value
-        if self.sizes is None:
-            return self.axis.from_local(value, self.layout)
-        if self.dim_size is not None:
-            shape = list(value.shape)
-            shape[self.sizes.placement.dim] = self.dim_size
-            return self.axis.from_local(value, self.layout, tuple(shape))
-        tensor = self.axis.from_local(value, self.layout, self.sizes.global_shape(value))
-        self.sizes.observe(tensor)
-        return tensor
+        shape = None
+        if self.dim_size is not None and isinstance(self.layout, Shard) and self.axis.is_only_axis:
+            sizes = list(value.shape)
+            sizes[self.layout.dim] = self.dim_size
+            shape = tuple(sizes)
+        try:
+            return self.axis.from_local(value, self.layout, shape)
+        except ShapeError as error:
+            raise ShapeError(
+                f"a module's plain input, whose layout is {self.layout}: {error.problem}",
+                "pass the module a DTensor, which knows its global shape: in a style before it, use_local_output=False",
+            ) from None
 
 
 class OutputConverter:
@@ -95,7 +96,6 @@ class OutputConverter:
 
     def __init__(self, axis: StyleAxis, layout: Placement | None, desired: Placement, use_local: bool) -> None:
         self.axis, self.desired, self.use_local = axis, desired, use_local
-        self.records_size = use_local and axis.is_only_axis and isinstance(desired, Shard)
         self.inputs = InputConverter(axis, layout, None)
         self.targets: dict[DTensorSpec, DTensorSpec] = {}
 
@@ -105,11 +105,7 @@ class OutputConverter:
         if not isinstance(tensor, DTensor):
             return tensor
         tensor = redistribute_axis(tensor, self.axis, self.desired, self.targets)
-        if not self.use_local:
-            return tensor
-        if self.records_size:
-            record_output_size(tensor._spec)
-        return self.axis.to_local(tensor)
+        return self.axis.to_local(tensor) if self.use_local else tensor
 
 
 def redistribute_axis(

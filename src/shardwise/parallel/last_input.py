@@ -2,6 +2,10 @@
 
 Several modules often take the same input: q, k and v of an attention. One redistribution then serves all of them, and
 one reduction in the backward. The entry ends with a write to either tensor, and is dropped with the input.
+
+A plain input is in the user's hands and may be written without a trace, by a kernel that has its address. So what was
+made from it is kept only if it shares its memory, as a replicated input does: then every write is seen. Data that was
+gathered from a plain input is gathered again.
 """
 
 from __future__ import annotations
@@ -40,8 +44,8 @@ class LastInput:
         return None if written else entry.result
 
     def keep(self, source: Tensor, key: object, result: Tensor) -> None:
-        """Remember this in the place of what was before, if writes to both are counted."""
-        state = state_of(source)
+        """Remember this in the place of what was before, if no write to either can go unseen."""
+        state = state_of(source) if isinstance(source, DTensorBase) or _share_memory(source, result) else None
         if state is None or result.is_inference() or result is source:
             self._entry = None
         else:
@@ -71,3 +75,13 @@ def state_of(tensor: Tensor) -> object:
         versions = [state_of(shard) for shard in tensor.shards]
         return None if None in versions else (tensor._version, *versions)
     return id(tensor.untyped_storage()), tensor.storage_offset(), tensor._version
+
+
+def _share_memory(source: Tensor, result: Tensor) -> bool:
+    """Whether a result is the memory of a plain tensor, on every rank."""
+    local = result._local_tensor if isinstance(result, DTensorBase) else result
+    if isinstance(source, RankTensor) and isinstance(local, RankTensor):
+        return all(map(_share_memory, source.shards, local.shards))
+    if isinstance(source, RankTensor) or isinstance(local, RankTensor):
+        return False
+    return source.untyped_storage() is local.untyped_storage()

@@ -112,9 +112,10 @@ class DTensor(DTensorBase):
     ) -> DTensor:
         """Make the distributed tensor whose shard on this rank is `local_tensor`. Differentiable.
 
-        Without `shape`, and with a sharded dim, the ranks exchange their local shapes, so that uneven shards are put
-        together right. `run_check=True` also compares dtypes and copies the first rank's data along replicated
-        axes. `grad_placements` are those of the gradient that goes back to `local_tensor`.
+        Without `shape`, the shards of all ranks are taken to be alike, and nothing is communicated. With
+        `run_check=True` the ranks compare shapes and dtypes, so that uneven shards are put together right, and copy the
+        first rank's data along replicated axes. `grad_placements` are those of the gradient that goes back to
+        `local_tensor`.
         """
         local = check_plain_tensor(local_tensor, "from_local")
         if isinstance(local, DTensor):

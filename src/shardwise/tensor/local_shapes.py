@@ -1,0 +1,175 @@
+"""The local shapes of the ranks: asked for, checked against a global shape, and put together to one.
+
+A process knows the shape of its own shard only. It asks the other ranks (one small collective, and a host read) when
+the user says so, with `run_check=True` or inside `debug.check_local_tensors()`. A simulated world has all at hand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..comm.exchange import all_gather_ranks
+from ..errors import LayoutError, ShapeError
+from ..sharding.from_placements import from_placements
+from ..sharding.memory_order import contiguous_stride
+from ..sharding.mesh import MeshInfo
+from ..sharding.placement import Placement, Replicate, Shard, ShardOrder
+from ..world import RankTensor
+
+_MAX_DIMS = 64
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+
+class LocalShapes:
+    """The local shapes of all ranks that this process knows: all when simulated or asked for, else its own.
+
+    `given` is the global shape that the caller of this rank says, if any. `fingerprint` makes a number of a local
+    tensor's data; the ranks exchange it, too, so that replicas can be compared.
+    """
+
+    def __init__(
+        self,
+        local: Tensor,
+        mesh_info: MeshInfo,
+        ask: bool,
+        given: Sequence[int] | None = None,
+        fingerprint: Callable[[Tensor], int] = lambda local: 0,
+    ) -> None:
+        self.mesh_info = mesh_info
+        self.given: dict[int, tuple[int, ...]] = {}
+        self.fingerprints: dict[int, int] = {}
+        if isinstance(local, RankTensor):
+            self.shapes = {rank: tuple(shard.shape) for rank, shard in enumerate(local.shards)}
+            self.dtypes = dict.fromkeys(self.shapes, local.dtype)
+            self.memory_order = _memory_order(local.shards[0])
+            self.fingerprints = {rank: fingerprint(shard) for rank, shard in enumerate(local.shards)}
+        elif ask and mesh_info.backend != "fake":  # the fake backend has no peers to ask
+            self._ask(local, given, fingerprint(local))
+        else:
+            self.shapes = {dist.get_rank(): tuple(local.shape)}
+            self.dtypes = {dist.get_rank(): local.dtype}
+            self.memory_order = _memory_order(local)
+
+    def _ask(self, local: Tensor, given: Sequence[int] | None, fingerprint: int) -> None:
+        """Exchange what is known of the local tensors with the other ranks of the mesh."""
+        lists = [local.shape, _memory_order(local), given or ()]
+        row = [_DTYPES.index(local.dtype), fingerprint]
+        for values in lists:
+            row += [len(values), *values, *[0] * (_MAX_DIMS - len(values))]
+        table = all_gather_ranks(torch.tensor(row, device=local.device), self.mesh_info).tolist()
+        rank = dist.get_rank()
+        instance = next(ranks for ranks in self.mesh_info.instances.flatten(1).tolist() if rank in ranks)
+        self.dtypes = {rank: _DTYPES[row[0]] for rank, row in zip(instance, table, strict=True)}
+        self.fingerprints = {rank: row[1] for rank, row in zip(instance, table, strict=True)}
+        shapes, orders, given_shapes = (
+            {rank: _list_at(row, 2 + i * (1 + _MAX_DIMS)) for rank, row in zip(instance, table, strict=True)}
+            for i in range(len(lists))
+        )
+        self.shapes, self.given = shapes, given_shapes
+        # That of the first rank, which holds the most: an empty or tiny shard does not show it.
+        self.memory_order = orders[instance[0]]
+
+    def check_alike(self) -> None:
+        """Refuse ranks whose dtype, number of dims or given global shape differs from the others'."""
+        kinds = {rank: f"{self.dtypes[rank]} of {len(shape)} dims" for rank, shape in self.shapes.items()}
+        if len(set(kinds.values())) > 1:
+            raise ShapeError(
+                f"the local tensors differ in dtype or number of dims: {_by_rank(kinds)}",
+                "make them alike on all ranks",
+            )
+        if len(set(self.given.values())) > 1:
+            shapes = ", ".join(f"{list(shape)} on rank {rank}" for rank, shape in sorted(self.given.items()))
+            raise ShapeError(f"from_local got different shapes for one tensor: {shapes}", "pass the same on all ranks")
+
+    def even_shape(self, order: ShardOrder) -> torch.Size:
+        """The global shape if all ranks hold shards like the first one's."""
+        size = list(next(iter(self.shapes.values())))
+        for dim, axes in order:
+            size[dim] *= math.prod(self.mesh_info.sizes[axis] for axis in axes)
+        return torch.Size(size)
+
+    def sum_of_shapes(self, placements: Sequence[Placement]) -> torch.Size:
+        """The global shape: along each sharded dim, the sum of what the ranks along its axes hold."""
+        first = next(iter(self.shapes))
+        size = list(self.shapes[first])
+        for dim in range(len(size)):
+            axes = [axis for axis, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
+            size[dim] = sum(self.shapes[rank][dim] for rank in self._peers(first, axes))
+        return torch.Size(size)
+
+    def knows_all(self) -> bool:
+        """Whether the shapes of other ranks are known, too."""
+        return len(self.shapes) > 1
+
+    def check_replicas(self, placements: Sequence[Placement]) -> None:
+        """Refuse local tensors that differ along an axis on which they are said to be replicated."""
+        mesh_info = self.mesh_info
+        for axis, placement in enumerate(placements):
+            for ranks in mesh_info.rank_groups((axis,)) if isinstance(placement, Replicate) else ():
+                known = [rank for rank in ranks if rank in self.fingerprints]
+                others = [rank for rank in known if self.fingerprints[rank] != self.fingerprints[known[0]]]
+                if others:
+                    raise ShapeError(
+                        f"from_local was told that the local tensors are replicated over {mesh_info.names[axis]}, but "
+                        f"rank {others[0]} holds other values than rank {known[0]}",
+                        "pass the placements that they have, or run_check=True, which copies the first rank's data",
+                    )
+
+    def _peers(self, rank: int, axes: Sequence[int]) -> list[int]:
+        """The ranks that differ from this one only on these axes."""
+        groups = self.mesh_info.rank_groups(tuple(axes)) if axes else [[rank]]
+        return next(group for group in groups if rank in group)
+
+    def stride(self, shape: torch.Size) -> tuple[int, ...]:
+        """The global stride: packed, with the dims in the order in which they lie in local memory."""
+        packed = contiguous_stride([shape[dim] for dim in self.memory_order])
+        return tuple(packed[self.memory_order.index(dim)] for dim in range(len(shape)))
+
+    def check(self, shape: torch.Size, placements: Sequence[Placement], order: ShardOrder, assumed: bool) -> None:
+        """Refuse local shapes that these placements of this global shape do not give.
+
+        `assumed`: nobody gave the shape; it follows from one shard, if the others are like it.
+        """
+        mesh_info = self.mesh_info
+        try:
+            layout = from_placements(mesh_info.sizes, shape, placements, order)
+        except LayoutError as error:
+            where = f"{list(placements)} on shape {list(shape)} over {mesh_info!r}"
+            raise ShapeError(f"{where}: {error.problem}", error.fix) from None
+        wrong = {}
+        for rank, held in self.shapes.items():
+            expected = layout.local_shape(mesh_info.coordinates[rank])
+            if tuple(held) != expected:
+                wrong[rank] = f"{list(held)} instead of {list(expected)}"
+        if not wrong:
+            return
+        if assumed:
+            raise ShapeError(
+                f"from_local without shape= takes the shards of all ranks to be alike, so those of a tensor of shape "
+                f"{list(shape)} placed by {list(placements)} over {mesh_info!r}, but {_by_rank(wrong)}",
+                "pass shape=, the global shape, or run_check=True, which asks the ranks for their shapes",
+            )
+        raise ShapeError(
+            f"the local tensors are not the shards of a tensor of shape {list(shape)} placed by {list(placements)} "
+            f"over {mesh_info!r}: {_by_rank(wrong)}",
+            "pass the right shape=, shard as torch.chunk does, or use other placements",
+        )
+
+
+def _list_at(row: list[int], start: int) -> tuple[int, ...]:
+    return tuple(row[start + 1 :][: row[start]])
+
+
+def _by_rank(values: dict[int, str]) -> str:
+    return ", ".join(f"rank {rank} holds {value}" for rank, value in sorted(values.items()))
+
+
+def _memory_order(local: Tensor) -> tuple[int, ...]:
+    """The dims in the order of their strides, major to minor."""
+    dims, strides = range(local.dim()), local.stride()
+    return tuple(dims) if local.is_contiguous() else tuple(sorted(dims, key=lambda dim: (-strides[dim], dim)))
