@@ -1,5 +1,6 @@
 """Redistribution between real processes: every pair of placements gives every rank what it should hold."""
 
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -147,6 +148,26 @@ def test_async_results_are_waited_for_on_first_use() -> None:
     x.redistribute(placements=[Replicate(), Replicate()], async_op=True)  # dropped: waited for all the same
     total = x.redistribute(placements=[Replicate(), Replicate()], async_op=True) + x
     assert_same(total.full_tensor(), whole + whole)
+
+
+@pytest.mark.parametrize("writer", [0, 3])
+@on_processes
+def test_a_source_may_be_written_while_its_redistribution_is_under_way(writer) -> None:
+    mesh, whole = mesh_of(4), torch.arange(float(1 << 20)).view(1024, 1024)
+    for source, target in (
+        (Shard(0), Replicate()),
+        (Shard(1), Replicate()),
+        (Shard(0), Shard(1)),
+        (Partial(), Shard(0)),
+        (Partial(), Replicate()),
+    ):
+        x = distribute_tensor(whole, mesh, [source])
+        dist.barrier()
+        if dist.get_rank() != writer:
+            time.sleep(0.1)  # the writer's data is on its way only when the others are there
+        y = x.redistribute(placements=[target], async_op=True)
+        x.to_local().fill_(-1.0)
+        assert_same(y.full_tensor(), whole, f"{source} to {target}")
 
 
 @on_processes

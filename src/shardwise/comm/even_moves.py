@@ -78,11 +78,12 @@ def all_reduce_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move
     if reduces_natively(dtype, step.op):
         op = wire_op(dtype, step.op)
         if needs_no_conversion(dtype, step.op):
-            return Move(lambda local: all_reduce(local.contiguous(), op, name), True, None)
+            return Move(lambda local: all_reduce(local.contiguous(), op, name), True, None, copies=True)
         return Move(
             lambda local: all_reduce(to_wire(local.contiguous(), step.op), op, name),
             True,
             lambda received: from_wire(received, dtype, step.op),
+            copies=True,
         )
 
     def reduce(at: Coordinate, received: Tensor) -> Tensor:

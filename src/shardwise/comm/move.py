@@ -14,13 +14,14 @@ class Move(NamedTuple):
     """`finish(wait(start(local)))`; no wait if nothing is communicated, no finish if nothing is left to do.
 
     `start` packs the data and begins the collective, `finish` unpacks what was received. `nbytes` is about what these
-    functions keep in memory.
+    functions keep in memory. `copies` says that the collective itself copies its input before it returns.
     """
 
     start: LocalOp
     communicates: bool
     finish: LocalOp | None
     nbytes: int = 1024
+    copies: bool = False
 
 
 def group_of_step(step: Step, mesh_info: MeshInfo) -> tuple[str, int]:

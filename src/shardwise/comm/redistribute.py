@@ -115,7 +115,7 @@ def redistribute_local(local: Tensor, source: DTensorSpec, target: DTensorSpec) 
     if not moves:
         return local
     with below_autograd():  # gradients are the caller's; above autograd each collective costs twice as much
-        for start, communicates, finish, _ in moves:
+        for start, communicates, finish, _, _ in moves:
             local = start(local)
             if communicates:
                 local = wait(local)
@@ -128,7 +128,10 @@ def start_redistribute(local: Tensor, source: DTensorSpec, target: DTensorSpec) 
     """Begin a redistribution. The last collective is still under way on return; the result of the call waits for it."""
     moves = _moves_between(source, target)
     last = max((i for i, move in enumerate(moves) if move.communicates), default=-1)
-    for i, (start, communicates, finish, _) in enumerate(moves):
+    for i, (start, communicates, finish, _, copies) in enumerate(moves):
+        if i == last == 0 and not copies:
+            # The collective reads its input until it is waited for; the source may be written before that.
+            local = local.clone()
         local = start(local)
         if i == last:
             after = moves[i + 1 :]
