@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, rand
 from shardwise.errors import WorldError
-from shardwise.random import draw
+from shardwise.random import agreement, draw
 from tests.ops.helpers import on, r, ranks, whole
 from tests.processes.pool import on_processes
 
@@ -150,11 +150,30 @@ def test_no_rank_ever_holds_a_global_tensor() -> None:
 
 
 @on_processes
+def test_ranks_that_never_seed_take_the_state_of_the_first_rank() -> None:
+    rank = torch.distributed.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("unseeded", "mesh"))
+    given = distribute_tensor(x, mesh, [Shard(0), Replicate()])
+    agreement._Check.warned = False
+    agreement._CHECKED.of(given._spec.mesh_info.runtime).clear()  # processes serve several tests
+    torch.manual_seed(rank)
+    with pytest.warns(UserWarning, match=r"cpu generator is in another state on .* all take the state of rank 0"):
+        found = torch.rand_like(given).full_tensor()
+    torch.manual_seed(0)
+    assert torch.equal(found, torch.rand(x.shape))
+    torch.manual_seed(rank)
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("unseeded",))
+    drawn = rand(5, device_mesh=line, placements=[Replicate()]).to_local()  # no second warning
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.rand(5))
+
+
+@on_processes
 def test_ranks_whose_generators_differ_are_named() -> None:
     rank = torch.distributed.get_rank()
     mesh = init_device_mesh("cpu", (2, 2))
     given = distribute_tensor(x, mesh, [Shard(0), Replicate()])
-    torch.manual_seed(1 if rank == 2 else 0)
+    shardwise.random.manual_seed(1 if rank == 2 else 0, mesh)
     for _ in range(2):  # until they are seeded alike
         with pytest.raises(WorldError, match=r"default cpu generator is in another state on rank\(s\) 2 than"):
             torch.rand_like(given)
