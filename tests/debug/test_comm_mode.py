@@ -3,17 +3,21 @@
 import inspect
 import json
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import torch.distributed.tensor as torch_tensor
 import torch.distributed.tensor.debug as torch_debug
+import torch.distributed.tensor.parallel as torch_parallel
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise
+import shardwise.parallel
 from shardwise import DTensor, P, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, plan, simulate
 from shardwise.comm.plan import received_exactly
 from shardwise.debug import CommDebugMode
@@ -128,6 +132,57 @@ def test_the_rank_that_receives_most_counts() -> None:
             x.redistribute(placements=[Replicate()])
         # pieces of 3, 3, 3 and 1: the last rank lacks 9 numbers
         assert comm.get_comm_bytes() == {public.all_to_all_single: 36}
+
+
+MODELS = {
+    "tensor": lambda lib: {"1": lib.ColwiseParallel(), "3": lib.RowwiseParallel()},
+    "sequence": lambda lib: {
+        "0": lib.SequenceParallel(),
+        "1": lib.ColwiseParallel(input_layouts=lib.S1),
+        "3": lib.RowwiseParallel(output_layouts=lib.S1),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", list(MODELS))
+@on_processes
+def test_plain_activations_and_parameters_as_in_pytorch(kind) -> None:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    found = []
+    for lib, mode, shard in (
+        (shardwise.parallel, CommDebugMode(), Shard(1)),
+        (torch_parallel, torch_debug.CommDebugMode(), torch_tensor.Shard(1)),
+    ):
+        model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.LayerNorm(8))
+        names = SimpleNamespace(**vars(lib), S1=shard)
+        lib.parallelize_module(model, mesh, MODELS[kind](names))
+        x = torch.ones(2, 2, 8, requires_grad=True)
+        with mode:  # the last norm, and in one of the models the first, have plain parameters
+            model(x).sum().backward()
+        found.append(dict(mode.get_comm_counts()))
+    ours, theirs = found
+    if kind == "sequence":  # PyTorch leaves the gradients of the norm unreduced
+        assert ours.pop(public.all_reduce) == 2
+    assert ours == theirs
+
+
+@on_processes
+def test_creating_parameters_inside_the_mode() -> None:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    with CommDebugMode() as comm:
+        model = shardwise.parallel.parallelize_module(nn.Linear(8, 16), mesh, shardwise.parallel.ColwiseParallel())
+        assert model(torch.ones(2, 8)).shape == (2, 4)
+    assert comm.get_comm_counts() == {public.all_to_all_single: 2}
+
+
+@on_processes
+def test_an_even_all_gather_is_one_all_gather() -> None:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    for placement in (Shard(0), Shard(1)):
+        with CommDebugMode() as comm:
+            DTensor.from_local(torch.ones(4, 4), mesh, [placement]).full_tensor()
+        assert comm.get_comm_counts()[public.all_gather_into_tensor] == 1
+        assert comm.get_total_counts() == 1
 
 
 @on_processes
