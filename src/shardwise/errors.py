@@ -26,7 +26,7 @@ class PlacementError(ShardwiseError, ValueError):
 
 
 class MeshError(ShardwiseError, ValueError):
-    """A mesh that is missing, differs from the tensor's mesh, or does not contain this rank."""
+    """A mesh that is missing, differs from the tensor's mesh, or does not contain the ranks that a call needs."""
 
 
 class ShapeError(ShardwiseError, ValueError):

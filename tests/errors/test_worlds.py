@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise
 from shardwise import DTensor, Replicate, Shard, distribute_tensor
 from shardwise.errors import MeshError, WorldError
-from tests.processes.pool import on_processes
 
 
 def test_no_world() -> None:
@@ -64,21 +62,5 @@ def test_a_mesh_of_some_of_the_ranks() -> None:
             distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     assert str(caught.value) == (
         "ranks [2, 3] are not in mesh(0=2), whose ranks are [0, 1]: "
-        "use a mesh that holds every rank that runs this line"
+        "use a mesh that holds every rank of the simulated world: one program runs on all of them"
     )
-
-
-@on_processes
-def test_a_mesh_of_some_of_the_processes() -> None:
-    mesh = DeviceMesh("cpu", [0, 1])
-    if dist.get_rank() < 2:
-        x = distribute_tensor(torch.arange(3.0), mesh, [Shard(0)])
-        assert x.full_tensor().tolist() == [0, 1, 2]
-    else:
-        with pytest.raises(MeshError) as caught:
-            distribute_tensor(torch.arange(3.0), mesh, [Shard(0)])
-        assert str(caught.value) == (
-            f"rank {dist.get_rank()} is not in mesh(0=2), whose ranks are [0, 1]: "
-            "use a mesh that holds every rank that runs this line"
-        )
-    dist.barrier()

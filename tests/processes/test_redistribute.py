@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise import DTensor, InterleavedShard, P, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from shardwise.comm.groups import axis_sets
 from shardwise.errors import CommunicationError
-from tests.processes.pool import RANKS, on_processes
+from tests.processes.pool import on_processes
 from tests.processes.reference import assert_same, cut, mesh_of, plain_placements, random_case
 
 MESHES = [(4,), (2, 2), (1, 4)]
@@ -253,18 +253,3 @@ def test_flattened_axes() -> None:
     with no_new_groups():  # the flattened mesh brought the group of both axes
         y = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
         assert_same(y.full_tensor(), whole)
-
-
-@on_processes
-def test_a_mesh_of_some_of_the_ranks() -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    mesh = DeviceMesh("cpu", [0, 1])
-    if dist.get_rank() < 2:
-        x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
-        assert_same(x.full_tensor(), torch.arange(5.0))
-    else:
-        with pytest.raises(ValueError, match=r"rank \d is not in mesh\(0=2\), whose ranks are \[0, 1\]: use a mesh"):
-            distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
-    dist.barrier()
-    assert dist.get_world_size() == RANKS

@@ -75,20 +75,17 @@ def _check_membership(mesh_info: MeshInfo) -> None:
             f"{mesh_info!r} has the ranks {ranks_of_mesh}, but this world has {mesh_info.world_size}",
             "use a mesh of ranks that exist; torch.distributed.checkpoint brings a saved tensor to another mesh",
         )
-    if current_world() is None:
-        outside = [] if mesh_info.coordinate else [dist.get_rank()]
-    else:
-        outside = [rank for rank, coordinate in enumerate(mesh_info.coordinates) if not coordinate]
     if not has_groups(mesh_info.mesh):
         raise MeshError(
             f"{mesh_info!r} was loaded from a file, and no equal mesh has been used in this world",
             "make the mesh with init_device_mesh, and a first tensor on it, before loading",
         )
-    if outside:
+    outside = [rank for rank, coordinate in enumerate(mesh_info.coordinates) if not coordinate]
+    if current_world() is not None and outside:
         ranks = f"rank {outside[0]} is" if len(outside) == 1 else f"ranks {outside} are"
         raise MeshError(
             f"{ranks} not in {mesh_info!r}, whose ranks are {ranks_of_mesh}",
-            "use a mesh that holds every rank that runs this line",
+            "use a mesh that holds every rank of the simulated world: one program runs on all of them",
         )
 
 
@@ -117,6 +114,9 @@ def _simulated_groups(mesh_info: MeshInfo) -> None:
 
 
 def _process_groups(mesh_info: MeshInfo) -> None:
+    if mesh_info.outside:  # it plans as the ranks of the mesh do, and never communicates
+        mesh_info.groups.update({(axis,): "" for axis in range(len(mesh_info.sizes))})
+        return
     mesh_info.groups.update(_axis_groups(mesh_info))
     existing = _existing_groups(mesh_info)
     may_create = root_mesh(mesh_info.mesh) is mesh_info.mesh and mesh_info.covers_world()

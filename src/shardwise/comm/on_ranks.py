@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from ..sharding.layout import Coordinate
@@ -32,6 +33,11 @@ def from_ranks(mesh_info: MeshInfo, fn: Callable[[Coordinate], Tensor]) -> Tenso
         coordinates = mesh_info.coordinates
         return map_ranks(lambda rank: fn(coordinates[rank]))
     return fn(mesh_info.coordinate)
+
+
+def shard_outside(dims: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What a rank outside the mesh holds of a tensor: no elements; as in PyTorch, a 0 if the tensor has no dims."""
+    return torch.empty(0, dtype=dtype, device=device) if dims else torch.zeros((), dtype=dtype, device=device)
 
 
 def split_sizes(mesh_info: MeshInfo, ranks: int, sizes_at: Callable[[Coordinate], list[int]]) -> list[int]:

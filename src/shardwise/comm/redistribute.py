@@ -98,6 +98,8 @@ def _moves_between(source: DTensorSpec, target: DTensorSpec) -> tuple[Move, ...]
 
 
 def _bind_plan(source: DTensorSpec, target: DTensorSpec) -> tuple[Move, ...]:
+    if source.mesh_info.outside:
+        return ()
     steps = plan_redistribution(source, target).plan.steps
     moves = tuple(bind_move(step, source.mesh_info, source.dtype) for step in steps)
     order = memory_order(target.tensor_meta)

@@ -46,7 +46,7 @@ def draw(dtensor: DTensor | DTensorSpec | nn.Module) -> str:
 def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
     """Print which ranks hold which shards, on the first rank of the mesh: in colour with `use_rich`, if installed."""
     spec = _spec_of(dtensor)
-    if any(spec.mesh_info.coordinate or ()):
+    if spec.mesh_info.outside or any(spec.mesh_info.coordinate):
         return
     if header:
         print(header)

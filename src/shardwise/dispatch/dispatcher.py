@@ -29,6 +29,7 @@ from .hot_path import HOT, Ready, hot_path, ready_call
 from .key import Key, plan_key
 from .list_plan import ListPlan, plan_list
 from .modes import modes
+from .outside import is_outside, plan_outside
 from .plain import with_numbers, with_replicas
 from .result_meta import NoRule
 from .run_call import run_call
@@ -41,6 +42,8 @@ class Planned(NamedTuple):
     op: ResolvedOp
     plan: CallPlan | ListPlan | None
     ready: Ready | None
+    outside: bool
+    """Whether this rank is not in the mesh."""
 
 
 def _planned_bytes(key: Key, planned: Planned) -> int:
@@ -97,9 +100,9 @@ class OpDispatcher:
                 result = self.torch_dispatch(func, (), *replicas)
                 hold_result(result)
                 return result
-        _, plan, ready = planned
+        _, plan, ready, outside = planned
         if plan is None:
-            return run_without_plan(op, args, kwargs, self.kind)
+            return run_without_plan(op, args, kwargs, self.kind, outside)
         if ready is not None and key not in self.hot.recent:
             self.hot[key] = ready
         if plan.communication and modes.explicit:
@@ -110,7 +113,10 @@ class OpDispatcher:
 
     def _planned(self, op: ResolvedOp, args: Args, kwargs: Kwargs) -> Planned:
         plan = self.plan(op, args, kwargs)
-        planned = Planned(op, plan, None if plan is None else ready_call(op, plan, args, kwargs, self.kind))
+        outside = is_outside(args, kwargs)
+        if plan is not None and outside:
+            plan = plan_outside(op, plan, args, kwargs)
+        planned = Planned(op, plan, None if plan is None else ready_call(op, plan, args, kwargs, self.kind), outside)
         if self._recorded is not None:
             self._recorded.append(planned)
         return planned

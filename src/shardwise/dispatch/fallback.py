@@ -22,6 +22,7 @@ from .explicit import refuse_gathering
 from .formulas import as_replicated
 from .gather_cache import after_write
 from .modes import modes
+from .outside import returns_tensors, run_outside
 from .view_call import ViewCall
 
 
@@ -29,8 +30,10 @@ class GatherWarning(UserWarning):
     """An op has no rule: its inputs were gathered and every rank computed all of it."""
 
 
-def run_without_plan(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> object:
-    """The result of a call that no rule takes."""
+def run_without_plan(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTensorBase], outside: bool) -> object:
+    """The result of a call that no rule takes. `outside`: on a rank that is not in the mesh."""
+    if outside and not returns_tensors(op):
+        return run_outside(op, args, kwargs, kind)
     if op.decomposition is not None and (result := op.decomposition(*args, **kwargs)) is not NotImplemented:
         return result
     if op.in_place_view is not None:
@@ -39,6 +42,8 @@ def run_without_plan(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTen
     decomposed = op.func.decompose(*args, **kwargs)
     if decomposed is not NotImplemented:
         return decomposed
+    if outside:
+        return run_outside(op, args, kwargs, kind)
     if served_by(op.func) != "rule" and not op.needs_data:
         _warn_of_gathering(op)
     return _run_on_gathered(op, args, kwargs, kind)

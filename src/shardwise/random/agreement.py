@@ -63,7 +63,7 @@ def check_first_use(mesh_info: MeshInfo, generator: torch.Generator) -> None:
 
     A default generator that the program did not seed through the mesh takes the state of the mesh's first rank.
     """
-    if mesh_info.simulated or not _Check.enabled:
+    if mesh_info.simulated or mesh_info.outside or not _Check.enabled:
         return
     kinds = _CHECKED.of(mesh_info.runtime).setdefault(mesh_info, set())
     kind = "the generator that was passed"

@@ -45,8 +45,10 @@ class MeshInfo:
         self.device_type = mesh.device_type
         self.sizes: tuple[int, ...] = tuple(mesh.shape)
         self.names: tuple[str, ...] = mesh.mesh_dim_names or tuple(str(axis) for axis in range(mesh.ndim))
-        # The coordinate of this process; () outside the mesh.
-        self.coordinate: Coordinate = tuple(mesh.get_coordinate() or ())
+        coordinate = mesh.get_coordinate()
+        # Whether this process is no rank of the mesh. It then plans as the first rank does, and runs nothing.
+        self.outside = coordinate is None
+        self.coordinate: Coordinate = tuple(coordinate or (0,) * mesh.ndim)
         self.world_size: int = dist.get_world_size()
         self.groups: dict[Axes, str] = {}
         self.specs: WeakValueDictionary[tuple[object, ...], DTensorSpec] = WeakValueDictionary()

@@ -107,7 +107,9 @@ class FromLocal(QuickFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """The local shard of the gradient."""
+        """The local shard of the gradient; none for a rank outside the mesh."""
+        if ctx.grad_spec.mesh_info.outside:
+            return None, None, None, None
         distributed = as_distributed_gradient(grad, ctx.grad_spec)
         local = to_spec(distributed, ctx.grad_spec.with_dtype(grad.dtype)).to_local()
         local = local * ctx.share if ctx.share != 1.0 else local
@@ -160,6 +162,7 @@ class ToLocal(QuickFunction):
         # A local gradient may have any strides; views of it must be legal where they are for the global tensor.
         order = memory_order(spec.tensor_meta)
         grad = on_mesh(grad, spec.mesh_info)
+        order = None if spec.mesh_info.outside else order
         grad = grad.contiguous() if order is None else in_memory_order(grad, order)
         if torch.is_grad_enabled() and grad.requires_grad:
             return FromLocal.apply(grad, grad.detach(), spec, spec.cotangent()), None

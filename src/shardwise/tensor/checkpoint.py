@@ -39,11 +39,10 @@ def chunks_of(local: Tensor, spec: DTensorSpec) -> list[Chunk]:
     if isinstance(local, RankTensor):
         shards = zip(spec.mesh_info.coordinates, local.shards, strict=True)
         return [chunk for at, shard in shards for chunk in _chunks_at(spec, at, shard)]
-    return _chunks_at(spec, spec.mesh_info.coordinate, local)
+    return [] if spec.mesh_info.outside else _chunks_at(spec, spec.mesh_info.coordinate, local)
 
 
-def _chunks_at(spec: DTensorSpec, at: Coordinate | None, local: Tensor) -> list[Chunk]:
-    assert at is not None, "an adopted mesh holds every rank"
+def _chunks_at(spec: DTensorSpec, at: Coordinate, local: Tensor) -> list[Chunk]:
     if local.numel() == 0:
         first = not any(at) and spec.shape.numel() == 0
         return [Chunk(torch.Size([0] * spec.ndim), spec.shape, local.view(spec.shape))] if first else []

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.exchange import broadcast_move, scatter_move
 from ..comm.groups import adopt
 from ..comm.local_moves import take_slice
-from ..comm.on_ranks import from_ranks, on_ranks
+from ..comm.on_ranks import from_ranks, on_ranks, shard_outside
 from ..comm.redistribute import redistribute_local
 from ..errors import InputError, PlacementError, ShapeError
 from ..random import Draw
@@ -66,7 +66,9 @@ def distribute_tensor(
     check_reductions(normal, tensor.dtype)
     with torch.no_grad():
         local = on_mesh(tensor.detach(), mesh_info)
-        if src_data_rank is None or local.is_meta:
+        if mesh_info.outside:
+            local = shard_outside(spec.ndim, spec.dtype, local.device)
+        elif src_data_rank is None or local.is_meta:
             local = _own_shard(local, spec)
         else:
             local = _scatter_from(local, spec, src_data_rank)
@@ -263,6 +265,8 @@ def _drawn(
 def _made(spec: DTensorSpec, make: Callable[[Coordinate], Tensor], requires_grad: bool) -> DTensor:
     with torch.no_grad():
         local = _to_partial(from_ranks(spec.mesh_info, make), spec)
+        if spec.mesh_info.outside:  # what was drawn has advanced the generator, as on the ranks of the mesh
+            local = shard_outside(spec.ndim, spec.dtype, local.device)
     return DTensor(local, spec, requires_grad=requires_grad)
 
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._torch.optim import accept_class
 from .._torch.wrapper import make_wrapper, no_torch_function, outside_inference_mode
 from ..comm.groups import adopt, before_first_use
+from ..comm.on_ranks import shard_outside
 from ..comm.plan import SpecPlan
 from ..comm.redistribute import plan_redistribution
 from ..dispatch.dispatcher import OpDispatcher
@@ -123,7 +124,9 @@ class DTensor(DTensorBase):
         mesh_info = adopt(device_mesh if device_mesh is not None else current_mesh())
         data = on_mesh(local.detach(), mesh_info)
         spec = spec_of_local(data, mesh_info, placements, shape, stride, run_check)
-        if run_check:
+        if mesh_info.outside:
+            data = shard_outside(spec.ndim, spec.dtype, data.device)
+        elif run_check:
             data = copy_to_replicas(data, mesh_info, spec.placements)
         mark_exposed(data)  # the caller holds it
         if torch.is_grad_enabled() and local.requires_grad:
