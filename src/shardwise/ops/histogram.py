@@ -51,8 +51,10 @@ def _bounds(values: Tensor) -> list[float]:
 
 def histc_of_data(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
     """Counts between the minimum and the maximum."""
+    if min != max:
+        return NotImplemented
     low, high = _bounds(x)
-    if min != max or not math.isfinite(low) or not math.isfinite(high):
+    if not math.isfinite(low) or not math.isfinite(high):
         return NotImplemented
     return aten.histc(x, bins, *((low - 1, high + 1) if low == high else (low, high)))
 
