@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
+from shardwise import DTensor, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
 from shardwise.debug import CommDebugMode
 from shardwise.errors import ShapeError
 from shardwise.parallel import (
@@ -137,6 +138,37 @@ def test_nothing_is_communicated_to_find_the_length_of_a_local_sequence() -> Non
         with CommDebugMode() as comm:
             model(torch.randint(0, 12, (2, length)))
         assert counts(comm) == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 3}
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the values that leave tensors: each makes the host wait for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@on_processes
+def test_a_training_step_reads_nothing_on_the_host() -> None:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    for local in (True, False):
+        model = nn.Sequential(Half(Attention()), Half(Mlp()))
+        for half, inner in zip(model, ("gathers for each", "mlp"), strict=True):
+            parallelize_module(half, mesh, sequence_plan(inner, local))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+        x = torch.randn(2, 2, 16)  # the local shard of a sequence of 8
+        with HostReads() as reads:
+            given = x if local else DTensor.from_local(x, mesh, [S1])
+            model(given).square().mean().backward()
+            optimizer.step()
+        assert reads.count == 0
+    with HostReads() as reads:
+        torch.ones(3).sum().item()
+    assert reads.count == 1
 
 
 @pytest.mark.parametrize("length", [8, 7])

@@ -12,6 +12,7 @@ list_plan     the plan of an op on lists, run by `run_list`
 local_code    what runs on the local shards, made of the parts in `local_call`
 view_call     views that are made again
 fallback      calls that no rule takes
+outside       calls on a rank that is not in the mesh
 plain         plain tensors among distributed ones; which are replicated: `provenance`, `formulas`
 gather_cache  the last redistributed operand
 modes         explicit, implicit_replication, strict_ops; refusing in explicit mode: `explicit`
