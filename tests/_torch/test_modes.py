@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 
-from shardwise._torch.modes import TorchDispatchMode, count_modes, pop_mode, without_modes
+from shardwise._torch.modes import (
+    OwnMode,
+    TorchDispatchMode,
+    count_modes,
+    expects_pytorch_ops,
+    pop_mode,
+    without_modes,
+)
 
 
 class Seen(TorchDispatchMode):
@@ -43,3 +50,15 @@ def test_all_modes_can_be_put_aside() -> None:
         assert count_modes() == 0
         torch.ones(2).mul(2)
     assert seen.ops == []
+
+
+def test_modes_of_others_are_told_from_our_own() -> None:
+    class Own(OwnMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    assert not expects_pytorch_ops()
+    with Own():
+        assert not expects_pytorch_ops()
+        with Seen():
+            assert expects_pytorch_ops()

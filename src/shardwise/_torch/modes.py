@@ -1,11 +1,20 @@
 """Dispatch modes: objects on a stack that see every op before the tensors' own classes do."""
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import _pop_mode_temporarily as pop_mode
 
-__all__ = ["TorchDispatchMode", "count_modes", "pop_mode", "without_modes"]
+__all__ = ["OwnMode", "TorchDispatchMode", "count_modes", "expects_pytorch_ops", "pop_mode", "without_modes"]
 
 count_modes = torch._C._len_torch_dispatch_stack
 """How many modes are on the stack of this thread."""
+
+
+class OwnMode(TorchDispatchMode):
+    """A mode of shardwise. It sees ops as they run without it, those that are overridden above autograd included."""
+
+
+def expects_pytorch_ops() -> bool:
+    """Whether a mode of someone else is active: one that counts or caches `aten.mm` must see it, not an op of ours."""
+    return any(not isinstance(mode, OwnMode) for mode in _get_current_dispatch_mode_stack())

@@ -28,7 +28,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from .._torch import pytree
-from .._torch.modes import TorchDispatchMode
+from .._torch.modes import OwnMode
 from .._torch.ops import OpOverload
 from ..ops.collectives import CollectiveOp, collective_of
 from ..sharding.mesh import axes_of_group
@@ -41,7 +41,7 @@ from .comm_table import draw_table, json_tree, list_modules
 from .module_calls import ModuleCalls
 
 
-class CommDebugMode(TorchDispatchMode):
+class CommDebugMode(OwnMode):
     """Counts the collectives inside its `with` block, and the bytes that a rank receives in them.
 
     Entering it again resets the counts. The counts of a module include those of its submodules. A collective of the

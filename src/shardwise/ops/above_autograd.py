@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._torch import pytree
 from .._torch.above_autograd import Keys, call_original, dispatch_to_subclass
-from .._torch.modes import count_modes
+from .._torch.modes import count_modes, expects_pytorch_ops
 from .._torch.ops import OpOverload
 from .._torch.transforms import anything_transforms
 from ..sharding.base import DTensorBase
@@ -27,7 +27,18 @@ def is_ours(tensors: Sequence[Tensor]) -> bool:
 
 def needs_grad(tensors: Sequence[Tensor]) -> bool:
     """Whether autograd has to record an op on these tensors."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor.requires_grad:
+                return True
+    return False
+
+
+def is_watched() -> bool:
+    """Whether a dispatch mode that is not ours is active. It knows PyTorch's ops: a FLOP counter counts `aten.mm`, and
+    selective checkpointing saves its result. So an op of ours runs as the ops that PyTorch makes of it.
+    """
+    return bool(count_modes()) and expects_pytorch_ops()
 
 
 def call(op: OpOverload, *args: Any) -> Any:

@@ -16,7 +16,7 @@ from .._torch.above_autograd import Keys, call_original
 from .._torch.autograd import QuickFunction
 from .._torch.ops import OpOverload
 from ..sharding.base import DTensorBase
-from .above_autograd import call, is_ours, needs_grad
+from .above_autograd import call, is_ours, is_watched, needs_grad
 from .registry import definitions_in
 
 define = definitions_in(__name__)
@@ -83,7 +83,7 @@ class _Linear(QuickFunction):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        run = _differentiable if torch.is_grad_enabled() else call
+        run = _by_products if torch.is_grad_enabled() or is_watched() else call
         return (
             run(linear_input_gradient, gradient, weight) if wanted[0] else None,
             run(linear_weight_gradient, gradient, input) if wanted[1] else None,
@@ -95,15 +95,15 @@ def _bias_gradient(gradient: Tensor) -> Tensor:
     return gradient.sum(list(range(gradient.dim() - 1))) if gradient.dim() > 1 else gradient
 
 
-def _differentiable(op: OpOverload, *args: Tensor) -> Tensor:
-    """For gradients of gradients: by ops that have derivatives."""
+def _by_products(op: OpOverload, *args: Tensor) -> Tensor:
+    """By PyTorch's ops: they have derivatives, for gradients of gradients, and dispatch modes know them."""
     return input_gradient(*args) if op is linear_input_gradient else weight_gradient(*args)
 
 
 def _override(func: OpOverload) -> Callable[..., object]:
     def kernel(keys: Keys, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> object:
         tensors = (input, weight) if bias is None else (input, weight, bias)
-        if weight.dim() != 2 or not is_ours(tensors):
+        if weight.dim() != 2 or not is_ours(tensors) or is_watched():
             return call_original(func, keys, input, weight, bias)
         return _Linear.apply(input, weight, bias) if needs_grad(tensors) else call(func, *tensors)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._torch import pytree
-from .._torch.modes import TorchDispatchMode
+from .._torch.modes import OwnMode
 from .._torch.ops import OpOverload
 from ..dispatch.bind_call import Place
 from .checker import Sample, tensors_in
@@ -52,7 +52,7 @@ def call_key(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, obje
     return func, str(pytree.tree_map_only(Tensor, lambda t: (tuple(t.shape), t.dtype), (args, kwargs)))
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(OwnMode):
     """Records each op that is called, and whether any of them draws random numbers."""
 
     def __init__(self) -> None:

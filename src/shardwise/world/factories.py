@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .._torch.modes import TorchDispatchMode
+from .._torch.modes import OwnMode
 from .._torch.ops import OpOverload
 from .implementation import implementation_of
 from .mapping import by_rank
@@ -12,7 +12,7 @@ from .mapping import by_rank
 __all__ = ["rank_factories"]
 
 
-class rank_factories(TorchDispatchMode):
+class rank_factories(OwnMode):
     """A mode in which ops without tensor arguments, such as `torch.zeros`, accept sizes that differ between ranks.
 
     >>> with rank_factories():
