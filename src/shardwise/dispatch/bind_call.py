@@ -131,7 +131,8 @@ class _Binding:
         operands, places = self._operands()
         results = self._results()
         layouts = [(operand.tensor, operand.layout) for operand in operands]
-        layouts += [(result.tensor, result.fixed) for result in results if result.fixed is not None]
+        goals = [(result.tensor, result.fixed or result.wanted) for result in results]
+        layouts += [(tensor, layout) for tensor, layout in goals if layout is not None]
         refined = refine(self.bound, layouts, lambda name: resolved.kernel(name).anywhere)
         if refined is not self.bound:
             self.bound = refined
@@ -224,8 +225,14 @@ class _Binding:
                     continue
                 number = len(results)
                 fixed = written[number].spec.layout if number < len(written) and written[number].spec else None
-                results.append(Result(index, tensor, metas[number].dtype.itemsize, fixed))
+                results.append(Result(index, tensor, metas[number].dtype.itemsize, fixed, self._wanted()))
         return results
+
+    def _wanted(self) -> Layout | None:
+        """The layout that a gradient will be brought to: that of the cotangent of its tensor."""
+        name = self.resolved.op.gradient_of
+        tensor = None if name is None else self._at(self.resolved.names.index(name))
+        return tensor.spec.cotangent().layout if isinstance(tensor, Argument) and tensor.spec is not None else None
 
 
 def _meta_of(value: object) -> object:

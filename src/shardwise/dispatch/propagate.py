@@ -38,13 +38,15 @@ class Operand(NamedTuple):
 class Result(NamedTuple):
     """A tensor result: its output in the rule, its shape and factors, and its item size.
 
-    `fixed` is the layout it must have after the call, for a result that is written into an argument.
+    `fixed` is the layout it must have after the call, for a result that is written into an argument. `wanted` is the
+    layout that it will be brought to later, for the gradient of an argument.
     """
 
     output: int
     tensor: BoundTensor
     itemsize: int
     fixed: Layout | None = None
+    wanted: Layout | None = None
 
 
 class Decision(NamedTuple):
@@ -144,7 +146,7 @@ class ShardingPropagator:
     def _options(self, axis: int) -> list[Option]:
         """The options of an axis. If all operands are replicated over it, they stay so: slicing them gains nothing."""
         used = [_use(operand.layout, axis) for operand in self.operands]
-        fixed = [_use(result.fixed, axis) for result in self.results if result.fixed is not None]
+        fixed = [_use(result.fixed or result.wanted, axis) for result in self.results]
         if self.mesh_sizes[axis] == 1:
             return self._single_options(axis)
         if not any(used) and not any(fixed):
@@ -261,17 +263,22 @@ class ShardingPropagator:
     def _result(self, index: int, cuts: Cuts, options: Sequence[Option]) -> tuple[Layout, float, float]:
         """A result's layout in a choice, the price of reducing or redistributing it later, and its bytes."""
         result, mine = self.results[index], self.factors_of_results[index]
-        passed = [(axis, option.op) for axis, option in enumerate(options) if isinstance(option, Passing)]
-        partial = tuple(sorted((*output_partial(self.bound, result.output, cuts), *passed)))
-        key = index, tuple([cut for cut in cuts if cut[1] in mine]), partial
+        passed = tuple([(axis, option.op) for axis, option in enumerate(options) if isinstance(option, Passing)])
+        summed = output_partial(self.bound, result.output, cuts)
+        partial = tuple(sorted((*summed, *passed)))
+        key = index, tuple([cut for cut in cuts if cut[1] in mine]), summed, passed
         found = self._priced_results.get(key)
         if found is None:
             layout = cut_layout(result.tensor, self.bound, self.mesh_sizes, key[1], partial)
             nbytes = layout.max_local_numel() * result.itemsize
             if result.fixed is not None:
                 price = estimate(layout, result.fixed, result.itemsize, self.links)
+            elif result.wanted is not None:
+                # Sums over sharded factors may be left open, as those of micro-batches are; passed ones are reduced.
+                arriving = Layout.make(self.mesh_sizes, layout.dims, passed)
+                price = estimate(arriving, result.wanted, result.itemsize, self.links) + self._deferred(summed, nbytes)
             else:
-                price = self._deferred(layout, nbytes)
+                price = self._deferred(partial, nbytes)
             found = self._priced_results[key] = layout, price, nbytes
         return found
 
@@ -291,11 +298,11 @@ class ShardingPropagator:
             found = self._summands_of[factor] = summands(self.bound, factor)
         return found
 
-    def _deferred(self, layout: Layout, nbytes: float) -> float:
+    def _deferred(self, partial: PartialAxes, nbytes: float) -> float:
         """The price of reducing a Partial result later, by a reduce-scatter."""
-        if not layout.partial:
+        if not partial:
             return 0.0
-        axes = tuple(axis for axis, _ in layout.partial)
+        axes = tuple(axis for axis, _ in partial)
         peers = math.prod(self.mesh_sizes[axis] for axis in axes)
         return _DEFERRED * self.links.seconds(axes, peers - 1, nbytes * (peers - 1) / peers)
 

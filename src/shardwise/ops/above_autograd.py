@@ -41,6 +41,18 @@ def is_watched() -> bool:
     return bool(count_modes()) and expects_pytorch_ops()
 
 
+_library = torch.library.Library("shardwise", "FRAGMENT")
+
+
+def new_op(signature: str, run: Callable[..., Tensor]) -> OpOverload:
+    """Define `shardwise::name(...)`: an op of our own, that runs this on local shards."""
+    name = signature.partition("(")[0]
+    _library.define(signature)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    op: OpOverload = getattr(torch.ops.shardwise, name).default
+    return op
+
+
 def call(op: OpOverload, *args: Any) -> Any:
     """Call an op below autograd, its first argument being a distributed tensor; by way of a dispatch mode if any is on.
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .._torch.autograd import in_backward
+from .._torch.above_autograd import Keys, call_with_autograd
+from .._torch.autograd import QuickFunction, in_backward
+from .._torch.ops import OpOverload
+from .._torch.transforms import anything_transforms
 from ..errors import InputError
+from ..sharding.base import DTensorBase
+from .above_autograd import call, is_watched, needs_grad, new_op
 from .call import Call
 from .indexing import free, kept, shifted
 from .kernel import Cut, LocalCall, without_communication
@@ -14,6 +22,8 @@ from .registry import definitions_in
 
 aten = torch.ops.aten
 define = definitions_in(__name__)
+
+_embedding = aten.embedding.default
 
 # ---- one row for each index -----------------------------------------------------------------------------------------
 
@@ -45,6 +55,60 @@ def embedding_backward(call: LocalCall, cut: Cut) -> Tensor:
     return wide[:rows]
 
 
+def weight_gradient(
+    grad_output: Tensor, indices: Tensor, weight: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+) -> Tensor:
+    """The gradient of a table of `num_weights` rows; its own local shard is not read."""
+    return aten.embedding_dense_backward.default(grad_output, indices, num_weights, padding_idx, scale_grad_by_freq)
+
+
+_weight_gradient = new_op(
+    "embedding_weight_gradient(Tensor grad_output, Tensor indices, Tensor weight, SymInt num_weights, "
+    "SymInt padding_idx, bool scale_grad_by_freq) -> Tensor",
+    weight_gradient,
+)
+
+
+class _Embedding(QuickFunction):
+    """An embedding whose backward pass knows the table.
+
+    PyTorch's formula knows the table's size alone. But how a gradient is best computed depends on where it will be: for
+    a replicated table it is cheaper to sum a Partial gradient of a few looked-up rows first than one of all rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: DTensorBase, indices: Tensor, padding_idx: int, scale: bool) -> DTensorBase:
+        ctx.save_for_backward(indices)
+        ctx.spec, ctx.options = weight._spec, (padding_idx, scale)
+        return call(_embedding, weight, indices, padding_idx, scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (indices,) = ctx.saved_tensors
+        rows = ctx.spec.shape[0]
+        if torch.is_grad_enabled() or is_watched() or not isinstance(gradient, DTensorBase):
+            # By an op that has a derivative, and that dispatch modes know.
+            made = aten.embedding_dense_backward.default(gradient, indices, rows, *ctx.options)
+        else:
+            table = gradient.wrap(gradient._local_tensor, ctx.spec)  # with any local shard, as it is not read
+            made = call(_weight_gradient, gradient, indices, table, rows, *ctx.options)
+        return made, None, None, None
+
+
+def _override(func: OpOverload) -> Callable[..., object]:
+    def kernel(
+        keys: Keys, weight: Tensor, indices: Tensor, padding_idx: int = -1, scale: bool = False, sparse: bool = False
+    ) -> object:
+        known = type(indices) is Tensor or isinstance(indices, DTensorBase)
+        if not isinstance(weight, DTensorBase) or not known or sparse or anything_transforms() or is_watched():
+            return call_with_autograd(func, keys, weight, indices, padding_idx, scale, sparse)
+        if needs_grad((weight,)):
+            return _Embedding.apply(weight, indices, padding_idx, scale)
+        return call(func, weight, indices, padding_idx, scale)
+
+    return kernel
+
+
 def limit_rows(table: Tensor, rows: Tensor, max_norm: float, norm_type: float) -> Tensor:
     """Scale the rows of a table that are looked up down to a norm, in place."""
     length = aten.linalg_vector_norm(table, norm_type, [1], True)
@@ -53,8 +117,14 @@ def limit_rows(table: Tensor, rows: Tensor, max_norm: float, norm_type: float) -
     return table.mul_(scale)
 
 
-define("aten::embedding", "v d, i.. -> i.. d ; linear 0 ; kernel v", kernels=free(embedding))
+define("aten::embedding", "v d, i.. -> i.. d ; linear 0 ; kernel v", kernels=free(embedding), override=_override)
 define("aten::embedding_dense_backward", embedding_backward_rule, kernels=free(embedding_backward))
+define(
+    "shardwise::embedding_weight_gradient",
+    embedding_backward_rule,
+    kernels=free(embedding_backward),
+    gradient_of="weight",
+)
 define("aten::embedding_renorm_", decomposition=limit_rows)
 define("aten::one_hot", makes_tensors=True)
 

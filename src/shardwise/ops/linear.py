@@ -16,7 +16,7 @@ from .._torch.above_autograd import Keys, call_original
 from .._torch.autograd import QuickFunction
 from .._torch.ops import OpOverload
 from ..sharding.base import DTensorBase
-from .above_autograd import call, is_ours, is_watched, needs_grad
+from .above_autograd import call, is_ours, is_watched, needs_grad, new_op
 from .registry import definitions_in
 
 define = definitions_in(__name__)
@@ -53,19 +53,8 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)
 
 
-_library = torch.library.Library("shardwise", "FRAGMENT")
-
-
-def _new_op(signature: str, run: Callable[..., Tensor]) -> OpOverload:
-    name = signature.partition("(")[0]
-    _library.define(signature)
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    op: OpOverload = getattr(torch.ops.shardwise, name).default
-    return op
-
-
-linear_input_gradient = _new_op("linear_input_gradient(Tensor gradient, Tensor weight) -> Tensor", input_gradient)
-linear_weight_gradient = _new_op("linear_weight_gradient(Tensor gradient, Tensor input) -> Tensor", weight_gradient)
+linear_input_gradient = new_op("linear_input_gradient(Tensor gradient, Tensor weight) -> Tensor", input_gradient)
+linear_weight_gradient = new_op("linear_weight_gradient(Tensor gradient, Tensor input) -> Tensor", weight_gradient)
 
 
 # ---- above autograd -------------------------------------------------------------------------------------------------

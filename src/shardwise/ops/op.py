@@ -85,6 +85,9 @@ class Op:
     override: Override | None = None
     """What runs on distributed tensors instead of the op, above autograd."""
 
+    gradient_of: str | None = None
+    """The argument whose gradient the result is. The op does not read it, and the rule does not mention it. Autograd
+    will bring the gradient to the layout of this argument, and the choice of a plan counts what that costs."""
     reads_numbers: bool = False
     """The rule, or the decomposition, looks at the values of numbers (the p of a norm): each value has its own plan."""
     reads_shape_only: bool = False
@@ -119,6 +122,7 @@ class Facts(TypedDict, total=False):
     python: Function
     put: Put
     override: Override
+    gradient_of: str
     reads_numbers: bool
     reads_shape_only: bool
     keeps_sizes: bool

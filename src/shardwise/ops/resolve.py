@@ -49,11 +49,12 @@ class ResolvedOp:
         schema = func._schema
         self.name: str = schema.name
         self.variant = variant_of(func)
-        self.operands = operands if operands is not None else tuple(a.position for a in operands_of(func))
         self.writes = tuple(argument.position for argument in tensor_arguments(func) if argument.write)
         self.is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
         self.returns = bool(schema.returns)
         self.names: tuple[str, ...] = tuple(argument.name for argument in schema.arguments)
+        given = operands if operands is not None else tuple(a.position for a in operands_of(func))
+        self.operands = tuple(p for p in given if p is None or op.gradient_of != self.names[p])
         self.defaults: Kwargs = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
         self.needs_data = bool(NEEDS_DATA & set(func.tags))
         self.number_arguments = _number_arguments(func)
