@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from shardwise import DTensor, Replicate, distribute_module, distribute_tensor
+from shardwise.errors import InputError
 from tests.ops.helpers import ranks
 from tests.training.parameters import whole_of
 
@@ -42,3 +44,16 @@ def test_one_parameter_under_two_names_of_one_module() -> None:
         distribute_module(module, mesh)
         assert isinstance(module.first, DTensor)
         assert module.second is module.first
+
+
+def test_hooks_of_two_arguments() -> None:
+    x = torch.randn(4, 4)
+    module = nn.Linear(4, 4)
+    expected = module(2 * x).detach() + 1
+    with ranks(2) as mesh:
+        with pytest.warns(FutureWarning, match="_fn of two arguments is deprecated"):
+            distribute_module(module, mesh, None, lambda inputs, mesh: inputs[0] * 2, lambda output, mesh: output + 1)
+        found = module(distribute_tensor(x, mesh, [Replicate()]))
+        torch.testing.assert_close(whole_of(found.detach()), expected)
+        with pytest.raises(InputError, match="input_fn takes 1 arguments"):
+            distribute_module(module, mesh, None, lambda inputs: inputs)

@@ -126,6 +126,8 @@ class OpDispatcher:
         try:
             if op.variant == "foreach" and op.has_rule:
                 return plan_list(op, args, kwargs)
+            if op.op.takes_plain:
+                return None
             mesh_info = common_mesh(op.func, distributed(args, kwargs))
             if not op.has_rule or op.in_place_view is not None:
                 return None

@@ -11,30 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from ..ops.modes import current
 from ..ops.modes import modes as modes
+from ..ops.modes import switched
 from .formulas import mark_held_result
-
-
-@contextmanager
-def _switched(**switches: bool) -> Iterator[None]:
-    before = current.get()
-    current.set(before._replace(**switches))
-    try:
-        yield
-    finally:
-        current.set(before)
 
 
 def explicit(enabled: bool = True) -> AbstractContextManager[None]:
     """Inside, an op that needs communication is an error; only `redistribute` and its like communicate."""
-    return _switched(explicit=enabled)
+    return switched(explicit=enabled)
 
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
     """Inside, plain tensors that meet distributed ones are taken as replicated: the same on all ranks."""
-    with _switched(implicit_replication=True):
+    with switched(implicit_replication=True):
         try:
             yield
         finally:
@@ -43,4 +33,4 @@ def implicit_replication() -> Iterator[None]:
 
 def strict_ops() -> AbstractContextManager[None]:
     """Inside, an op without a rule is an error instead of running on gathered inputs."""
-    return _switched(strict_ops=True)
+    return switched(strict_ops=True)

@@ -3,9 +3,9 @@
 A plain tensor with dims may differ from rank to rank, so it is an error unless it is known to be replicated. Then it
 becomes a distributed tensor with replicated placements, and an op takes the shard of it that it needs.
 
-A tensor without dims is a number: a plain one may scale a distributed tensor, and a distributed one that meets tensors
-of another mesh, or plain ones, is reduced and passed as a plain number. The norm of gradients that live on several
-meshes is such a value.
+A plain tensor of one element, also an expanded one, is a number, and may meet distributed tensors. A distributed tensor
+without dims that meets tensors of another mesh, or plain ones, is reduced and passed as a plain number: the norm of
+gradients that live on several meshes is such a value.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def with_replicas(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
 
     Tensors that are written stay plain. Raises MixedTensorError for a tensor that is not known to be replicated.
     """
+    if op.op.takes_plain:
+        return None
     named = list(named_tensors(op, args, kwargs))
     if all(isinstance(tensor, DTensorBase) or not tensor.dim() for _, tensor in named):
         return None
@@ -42,7 +44,7 @@ def with_replicas(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
     for name, tensor in named:
         if not is_plain(tensor) or (like := meets(name)) is None:
             continue
-        if not (taken_as_replicated(tensor) or _is_index(op, name)):
+        if not (_is_number(tensor) or taken_as_replicated(tensor) or _is_index(op, name)):
             raise mixed_tensors(op, name, tensor)
         if tensor not in written:
             record_replicated(tensor)
@@ -76,6 +78,11 @@ def _partners(op: ResolvedOp, named: list[tuple[str, Tensor]]) -> Callable[[str]
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is an ordinary one, with dims."""
     return not isinstance(tensor, DTensorBase) and tensor.dim() > 0
+
+
+def _is_number(tensor: Tensor) -> bool:
+    """Whether a tensor holds one element, which may be expanded: `x[2:4] = torch.zeros(1)` writes such a tensor."""
+    return all(size == 1 or not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def mixed_tensors(op: ResolvedOp, name: str, tensor: Tensor) -> MixedTensorError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..sharding.mesh import current_mesh
 from .parameters import keep_ties, replicate_rest
 
 PartitionFn = Callable[[str, nn.Module, DeviceMesh], None]
-HookFn = Callable[[nn.Module, Any, DeviceMesh], object]
+HookFn = Callable[[nn.Module, Any, DeviceMesh], object] | Callable[[Any, DeviceMesh], object]
 
 
 def distribute_module(
@@ -42,17 +43,25 @@ def distribute_module(
         for submodule in module.modules():
             replicate_rest(submodule, mesh)
     if input_fn is not None:
-        prepare = _checked("input_fn", input_fn)
+        prepare = _hook("input_fn", input_fn)
         module.register_forward_pre_hook(lambda mod, inputs: prepare(mod, inputs, mesh))
     if output_fn is not None:
-        finish = _checked("output_fn", output_fn)
+        finish = _hook("output_fn", output_fn)
         module.register_forward_hook(lambda mod, _, outputs: finish(mod, outputs, mesh))
     return module
 
 
-def _checked(name: str, function: HookFn) -> HookFn:
-    """Return the function, or raise if it does not take three arguments."""
+def _hook(name: str, function: Any) -> Callable[[nn.Module, Any, DeviceMesh], object]:
+    """The function as one of three arguments. One of two, without the module, is accepted as PyTorch does."""
     count = len(inspect.signature(function).parameters)
-    if count != 3:
+    if count == 3:
+        three: Callable[[nn.Module, Any, DeviceMesh], object] = function
+        return three
+    if count != 2:
         raise InputError(f"{name} takes {count} arguments", f"it is called as {name}(module, values, device_mesh)")
-    return function
+    warnings.warn(
+        f"{name} of two arguments is deprecated: take three, {name}(module, values, device_mesh)",
+        FutureWarning,
+        stacklevel=3,
+    )
+    return lambda module, values, mesh: function(values, mesh)

@@ -66,13 +66,13 @@ def call(op: OpOverload, *args: Any) -> Any:
 def where_distributed(func: OpOverload, run: Callable[..., object]) -> Callable[..., object]:
     """The kernel that calls `run(keys, *args, **kwargs)` if all tensors are distributed.
 
-    Plain tensors count as such where the user says that they are replicated; those without dims are numbers.
+    Plain tensors count as such where the user says that they are replicated; those of one element are numbers.
     """
 
     def kernel(keys: Keys, *args: object, **kwargs: object) -> object:
         tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         plain = [tensor for tensor in tensors if not isinstance(tensor, DTensorBase)]
-        if len(plain) < len(tensors) and (modes.implicit_replication or not any(tensor.dim() for tensor in plain)):
+        if len(plain) < len(tensors) and (modes.implicit_replication or all(tensor.numel() == 1 for tensor in plain)):
             return run(keys, *args, **kwargs)
         return call_original(func, keys, *args, **kwargs)
 

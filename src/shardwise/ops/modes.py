@@ -1,7 +1,9 @@
-"""The modes of this thread, as ops and dispatch read them; `dispatch.modes` switches them."""
+"""The modes of this thread, as ops and dispatch read them; users switch them with `dispatch.modes`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from .._torch.tls import ThreadValue
@@ -16,6 +18,17 @@ class Switches(NamedTuple):
 
 
 current = ThreadValue("modes", Switches())
+
+
+@contextmanager
+def switched(**switches: bool) -> Iterator[None]:
+    """Inside, these modes are on or off."""
+    before = current.get()
+    current.set(before._replace(**switches))
+    try:
+        yield
+    finally:
+        current.set(before)
 
 
 class Modes:

@@ -94,6 +94,9 @@ class Op:
     """The op looks at the shape of its operand, not at its values: a Partial operand need not be reduced."""
     keeps_sizes: bool = False
     """Results have the sizes of the operands' dims, though the rule has a kernel or a size argument."""
+    takes_plain: bool = False
+    """The decomposition takes plain tensors and tensors of several meshes besides distributed ones: it looks at shapes
+    alone, or its answer is the same on all ranks whatever a plain tensor holds on each."""
     takes_empty: bool = False
     """The op may be called on empty shards: what it returns there cannot be made from its metadata."""
     makes_tensors: bool = False
@@ -126,6 +129,7 @@ class Facts(TypedDict, total=False):
     reads_numbers: bool
     reads_shape_only: bool
     keeps_sizes: bool
+    takes_plain: bool
     takes_empty: bool
     makes_tensors: bool
     derivative_makes_tensors: bool

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..notation.build import dims_text, join, normalized, reduction, replicated_dims
 from .call import Call
 from .kernel import LocalCall, LocalResult
+from .modes import switched
 from .op import Local
 from .registry import definitions_in
 
@@ -126,8 +127,14 @@ define("aten::_local_scalar_dense", "[x..] -> ")
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
-    """Whether all elements are equal: ranks exchange one bit each, not the tensors."""
-    return one.shape == other.shape and bool((one == other).all().item())
+    """Whether all elements are equal: ranks exchange one bit each, not the tensors.
+
+    With a plain tensor, whether what each rank holds of the distributed one equals that part of its plain one.
+    """
+    if one.shape != other.shape:
+        return False
+    with switched(implicit_replication=True):
+        return bool((one == other).all().item())
 
 
 def close(one: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
@@ -140,6 +147,6 @@ def same_shape(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape
 
 
-define("aten::equal", decomposition=equal)
+define("aten::equal", decomposition=equal, takes_plain=True)
 define("aten::allclose", decomposition=close)
-define(("aten::is_same_size", "aten::_has_same_storage_numel"), decomposition=same_shape)
+define(("aten::is_same_size", "aten::_has_same_storage_numel"), decomposition=same_shape, takes_plain=True)

@@ -58,7 +58,7 @@ def _is_given_distributed_tensors_alone(args: tuple[object, ...], kwargs: dict[s
     for tensor in _tensors((args, kwargs)):
         if isinstance(tensor, DTensorBase):
             found = True
-        elif tensor.dim():
+        elif tensor.numel() != 1:
             return False
     return found
 
