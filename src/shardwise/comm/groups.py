@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.device_mesh import flattened_meshes, has_groups, root_mesh
+from .._torch.modes import without_modes
 from ..errors import MeshError
 from ..sharding.mesh import (
     Axes,
@@ -46,7 +47,7 @@ def adopt(mesh: DeviceMesh) -> MeshInfo:
     found = active_runtime().adopted.get(id(mesh))
     if found is not None:
         return found[1]
-    with making:
+    with making, without_modes():
         return _adopt(mesh)
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .._torch.fake_tensors import has_readable_values
 from ..notation.build import dims_text, join
 from .call import Call
 from .kernel import Cut, Kernel, KernelRun, LocalCall, without_communication
@@ -23,7 +24,7 @@ define = definitions_in(__name__)
 
 def shifted(index: Tensor, cut: Cut, wraps: bool = False) -> tuple[Tensor, Tensor]:
     """Indices into this rank's rows, and a mask of those in range. `wraps`: negative ones count from the end."""
-    if index.device.type == "cpu" and index.numel():
+    if index.numel() and has_readable_values(index):
         low, high = index.aminmax()
         if low < (-cut.size if wraps else 0) or high >= cut.size:
             wrong = low if low < 0 else high

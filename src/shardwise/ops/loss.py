@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch.above_autograd import Keys
+from .._torch.fake_tensors import has_readable_values
 from .._torch.ops import OpOverload
 from ..notation.build import pointwise
 from .above_autograd import where_distributed
@@ -167,7 +168,7 @@ def _local_targets(call: LocalCall, scores: int) -> Tensor:
     layout, target = call.given[scores], call["target"]
     dim = min(1, len(layout.dims) - 1)
     counted = target != call["ignore_index"]
-    if target.device.type == "cpu":
+    if has_readable_values(target):
         wrong = target[counted & ((target < 0) | (target >= layout.shape[dim]))]
         if wrong.numel():
             raise IndexError(f"Target {wrong.flatten()[0].item()} is out of bounds.")

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from .._torch.fake_tensors import in_fake_mode
 from .._torch.tls import ThreadValue
 from ..comm.local_moves import take_slice
 from ..errors import InputError
@@ -56,7 +57,7 @@ def is_exact() -> bool:
 class Draw:
     """The numbers of one call, for a tensor of this global shape, stride and dtype. Using it advances the generator."""
 
-    __slots__ = ("_device", "_generator", "_global", "_key", "_meta", "_replicated")
+    __slots__ = ("_device", "_generator", "_global", "_has_data", "_key", "_meta", "_replicated")
 
     def __init__(
         self, mesh_info: MeshInfo, meta: TensorMeta, device: torch.device, generator: torch.Generator | None
@@ -65,7 +66,8 @@ class Draw:
         self._key: Key | None = None
         self._global: Tensor | None = None
         self._replicated = Layout.make(mesh_info.sizes, tuple((Factor(size, ()),) for size in meta.shape))
-        if device.type == "meta":
+        self._has_data = device.type != "meta" and not in_fake_mode()
+        if not self._has_data:
             return
         self._generator = generator = generator_for((generator,), device)
         if generator.device.type not in ("cpu", device.type):
@@ -86,8 +88,8 @@ class Draw:
     ) -> Tensor:
         """Return what an in-place op writes to the shard of the rank at this coordinate, in `out` if that fits."""
         dtype = self._meta.dtype if dtype is None else dtype
-        if self._device.type == "meta":
-            return torch.empty(layout.local_shape(at), dtype=dtype, device="meta")
+        if not self._has_data:
+            return torch.empty(layout.local_shape(at), dtype=dtype, device=self._device)
         key = None if name == "randperm" else self.key  # no element of a permutation can be drawn alone
         if key is None:
             return take_slice(self._draw_global(name, arguments, dtype), self._replicated, layout, at).to(self._device)
@@ -99,7 +101,7 @@ class Draw:
     @property
     def key(self) -> Key | None:
         """The key from which elements are computed by index; None where the global tensor is drawn."""
-        if self._key is None and not is_exact() and self._meta.shape.numel() > WHOLE_UP_TO:
+        if self._key is None and self._has_data and not is_exact() and self._meta.shape.numel() > WHOLE_UP_TO:
             self._key = draw_key(self._generator)
         return self._key
 

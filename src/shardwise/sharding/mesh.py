@@ -7,6 +7,7 @@ all, which the simulated world needs. Equal meshes of one world share one `MeshI
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import cached_property
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._torch.collectives import group_named
 from .._torch.device_mesh import innermost_mesh, mesh_without_groups, parallel_instances
+from .._torch.modes import without_modes
 from ..errors import InputError, MeshError
 from .once import making
 from .runtime import Runtime, runtime_of_world
@@ -59,16 +61,19 @@ class MeshInfo:
     @cached_property
     def instances(self) -> torch.Tensor:
         """The ranks of every parallel instance of this mesh, of shape `(instances, *sizes)`."""
-        return parallel_instances(self.mesh)
+        with without_modes():  # a fake tensor has no ranks to read
+            return parallel_instances(self.mesh)
 
     @cached_property
     def coordinates(self) -> tuple[Coordinate, ...]:
         """For each rank of the world its coordinate in its own instance, () for ranks outside the mesh."""
         found: list[Coordinate] = [()] * self.world_size
-        places = torch.cartesian_prod(*(torch.arange(n) for n in self.sizes)).view(-1, len(self.sizes)).tolist()
-        for instance in self.instances.flatten(1).tolist():
+        places = list(itertools.product(*map(range, self.sizes)))
+        with without_modes():
+            instances = self.instances.flatten(1).tolist()
+        for instance in instances:
             for rank, place in zip(instance, places, strict=True):
-                found[rank] = tuple(place)
+                found[rank] = place
         return tuple(found)
 
     def covers_world(self) -> bool:
@@ -78,8 +83,9 @@ class MeshInfo:
     def rank_groups(self, axes: Axes) -> list[list[int]]:
         """All groups of ranks that differ only on these axes, each in mesh order."""
         others = [1 + axis for axis in range(len(self.sizes)) if axis not in axes]
-        grouped = self.instances.permute(0, *others, *(1 + axis for axis in axes))
-        return cast(list[list[int]], grouped.reshape(-1, math.prod(self.sizes[axis] for axis in axes)).tolist())
+        with without_modes():
+            grouped = self.instances.permute(0, *others, *(1 + axis for axis in axes))
+            return cast(list[list[int]], grouped.reshape(-1, math.prod(self.sizes[axis] for axis in axes)).tolist())
 
     def axis_index(self, name: str | int) -> int:
         """The index of an axis given by name or index."""

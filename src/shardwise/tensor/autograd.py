@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._torch.autograd import QuickFunction
 from .._torch.backward_pass import materialized
+from .._torch.fake_tensors import is_fake
 from ..comm.redistribute import redistribute_local, start_redistribute
 from ..dispatch.gather_cache import mark_exposed
 from ..errors import InputError, MixedTensorError
@@ -84,7 +85,7 @@ def as_distributed_gradient(grad: Tensor, spec: DTensorSpec) -> DTensorBase:
     if isinstance(grad, DTensorBase):
         return grad
     plain = materialized(grad.detach())
-    if bool(plain.any()):
+    if not is_fake(plain) and bool(plain.any()):
         raise MixedTensorError(
             f"the gradient of {spec!r} is a plain tensor of shape {list(grad.shape)}",
             "return a DTensor from the hook or autograd function that made it: DTensor.from_local(...)",

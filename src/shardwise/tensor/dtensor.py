@@ -44,7 +44,7 @@ from ..sharding.placement import (
 from ..sharding.spec import DTensorSpec, TensorMeta, rebuild_spec
 from ..world import RankTensor
 from .autograd import FromLocal, ToLocal, grad_spec_of_local, to_spec
-from .from_local import check_plain_tensor, copy_to_replicas, on_mesh, spec_of_local
+from .from_local import check_plain_tensor, copy_to_replicas, on_mesh, spec_of_local, without_grad
 from .leaf_gradient import LeafGradient, reduce_gradient_of
 from .sources import Replayed, replayed
 
@@ -122,7 +122,7 @@ class DTensor(DTensorBase):
         if isinstance(local, DTensor):
             raise InputError("from_local got a DTensor", "pass its local shard, x.to_local(), or use x.redistribute")
         mesh_info = adopt(device_mesh if device_mesh is not None else current_mesh())
-        data = on_mesh(local.detach(), mesh_info)
+        data = on_mesh(without_grad(local), mesh_info)
         spec = spec_of_local(data, mesh_info, placements, shape, stride, run_check)
         if mesh_info.outside:
             data = shard_outside(spec.ndim, spec.dtype, data.device)

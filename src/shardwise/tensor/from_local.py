@@ -12,7 +12,9 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from .._torch.fake_tensors import has_readable_values
 from ..comm.exchange import broadcast_move
 from ..comm.transport import check_reducible
 from ..errors import InputError, ShapeError
@@ -61,6 +63,12 @@ class _ToRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> tuple[object, ...]:
         return grad, None
+
+
+def without_grad(tensor: Tensor) -> Tensor:
+    """A tensor of the same memory that autograd does not record. A tensor of some other class stays itself unless it
+    requires grad: what `detach` makes of it may lack its attributes."""
+    return tensor.detach() if type(tensor) in (Tensor, Parameter, RankTensor) or tensor.requires_grad else tensor
 
 
 def copy_to_replicas(local: Tensor, mesh_info: MeshInfo, placements: Sequence[Placement]) -> Tensor:
@@ -176,7 +184,7 @@ def _checked_shape(local: Tensor, given: _Given) -> torch.Size | None:
 
 def _fingerprint(local: Tensor) -> int:
     """A number that differs for different data."""
-    if local.device.type == "meta":
+    if not has_readable_values(local):
         return 0
     data = local.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     return int.from_bytes(hashlib.blake2b(data.numpy().tobytes(), digest_size=8).digest(), "little", signed=True)

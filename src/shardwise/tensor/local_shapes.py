@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._torch.fake_tensors import in_fake_mode
 from ..comm.exchange import all_gather_ranks
 from ..errors import LayoutError, ShapeError
 from ..sharding.from_placements import from_placements
@@ -48,7 +49,8 @@ class LocalShapes:
             self.dtypes = dict.fromkeys(self.shapes, local.dtype)
             self.memory_order = _memory_order(local.shards[0])
             self.fingerprints = {rank: fingerprint(shard) for rank, shard in enumerate(local.shards)}
-        elif ask and mesh_info.backend != "fake" and not mesh_info.outside:  # the fake backend has no peers to ask
+        elif ask and mesh_info.backend != "fake" and not mesh_info.outside and not in_fake_mode():
+            # The fake backend and fake tensors have no peers to ask.
             self._ask(local, given, fingerprint(local))
         else:
             self.shapes = {dist.get_rank(): tuple(local.shape)}
@@ -61,7 +63,8 @@ class LocalShapes:
         row = [_DTYPES.index(local.dtype), fingerprint]
         for values in lists:
             row += [len(values), *values, *[0] * (_MAX_DIMS - len(values))]
-        table = all_gather_ranks(torch.tensor(row, device=local.device), self.mesh_info).tolist()
+        device = local.device if not local.is_meta else self.mesh_info.device_type
+        table = all_gather_ranks(torch.tensor(row, device=device), self.mesh_info).tolist()
         rank = dist.get_rank()
         instance = next(ranks for ranks in self.mesh_info.instances.flatten(1).tolist() if rank in ranks)
         self.dtypes = {rank: _DTYPES[row[0]] for rank, row in zip(instance, table, strict=True)}

@@ -38,7 +38,7 @@ def map_ranks(fn: Callable[..., T], *tensors: object) -> T:
 
 def replicate(tensor: torch.Tensor, ranks: int | None = None) -> RankTensor:
     """Return a RankTensor with a copy of one tensor for each of `ranks` ranks (default: those of the running world)."""
-    tensor = tensor.detach()
+    tensor = tensor.detach() if tensor.requires_grad else tensor
     return RankTensor([tensor.clone() for _ in range(ranks or _world_size())])
 
 
