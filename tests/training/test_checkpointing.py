@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.profiler import record_function
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -16,7 +17,10 @@ from torch.utils.checkpoint import (
 )
 
 import shardwise
+from shardwise import init_device_mesh
+from shardwise.debug import CommDebugMode
 from tests.ops.helpers import ranks
+from tests.processes.pool import on_processes
 from tests.training.models import PLACINGS, cut_batch, network, placed
 from tests.training.parameters import whole_of
 
@@ -26,6 +30,13 @@ def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def inner_layers(module: nn.Sequential, x: torch.Tensor, reentrant: bool) -> torch.Tensor:
+    """Each half of the layers computed again by itself."""
+    for half in (module[:3], module[3:]):
+        x = checkpoint(half, x, use_reentrant=reentrant)
+    return x
+
+
 WAYS: dict[str, Any] = {
     "reentrant": lambda module, x: checkpoint(module, x, use_reentrant=True),
     "not reentrant": lambda module, x: checkpoint(module, x, use_reentrant=False),
@@ -33,6 +44,20 @@ WAYS: dict[str, Any] = {
     "selective": lambda module, x: checkpoint(
         module, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy)
     ),
+    "selective, by a list of ops": lambda module, x: checkpoint(
+        module,
+        x,
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]),
+    ),
+    "with contexts": lambda module, x: checkpoint(
+        module, x, use_reentrant=False, context_fn=lambda: (record_function("forward"), CommDebugMode())
+    ),
+    "nested": lambda module, x: checkpoint(inner_layers, module, x, False, use_reentrant=False),
+    "nested, reentrant inside": lambda module, x: checkpoint(inner_layers, module, x, True, use_reentrant=False),
+    "nested in reentrant": lambda module, x: checkpoint(inner_layers, module, x, False, use_reentrant=True),
+    "segments, reentrant": lambda module, x: checkpoint_sequential(module, 2, x, use_reentrant=True),
+    "by name": lambda module, x: checkpoint(lambda *, inputs: module(inputs), inputs=x, use_reentrant=False),
 }
 
 
@@ -49,11 +74,45 @@ def gradients(module: nn.Module, run: Any, mesh: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", PLACINGS)
 def test_the_same_numbers_with_dropout(name: str, run: Any) -> None:
     with ranks(2, 2) as mesh:
-        wanted = gradients(placed(network(0.5), mesh, PLACINGS[name]), lambda module, x: module(x), mesh)
-        assert (wanted[0] == 0).float().mean() < 0.5
-        found = gradients(placed(network(0.5), mesh, PLACINGS[name]), run, mesh)
+        check_same_numbers(mesh, name, run)
+
+
+@on_processes
+def test_the_same_numbers_on_processes() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    for way in ("reentrant", "selective", "nested"):
+        check_same_numbers(mesh, "tensor parallel", WAYS[way])
+
+
+def check_same_numbers(mesh: Any, name: str, run: Any) -> None:
+    wanted = gradients(placed(network(0.5), mesh, PLACINGS[name]), lambda module, x: module(x), mesh)
+    assert (wanted[0] == 0).float().mean() < 0.5
+    found = gradients(placed(network(0.5), mesh, PLACINGS[name]), run, mesh)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_without_the_state_of_the_generator(reentrant: bool) -> None:
+    def run(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = checkpoint(module, x, use_reentrant=reentrant, preserve_rng_state=False)
+        return result
+
+    with ranks(2, 2) as mesh:
+        make = lambda: placed(network(), mesh, PLACINGS["tensor parallel"])  # noqa: E731  # without dropout
+        found, wanted = gradients(make(), run, mesh), gradients(make(), lambda module, x: module(x), mesh)
         for a, b in zip(found, wanted, strict=True):
             torch.testing.assert_close(a, b)
+        torch.manual_seed(0)
+        before = torch.get_rng_state()
+        with_dropout = placed(network(0.5), mesh, PLACINGS["tensor parallel"])
+        torch.set_rng_state(before)
+        run(with_dropout, cut_batch(1, mesh).requires_grad_()).sum().backward()
+        drawn_twice = torch.get_rng_state()
+        torch.set_rng_state(before)
+        for _ in range(2):
+            with_dropout(cut_batch(1, mesh))
+        assert torch.equal(torch.get_rng_state(), drawn_twice)
 
 
 def test_early_stop_and_determinism_checks() -> None:
