@@ -6,6 +6,22 @@ from collections.abc import Callable
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+outside_transforms = temporarily_clear_interpreter_stack
+"""`with outside_transforms():` runs code as if no transform were active. For tensors that no transform has wrapped."""
+
+is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor is the wrapper that a transform has put around another one. Such a wrapper is a plain `Tensor`."""
+
+
+def innermost(tensor: Tensor) -> Tensor:
+    """The tensor inside all wrappers of transforms."""
+    while is_wrapped(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
 
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether a transform of `torch.func` (vmap, grad, jvp) is active in this thread."""

@@ -1,7 +1,8 @@
 """Plain tensors among distributed ones.
 
-A plain tensor with dims may differ from rank to rank, so it is an error unless it is known to be replicated. Then it
-becomes a distributed tensor with replicated placements, and an op takes the shard of it that it needs.
+A plain tensor with dims may differ from rank to rank, so it is an error unless it is known to be replicated, as one
+without data is. Then it becomes a distributed tensor with replicated placements, and an op takes the shard that it
+needs.
 
 A plain tensor of one element, also an expanded one, is a number, and may meet distributed tensors. A distributed tensor
 without dims that meets tensors of another mesh, or plain ones, is reduced and passed as a plain number: the norm of
@@ -44,7 +45,7 @@ def with_replicas(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
     for name, tensor in named:
         if not is_plain(tensor) or (like := meets(name)) is None:
             continue
-        if not (_is_number(tensor) or taken_as_replicated(tensor) or _is_index(op, name)):
+        if not (tensor.is_meta or _is_number(tensor) or taken_as_replicated(tensor) or _is_index(op, name)):
             raise mixed_tensors(op, name, tensor)
         if tensor not in written:
             record_replicated(tensor)

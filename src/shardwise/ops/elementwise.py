@@ -88,6 +88,8 @@ def of_gradient(call: Call) -> str:
 
 define("aten::div", div)
 define(("aten::clamp", "aten::clip"), clamp)
+# With these, forward derivatives work out the shape of a sum or product of which one operand is known to be zero.
+define(("prims::add", "prims::sub", "prims::mul", "prims::div"), pointwise(2))
 define(
     [
         f"aten::{name}_backward"

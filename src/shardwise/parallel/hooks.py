@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import pytree
+from .._torch.transforms import innermost, transforms_active
 from ..errors import MeshError, ShapeError
 from ..sharding.placement import Placement, Shard
 from ..sharding.spec import DTensorSpec, contiguous_meta, normalize_placements
@@ -54,6 +55,8 @@ class InputConverter:
         """Return the tensor that the module gets; values of other types unchanged."""
         if not isinstance(value, Tensor):
             return value
+        if transforms_active():  # the wrappers that they make are no tensors to remember
+            return self._convert(value)
         if isinstance(value, DTensor) and not self.use_local and self.targets.get(value._spec) is value._spec:
             return value
         key = (self.key, torch.is_grad_enabled())
@@ -75,6 +78,8 @@ class InputConverter:
         """Return a local tensor as a DTensor with `layout`; a DTensor, or any tensor without a layout, unchanged."""
         if isinstance(value, DTensor) and not self.axis.is_local(value):
             return value
+        if transforms_active() and isinstance(innermost(value), DTensor):
+            return value  # in the wrapper of a transform, which can be neither redistributed nor handed out as local
         if self.layout is None:
             return value
         shape = None

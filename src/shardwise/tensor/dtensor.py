@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.optim import accept_class
+from .._torch.transforms import transforms_active
 from .._torch.wrapper import make_wrapper, no_torch_function, outside_inference_mode
 from ..comm.groups import adopt, before_first_use
 from ..comm.on_ranks import shard_outside
@@ -47,6 +48,7 @@ from .autograd import FromLocal, ToLocal, grad_spec_of_local, to_spec
 from .from_local import check_plain_tensor, copy_to_replicas, on_mesh, spec_of_local, without_grad
 from .leaf_gradient import LeafGradient, reduce_gradient_of
 from .sources import Replayed, replayed
+from .transformed import from_local_transformed
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -121,6 +123,10 @@ class DTensor(DTensorBase):
         local = check_plain_tensor(local_tensor, "from_local")
         if isinstance(local, DTensor):
             raise InputError("from_local got a DTensor", "pass its local shard, x.to_local(), or use x.redistribute")
+        if transforms_active():
+            given = {"run_check": run_check, "shape": shape, "stride": stride, "grad_placements": grad_placements}
+            mesh = device_mesh if device_mesh is not None else current_mesh()
+            return from_local_transformed(local, mesh, {"placements": placements, **given})
         mesh_info = adopt(device_mesh if device_mesh is not None else current_mesh())
         data = on_mesh(without_grad(local), mesh_info)
         spec = spec_of_local(data, mesh_info, placements, shape, stride, run_check)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .._torch.fake_tensors import has_readable_values
+from .._torch.fake_tensors import is_fake
 from ..comm.exchange import broadcast_move
 from ..comm.transport import check_reducible
 from ..errors import InputError, ShapeError
@@ -184,7 +184,7 @@ def _checked_shape(local: Tensor, given: _Given) -> torch.Size | None:
 
 def _fingerprint(local: Tensor) -> int:
     """A number that differs for different data."""
-    if not has_readable_values(local):
+    if local.is_meta or is_fake(local):
         return 0
     data = local.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     return int.from_bytes(hashlib.blake2b(data.numpy().tobytes(), digest_size=8).digest(), "little", signed=True)
