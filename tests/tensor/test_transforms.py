@@ -136,3 +136,12 @@ def test_from_local(placement: Placement) -> None:
         for in_dim in (0, 1):
             sums = vmap(norm, in_dims=in_dim)(batch.movedim(0, in_dim))
             torch.testing.assert_close(value_of(sums), copies * batch.pow(3).sum((1, 2)))
+
+
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "div"])
+def test_the_ops_by_which_forward_derivatives_find_shapes(name: str) -> None:
+    op = getattr(torch.ops.prims, name).default
+    with ranks(3) as mesh, torch.no_grad():
+        for one, other in ((Shard(0), Shard(0)), (Shard(1), Replicate()), (Replicate(), Shard(0))):
+            found = op(distribute_tensor(X, mesh, [one]), distribute_tensor(X.cos(), mesh, [other]))
+            assert_same(found, op(X, X.cos()))

@@ -192,6 +192,8 @@ def _direct() -> list[Row]:
         (aten.bincount, (rows,), {}),
         (aten.masked_select, (x, x > 0), {}),
         (aten._foreach_powsum, (_lists(1)[0], 2), {}),
+        (aten.embedding_dense_backward, (random_values(3, 5, 4), integers(6, 3, 5), 6, 2, False), {}),
+        (aten.embedding_dense_backward, (random_values(7, 4), integers(6, 7), 6, -1, True), {}),
     ]
 
 
