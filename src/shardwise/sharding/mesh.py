@@ -182,11 +182,16 @@ def mesh_like(description: MeshDescription) -> DeviceMesh:
 
     No process group is made here: ranks that make groups at different moments give them different names, and would
     then communicate in groups that do not match. A mesh without groups takes those of the first equal mesh adopted.
+    A rank outside a submesh, such as the first row of a mesh, gets the parallel instance that it belongs to.
     """
     device_type, ranks, names = description
     initialised = dist.is_initialized()
-    for mesh_info in runtime_of_world().meshes.values() if initialised else ():
-        found = mesh_info.mesh
-        if (found.device_type, found.mesh_dim_names) == (device_type, names) and torch.equal(found.mesh, ranks):
-            return found
+    known = list(runtime_of_world().meshes.values()) if initialised else []
+    alike = [m for m in known if (m.device_type, m.mesh.mesh_dim_names, m.sizes) == (device_type, names, ranks.shape)]
+    for mesh_info in alike:
+        if torch.equal(mesh_info.mesh.mesh, ranks):
+            return mesh_info.mesh
+    for mesh_info in alike:
+        if mesh_info.coordinate and any(torch.equal(instance, ranks) for instance in mesh_info.instances):
+            return mesh_info.mesh
     return mesh_without_groups(device_type, ranks, names, dist.get_rank() if initialised else 0)

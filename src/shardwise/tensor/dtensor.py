@@ -31,6 +31,7 @@ from ..dispatch.view_call import ViewCall
 from ..errors import InputError, MeshError
 from ..overrides.install import install_overrides
 from ..sharding.base import DTensorBase
+from ..sharding.layout import Coordinate
 from ..sharding.mesh import current_mesh, mesh_info_of
 from ..sharding.placement import (
     InterleavedShard,
@@ -47,6 +48,7 @@ from ..world import RankTensor
 from .autograd import FromLocal, ToLocal, grad_spec_of_local, to_spec
 from .from_local import check_plain_tensor, copy_to_replicas, on_mesh, spec_of_local, without_grad
 from .leaf_gradient import LeafGradient, reduce_gradient_of
+from .saved import loaded_shard
 from .sources import Replayed, replayed
 from .transformed import from_local_transformed
 
@@ -286,7 +288,8 @@ class DTensor(DTensorBase):
         return copied
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        return _rebuild, (self._local_tensor, self._spec, self.requires_grad, _is_param(self))
+        spec = self._spec
+        return _load, (self._local_tensor, spec, self.requires_grad, _is_param(self), spec.mesh_info.coordinate)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[object, ...]]:
         """For the compiler: the inner tensor, and what else it takes to build this one (sizes come separately)."""
@@ -345,9 +348,14 @@ def _rebuild(local: Tensor, spec: DTensorSpec, requires_grad: bool, is_param: bo
     return tensor.requires_grad_(requires_grad)
 
 
+def _load(local: Tensor, spec: DTensorSpec, requires_grad: bool, is_param: bool, saved_at: Coordinate) -> DTensor:
+    """A tensor from its pickled form; `saved_at` is the coordinate of the rank that pickled it."""
+    return _rebuild(loaded_shard(local, spec, saved_at), spec, requires_grad, is_param)
+
+
 before_first_use(install_overrides)
 accept_class(DTensor)
 # What a file of distributed tensors names, so that torch.load(..., weights_only=True) reads it.
 torch.serialization.add_safe_globals(
-    [_rebuild, rebuild_spec, Shard, InterleavedShard, Replicate, Partial, ShardOrderEntry]
+    [_load, rebuild_spec, Shard, InterleavedShard, Replicate, Partial, ShardOrderEntry]
 )

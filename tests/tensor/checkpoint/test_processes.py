@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 import shardwise
 from shardwise import DTensor, P, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from shardwise.errors import MeshError
+from shardwise.errors import MeshError, WorldError
 from tests.processes.pool import on_processes
 from tests.processes.reference import assert_same, mesh_of
 from tests.tensor.checkpoint.states import WAYS, WHOLE, blank, check, state
@@ -167,3 +167,103 @@ def test_async_save(tmp_path) -> None:
     tensors = blank(mesh, "last dim")
     dcp.load(tensors, checkpoint_id=tmp_path)
     check(tensors, mesh, "last dim")
+
+
+# ---- one rank's file on every rank -----------------------------------------------------------------------------------
+
+
+def saved_on_rank_zero(value: object, path) -> None:
+    if dist.get_rank() == 0:
+        torch.save(value, path)
+    dist.barrier()
+
+
+@on_processes
+def test_the_file_of_one_rank_loads_where_the_same_shard_belongs(tmp_path) -> None:
+    mesh = mesh_of(2, 2)
+    whole = torch.arange(35.0).view(7, 5)
+    cases = {
+        "replicated": ([Replicate(), Replicate()], {0, 1, 2, 3}),
+        "sharded over a": ([Shard(0), Replicate()], {0, 1}),
+        "sharded over b": ([Replicate(), Shard(1)], {0, 2}),
+        "sharded over both": ([Shard(0), Shard(0)], {0}),
+        "partial over a": ([Partial(), Replicate()], {0, 1}),
+    }
+    for name, (placements, loading) in cases.items():
+        x = torch.nn.Parameter(distribute_tensor(whole, mesh, placements))
+        saved_on_rank_zero({"x": x}, tmp_path / name)
+        for weights_only in (True, False):
+            if dist.get_rank() in loading:
+                y = torch.load(tmp_path / name, weights_only=weights_only)["x"]
+                assert y._spec is x._spec
+                assert_same(y.detach().to_local(), x.detach().to_local(), name)
+            else:
+                with pytest.raises(WorldError, match="the file holds the shard at a=0, b=0 of"):
+                    torch.load(tmp_path / name, weights_only=weights_only)
+
+
+@on_processes
+def test_the_error_names_what_to_write(tmp_path) -> None:
+    model = torch.nn.Linear(3, 8)
+    mesh = mesh_of(4)
+    for name, parameter in list(model.named_parameters()):
+        setattr(model, name, torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+    saved_on_rank_zero(model.state_dict(), tmp_path / "state.pt")
+    if dist.get_rank() == 2:
+        with pytest.raises(WorldError) as caught:
+            torch.load(tmp_path / "state.pt", weights_only=True)
+        assert str(caught.value) == (
+            "the file holds the shard at a=0 of f32[8@a, 3] on mesh(a=4), but this rank, at a=2, has another shard: "
+            "save with torch.distributed.checkpoint, or save x.full_tensor(), or one file for each rank"
+        )
+    full = {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
+    saved_on_rank_zero(full, tmp_path / "full.pt")
+    loaded = torch.load(tmp_path / "full.pt", weights_only=True)
+    assert all(torch.equal(loaded[name], full[name]) for name in full)
+
+
+@on_processes
+def test_the_file_of_one_row_of_a_mesh_loads_in_the_others(tmp_path) -> None:
+    mesh = mesh_of(2, 2)
+    whole = torch.arange(10.0)
+    same, sharded = distribute_tensor(whole, mesh["b"], [Replicate()]), distribute_tensor(whole, mesh["b"], [Shard(0)])
+    saved_on_rank_zero(same, tmp_path / "same.pt")
+    saved_on_rank_zero(sharded, tmp_path / "sharded.pt")
+    y = torch.load(tmp_path / "same.pt", weights_only=True)
+    assert y._spec is same._spec
+    if dist.get_rank() in (0, 2):
+        assert torch.load(tmp_path / "sharded.pt", weights_only=True)._spec is sharded._spec
+    else:
+        with pytest.raises(WorldError, match="the file holds the shard at b=0 of"):
+            torch.load(tmp_path / "sharded.pt", weights_only=True)
+
+
+@on_processes
+def load_simulated_file(path) -> None:
+    mesh = mesh_of(4)
+    distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    x = torch.load(path, weights_only=True)
+    assert_same(x.to_local(), torch.arange(10.0).chunk(4)[dist.get_rank()])
+    assert_same(x.full_tensor(), torch.arange(10.0))
+
+
+@on_processes
+def write_for_simulated(path) -> None:
+    mesh = mesh_of(4)
+    saved_on_rank_zero(distribute_tensor(torch.arange(10.0), mesh, [Shard(0)]), path / "sharded.pt")
+    saved_on_rank_zero(distribute_tensor(torch.arange(10.0), mesh, [Replicate()]), path / "same.pt")
+
+
+def test_files_between_the_worlds(tmp_path) -> None:
+    with shardwise.simulate(4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
+        torch.save(distribute_tensor(torch.arange(10.0), mesh, [Shard(0)]), tmp_path / "simulated.pt")
+    load_simulated_file(path=tmp_path / "simulated.pt")
+    write_for_simulated(path=tmp_path)
+    with shardwise.simulate(4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
+        distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        x = torch.load(tmp_path / "same.pt", weights_only=True)
+        assert torch.equal(x.shards[3], torch.arange(10.0))
+        with pytest.raises(WorldError, match=r"holds the shard at a=0 of .*, but a simulated world needs all shards"):
+            torch.load(tmp_path / "sharded.pt", weights_only=True)

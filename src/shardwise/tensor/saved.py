@@ -1,0 +1,53 @@
+"""What a pickled tensor holds, and whether it may be loaded here.
+
+A file of `torch.save` holds the shard of the rank that wrote it, together with the coordinate of that rank. It loads on
+every rank that has the same shard: the one that wrote it, and those that replicate it. Elsewhere loading is refused,
+since the tensor would silently have another rank's data.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import WorldError
+from ..sharding.layout import Coordinate
+from ..sharding.spec import DTensorSpec
+from ..world import RankTensor, current_world, replicate
+
+_FIX = "save with torch.distributed.checkpoint, or save x.full_tensor(), or one file for each rank"
+
+
+def loaded_shard(local: Tensor, spec: DTensorSpec, saved_at: Coordinate) -> Tensor:
+    """The local shard of a tensor that was saved by the rank at this coordinate. An error where that is not its shard.
+
+    A file of a simulated world holds the shards of all ranks, so every process finds its own in it.
+    """
+    if current_world() is not None:
+        if isinstance(local, RankTensor):
+            return local
+        if not spec.is_replicated():
+            raise WorldError(f"{_held(spec, saved_at)}, but a simulated world needs all shards", _FIX)
+        return replicate(local)
+    here = spec.mesh_info.coordinate
+    if isinstance(local, RankTensor) and here:
+        return local.shards[dist.get_rank()]
+    if saved_at != here and not here:
+        raise WorldError(f"{_held(spec, saved_at)}, but this rank is not in that mesh", _FIX)
+    if saved_at != here and not _same_shard(spec, saved_at, here):
+        raise WorldError(f"{_held(spec, saved_at)}, but this rank, at {_text(spec, here)}, has another shard", _FIX)
+    return local
+
+
+def _same_shard(spec: DTensorSpec, one: Coordinate, other: Coordinate) -> bool:
+    """Whether two ranks hold the same values: the same indices, and the same summands."""
+    layout = spec.layout
+    return all(one[axis] == other[axis] for axis, _ in layout.partial) and layout.runs(one) == layout.runs(other)
+
+
+def _held(spec: DTensorSpec, saved_at: Coordinate) -> str:
+    return f"the file holds the shard at {_text(spec, saved_at)} of {spec!r} on {spec.mesh_info!r}"
+
+
+def _text(spec: DTensorSpec, at: Coordinate) -> str:
+    return ", ".join(f"{name}={index}" for name, index in zip(spec.mesh_info.names, at, strict=True))
