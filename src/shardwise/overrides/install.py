@@ -1,7 +1,7 @@
 """Puts the overrides in place.
 
 Functions in Python are wrapped at once, so that who imports one by name after shardwise gets the wrapped one. Kernels
-take a while to register, so they wait for the first mesh.
+take a while to register, and `torch.distributed.checkpoint` to import, so they wait for the first mesh.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from .composites import taking_plain_as_replicated
 from .derivatives import marking_formulas
 from .out_arguments import copying_into_out
 from .python_functions import install_python_functions, uninstall_python_functions
+from .state_dicts import install_state_dict_functions, uninstall_state_dict_functions
 
 _overrides = Overrides()
 
@@ -25,12 +26,14 @@ def install_overrides() -> None:
     if not len(_overrides):
         _add_kernels()
     install_python_functions()
+    install_state_dict_functions()
 
 
 def uninstall_overrides() -> None:
     """Restore PyTorch's own functions. Distributed tensors then lack those that need an override."""
     _overrides.remove()
     uninstall_python_functions()
+    uninstall_state_dict_functions()
 
 
 def _add_kernels() -> None:

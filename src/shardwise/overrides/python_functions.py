@@ -14,29 +14,22 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from .._torch import pytree
-from .._torch.python_functions import Function, Place, disguised, functions_that_make_tensors
+from .._torch.python_functions import Function, disguised, functions_that_make_tensors
 from ..dispatch.modes import implicit_replication
 from ..sharding.base import DTensorBase
+from .replaced import Replaced
 
-_originals: dict[Place, Function] = {}
+_replaced = Replaced()
 
 
 def install_python_functions() -> None:
     """Wrap these functions, in the modules and classes that hold them."""
-    wrappers: dict[Function, Function] = {}
-    for place in functions_that_make_tensors():
-        if place not in _originals:
-            original = _originals[place] = getattr(place.owner, place.name)
-            if original not in wrappers:  # one for all the places of a function: torch.compile knows it by identity
-                wrappers[original] = disguised(_wrapped(original), original)
-            setattr(place.owner, place.name, wrappers[original])
+    _replaced.replace(functions_that_make_tensors(), _wrapped)
 
 
 def uninstall_python_functions() -> None:
     """Put the original functions back."""
-    for place, original in _originals.items():
-        setattr(place.owner, place.name, original)
-    _originals.clear()
+    _replaced.restore()
 
 
 def _wrapped(original: Function) -> Function:
@@ -49,7 +42,7 @@ def _wrapped(original: Function) -> Function:
         with replicating():
             return original(*args, **kwargs)
 
-    return wrapper
+    return disguised(wrapper, original)
 
 
 def _is_given_distributed_tensors_alone(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:

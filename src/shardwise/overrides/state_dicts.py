@@ -1,0 +1,69 @@
+"""Full state dicts: `get_state_dict` and `set_state_dict` with `full_state_dict=True`.
+
+PyTorch gathers and distributes tensors of its own class. Here its functions see full tensors only: ours are gathered
+before, and sharded like the tensors they replace after.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from .._torch import pytree
+from .._torch.python_functions import Function
+from .._torch.state_dicts import distributing_functions, gathering_functions
+from ..comm.redistribute import redistribute_local
+from ..dispatch.formulas import as_replicated
+from ..sharding.base import DTensorBase
+from .replaced import Replaced
+
+_replaced = Replaced()
+
+
+def install_state_dict_functions() -> None:
+    """Let PyTorch gather and distribute state dicts of distributed tensors. Imports `torch.distributed.checkpoint`."""
+    _replaced.replace(gathering_functions(), _gathering)
+    _replaced.replace(distributing_functions(), _distributing)
+
+
+def uninstall_state_dict_functions() -> None:
+    """Put the original functions back."""
+    _replaced.restore()
+
+
+def _gathering(original: Function) -> Function:
+    @functools.wraps(original)
+    def gather(state_dict: dict[str, Any], **options: Any) -> dict[str, Any]:
+        gathered: dict[str, Any] = {}
+        for key, value in state_dict.items():  # one by one: the original moves each to the CPU, or drops it
+            gathered.update(original({key: pytree.tree_map_only(DTensorBase, _full, value)}, **options))  # type: ignore[call-overload]
+        return gathered
+
+    return gather
+
+
+def _distributing(original: Function) -> Function:
+    @functools.wraps(original)
+    def distribute(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        ours = {key: value for key, value in local.items() if isinstance(value, DTensorBase)}
+        original(full, local, *args, **kwargs)
+        for key, like in ours.items():
+            found = local.get(key)
+            if isinstance(found, Tensor) and not isinstance(found, DTensorBase) and found.shape == like.shape:
+                local[key] = _sharded(found, like)
+
+    return distribute
+
+
+def _full(tensor: DTensorBase) -> Tensor:
+    """The global tensor, on every rank."""
+    return redistribute_local(tensor._local_tensor, tensor._spec, tensor._spec.replicated())
+
+
+def _sharded(full: Tensor, like: DTensorBase) -> DTensorBase:
+    """A tensor that every rank has in full, sharded like another one. It shares no memory with what it is made from."""
+    whole = as_replicated(full, like)
+    spec = like._spec.with_meta(whole._spec.tensor_meta)
+    return type(like).concrete.wrap(redistribute_local(whole._local_tensor, whole._spec, spec).clone(), spec)
