@@ -16,6 +16,7 @@ from .composites import taking_plain_as_replicated
 from .derivatives import marking_formulas
 from .out_arguments import copying_into_out
 from .python_functions import install_python_functions, uninstall_python_functions
+from .safetensors_writer import install_safetensors_writer, uninstall_safetensors_writer
 from .state_dicts import install_state_dict_functions, uninstall_state_dict_functions
 
 _overrides = Overrides()
@@ -27,6 +28,7 @@ def install_overrides() -> None:
         _add_kernels()
     install_python_functions()
     install_state_dict_functions()
+    install_safetensors_writer()
 
 
 def uninstall_overrides() -> None:
@@ -34,6 +36,7 @@ def uninstall_overrides() -> None:
     _overrides.remove()
     uninstall_python_functions()
     uninstall_state_dict_functions()
+    uninstall_safetensors_writer()
 
 
 def _add_kernels() -> None:
