@@ -14,6 +14,7 @@ from torch import Tensor
 from .._torch import pytree
 from ..comm.redistribute import redistribute_local
 from ..errors import CommunicationError, InputError
+from ..ops.collectives import collective_of
 from ..ops.resolve import ResolvedOp
 from ..ops.served import served_by
 from ..sharding.base import DTensorBase
@@ -32,6 +33,8 @@ class GatherWarning(UserWarning):
 
 def run_without_plan(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTensorBase], outside: bool) -> object:
     """The result of a call that no rule takes. `outside`: on a rank that is not in the mesh."""
+    if collective_of(op.func) is not None:
+        _refuse_collective(op, args, kwargs)
     if outside and not returns_tensors(op):
         return run_outside(op, args, kwargs, kind)
     if op.decomposition is not None and (result := op.decomposition(*args, **kwargs)) is not NotImplemented:
@@ -47,6 +50,16 @@ def run_without_plan(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTen
     if served_by(op.func) != "rule" and not op.needs_data:
         _warn_of_gathering(op)
     return _run_on_gathered(op, args, kwargs, kind)
+
+
+def _refuse_collective(op: ResolvedOp, args: Args, kwargs: Kwargs) -> None:
+    """Raise an error: a collective is a call on what each rank holds, not on the global tensor."""
+    specs = ", ".join(repr(tensor._spec) for tensor in distributed(args, kwargs)[:3])
+    raise InputError(
+        f"{op.func} is a collective on the local tensors of ranks, and was called with the DTensor {specs}",
+        "pass x.to_local(), or use x.redistribute. DistributedDataParallel takes plain parameters only: do not wrap a "
+        "model with distributed ones in it, their gradients are reduced already",
+    )
 
 
 def _warn_of_gathering(op: ResolvedOp) -> None:

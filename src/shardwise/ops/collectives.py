@@ -4,7 +4,7 @@
 'all-reduce'
 
 The functional collectives return their result. Those in the namespace `c10d`, behind `torch.distributed.all_reduce` and
-others, write it into their first argument. No DTensor is an argument of either: the records are for tools that count.
+others, write it into their first argument. A DTensor as an argument of either is refused.
 """
 
 from __future__ import annotations

@@ -274,6 +274,15 @@ class DTensor(DTensorBase):
 
     share_memory_ = apply_ = map_ = __dlpack__ = _has_no_memory
 
+    def storage(self) -> Any:
+        """Raise an error: libraries that write tensors to files ask for the memory."""
+        raise InputError(
+            f"{self._spec!r} is a DTensor and has no storage that holds its values, as safetensors and the libraries "
+            "that use it need",
+            "save full tensors: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
+            "torch.distributed.checkpoint.state_dict, or x.full_tensor() for one tensor",
+        )
+
     # ---- copies and files -----------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:

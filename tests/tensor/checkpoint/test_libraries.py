@@ -1,0 +1,103 @@
+"""Libraries that write tensors to files or wrap models: they get full tensors, or a clear error, never one shard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+import shardwise
+from shardwise import Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
+from shardwise.errors import InputError
+from tests.processes.pool import on_processes
+from tests.processes.reference import assert_same, mesh_of
+
+safetensors = pytest.importorskip("safetensors.torch")
+FULL = StateDictOptions(full_state_dict=True)
+NO_STORAGE = "is a DTensor and has no storage that holds its values"
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(3)
+    return nn.Linear(6, 8)
+
+
+def sharded(model: Any, mesh: Any, placements: Any) -> Any:
+    def shard(name: str, module: nn.Module, mesh: Any) -> None:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            placed = distribute_tensor(parameter.detach(), mesh, placements)
+            module.register_parameter(name, nn.Parameter(placed))
+
+    return distribute_module(model, mesh, shard)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
+def test_safetensors_refuses_distributed_tensors(tmp_path: Path, placement: Any) -> None:
+    with shardwise.simulate(2):
+        model = sharded(linear(), init_device_mesh("cpu", (2,)), [placement])
+        for save in (
+            lambda path: safetensors.save_file(model.state_dict(), path),
+            lambda path: safetensors.save_model(model, path),
+        ):
+            with pytest.raises(InputError, match=NO_STORAGE):
+                save(tmp_path / "model.safetensors")
+        assert not list(tmp_path.iterdir())
+
+
+@on_processes
+def test_safetensors_on_processes(tmp_path: Path) -> None:
+    model = sharded(linear(), mesh_of(4), [Shard(0)])
+    with pytest.raises(InputError, match=NO_STORAGE):
+        safetensors.save_model(model, tmp_path / "model.safetensors")
+    full = get_model_state_dict(model, options=FULL)
+    if dist.get_rank() == 0:
+        safetensors.save_file(full, tmp_path / "model.safetensors")
+    dist.barrier()
+    for name, value in safetensors.load_file(tmp_path / "model.safetensors").items():
+        assert_same(value, linear().state_dict()[name], name)
+
+
+@on_processes
+def test_collectives_on_distributed_tensors_are_refused() -> None:
+    x = distribute_tensor(torch.arange(8.0), mesh_of(4), [Shard(0)])
+    for call in (dist.all_reduce, lambda x: dist.broadcast(x, 0), lambda x: dist.all_gather([x] * 4, x)):
+        with pytest.raises(InputError, match=r"is a collective on the local tensors of ranks, .* f32\[8@a\]"):
+            call(x)
+    dist.all_reduce(x.to_local())
+    assert_same(x.to_local(), torch.tensor([12.0, 16.0]))
+
+
+@on_processes
+def test_data_parallel_wrappers_are_refused() -> None:
+    for placement in (Shard(0), Replicate()):
+        with pytest.raises(InputError, match="DistributedDataParallel takes plain parameters only"):
+            nn.parallel.DistributedDataParallel(sharded(linear(), mesh_of(4), [placement]))
+
+
+@on_processes
+def test_transformers_and_accelerate(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    accelerate = pytest.importorskip("accelerate")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=32
+    )
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(config)
+    wanted = {name: value.clone() for name, value in plain.state_dict().items()}
+    model = sharded(plain, mesh_of(4), [Shard(0)])
+    with pytest.raises(InputError, match=NO_STORAGE):
+        model.save_pretrained(tmp_path / "shards")
+    with pytest.raises(InputError, match=NO_STORAGE):
+        accelerate.Accelerator(cpu=True).save_model(model, tmp_path / "shards")
+    full = get_model_state_dict(model, options=FULL)
+    if dist.get_rank() == 0:
+        model.save_pretrained(tmp_path / "full", state_dict=full)
+    dist.barrier()
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "full")
+    for name, value in loaded.state_dict().items():
+        assert_same(value, wanted[name], name)
