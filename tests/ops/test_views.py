@@ -30,6 +30,8 @@ from tests.notation.brute import check_cuts, cuttable
         ((), (1, 1), "-> 1 1 ; size=(1 1)"),
         ((1,), (), "1 -> ; size=()"),
         ((7,), (7,), "a -> a ; size=(a)"),
+        ((1, 2, 4), (1, 8), "a b c -> a (b c) ; size=(a (b c))"),
+        ((6, 1, 4), (2, 3, 1, 4), "(a b) c d -> a b c d ; size=(a b c d)"),
         ((4, 0, 3), (4, 0), "a b [c] -> a b ; size=(a b)"),
         ((0, 4), (2, 0), "[a] [b] -> [c] [d] ; size=(c d)"),
     ],

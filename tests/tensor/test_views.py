@@ -410,3 +410,14 @@ def test_tensors_turned_into_views_of_themselves(turn: Callable[[Tensor], Tensor
             x = make_dtensor(value, mesh, [placement], seed=0)
             assert turn(x) is x
             assert torch.equal(whole(x), turn(value.clone()))
+
+
+def test_a_sharded_dim_of_size_one_stays_sharded() -> None:
+    with shardwise.simulate(4):
+        mesh = init_device_mesh("cpu", (4,))
+        x = shardwise.distribute_tensor(torch.arange(8.0).view(1, 2, 2, 2), mesh, [Shard(0)])
+        with shardwise.explicit():  # no communication
+            y = x.view(1, 2, 4)
+        assert y.placements == (Shard(0),)
+        assert [tuple(shard.shape) for shard in y.shards.values()] == [(1, 2, 4), *[(0, 2, 4)] * 3]
+        assert y.shards[0].data_ptr() == x.shards[0].data_ptr()

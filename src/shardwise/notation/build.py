@@ -124,6 +124,10 @@ class _Walk:
         i = j = -1
         rest_old = rest_new = passed_old = passed_new = 1
         while True:
+            # Dims of size 1 in the same place are one dim: it may be sharded, with one rank that holds it.
+            while rest_old == rest_new == 1 and passed_old == passed_new and self._both_one(i + 1, j + 1):
+                i, j = i + 1, j + 1
+                self.factor(1, self.left[i], self.right[j])
             while rest_old == 1 and i + 1 < len(self.old):
                 i, rest_old = i + 1, self.old[i + 1]
             while rest_new == 1 and j + 1 < len(self.new):
@@ -141,6 +145,9 @@ class _Walk:
             else:
                 self.factor(rest_new, self.right[j])
                 rest_new, passed_new = 1, passed_new * rest_new
+
+    def _both_one(self, i: int, j: int) -> bool:
+        return i < len(self.old) and j < len(self.new) and self.old[i] == self.new[j] == 1
 
     def common_prefix(self) -> None:
         """Find the factors of shapes without elements, whose products say nothing: the dims up to a difference."""

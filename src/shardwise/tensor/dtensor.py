@@ -74,7 +74,10 @@ class DTensor(DTensorBase):
 
     @staticmethod
     def __new__(cls, local_tensor: Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
-        """Make the tensor that has this spec and, on this rank, this local shard. Nothing is checked or copied."""
+        """Make the tensor that has this spec and, on this rank, this local shard. Nothing is checked or copied.
+
+        A class that derives from DTensor may define `__torch_dispatch__`, and call this one. Results are DTensors.
+        """
         if local_tensor.requires_grad and not requires_grad:
             raise InputError(
                 "the DTensor constructor got a local tensor that requires grad",
