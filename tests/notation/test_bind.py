@@ -266,3 +266,11 @@ def test_split_factors_keep_their_kind() -> None:
         ("k_0", FactorKind.REDUCED),
         ("k_1", FactorKind.REDUCED),
     ]
+
+
+def test_factors_are_split_where_a_layout_begins_inside_them() -> None:
+    bound = bind(parse("(a b) c -> a b c ; a=12"), [(24, 3)], [(12, 2, 3)])
+    blocks = Layout.make((3,), ((Factor(4, ()), Factor(6, (0,))), (Factor(3, ()),)))
+    assert repr(refine(bound, [(bound.inputs[0], blocks)])).startswith("a_0=4 a_1=3 b=2 c=3")
+    across = Layout.make((3,), ((Factor(8, ()), Factor(3, (0,))), (Factor(3, ()),)))
+    assert refine(bound, [(bound.inputs[0], across)]) is bound  # 12 and 2 do not split at 8

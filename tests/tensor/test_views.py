@@ -421,3 +421,18 @@ def test_a_sharded_dim_of_size_one_stays_sharded() -> None:
         assert y.placements == (Shard(0),)
         assert [tuple(shard.shape) for shard in y.shards.values()] == [(1, 2, 4), *[(0, 2, 4)] * 3]
         assert y.shards[0].data_ptr() == x.shards[0].data_ptr()
+
+
+@pytest.mark.parametrize("sizes", [(3,), (3, 2)], ids=str)
+def test_a_flattened_dim_is_split_inside_its_blocks(sizes: tuple[int, ...]) -> None:
+    whole = torch.arange(72.0).view(4, 6, 3)
+    with shardwise.simulate(math.prod(sizes)):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
+        x = shardwise.distribute_tensor(whole, mesh, [Shard(1), Shard(0)][: len(sizes)]).flatten(0, 1)
+        with shardwise.explicit():  # no communication
+            y = x.view(12, 2, 3)
+            z = x.view(2, 2, 3, 2, 3)
+        assert repr(y.spec) == ("f32[(4 3@a), 2, 3]" if len(sizes) == 1 else "f32[(4@b 3@a), 2, 3]")
+        assert torch.equal(y.full_tensor().shards[1], whole.view(12, 2, 3))
+        assert torch.equal(z.full_tensor().shards[1], whole.view(2, 2, 3, 2, 3))
+        assert torch.equal(x.view(8, 3, 3).full_tensor().shards[1], whole.view(8, 3, 3))

@@ -12,6 +12,8 @@ m_0=2 m_1=5 k=6 n=8: m k, k n -> m n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import accumulate, pairwise
+from operator import mul
 
 from ..sharding.layout import Layout
 from .bind import Bound, BoundArgument, BoundFactor, BoundTensor
@@ -29,11 +31,38 @@ def refine(
     splits: dict[int, tuple[int, ...]] = {}
     for tensor, layout in cut:
         for factors, dim in zip(tensor.dims, layout.dims, strict=True):
-            if len(dim) > 1 and len(factors) == 1 and factors[0] not in splits:
-                name, _, kind, _ = bound.factors[factors[0]]
-                if kind is not FactorKind.REPLICATED and (kind is not FactorKind.KERNEL or anywhere(name)):
-                    splits[factors[0]] = tuple(part.size for part in dim)
+            if len(dim) > 1 and factors:
+                found = _splits_of(bound, factors, [part.size for part in dim])
+                if all(factor not in splits and _may_split(bound, factor, anywhere) for factor in found):
+                    splits.update(found)
     return _split(bound, splits) if splits else bound
+
+
+def _may_split(bound: Bound, factor: int, anywhere: Callable[[str], bool]) -> bool:
+    name, _, kind, _ = bound.factors[factor]
+    return kind is not FactorKind.REPLICATED and (kind is not FactorKind.KERNEL or anywhere(name))
+
+
+def _splits_of(bound: Bound, factors: tuple[int, ...], parts: list[int]) -> dict[int, tuple[int, ...]]:
+    """How the factors of a dim are split so that its parts begin where factors begin.
+
+    Factors of sizes 12 and 2, and parts of sizes 4 and 6: the first factor is split into 4 and 3. Empty if there is
+    nothing to split, or no such split: 4 and 6 cannot be split at 6 and 4.
+    """
+    sizes = [bound.factors[factor].size for factor in factors]
+    if len(sizes) == 1:
+        return {factors[0]: tuple(parts)}
+    ends = sorted({*accumulate(sizes, mul), *accumulate(parts, mul)})
+    if 0 in ends or any(end % start for start, end in pairwise([1, *ends])):
+        return {}
+    found: dict[int, tuple[int, ...]] = {}
+    start = 1
+    for factor, size in zip(factors, sizes, strict=True):
+        inside = [start, *(end for end in ends if start < end < start * size), start * size]
+        if len(inside) > 2:
+            found[factor] = tuple(after // before for before, after in pairwise(inside))
+        start *= size
+    return found
 
 
 def _split(bound: Bound, splits: dict[int, tuple[int, ...]]) -> Bound:
