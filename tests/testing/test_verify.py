@@ -42,6 +42,10 @@ SAMPLES = {
     "mm": Sample(torch.mm, (r(5, 4), r(4, 3)), {}),
     "cumsum": Sample(torch.cumsum, (r(5, 4), 0), {}),
     "amax": Sample(torch.amax, (r(5, 4), 0), {}),
+    "sign": Sample(torch.sign, (r(5, 4),), {}, grad=False),
+    "fmax": Sample(torch.fmax, (r(5, 4), r(5, 4, seed=1)), {}, grad=False),
+    "add": Sample(torch.add, (r(5, 4), r(5, 4, seed=1)), {}, grad=False),
+    "neg": Sample(torch.neg, (r(5, 4),), {}, grad=False),
 }
 WRONG = {
     "a mean as an average of means": ("nll_loss", "aten::nll_loss_forward", "n [c], n, [c] -> , ; reduce avg"),
@@ -50,6 +54,10 @@ WRONG = {
     "a product that forgets to sum": ("mm", "aten::mm", "m k, k n -> m n ; linear 0+1"),
     "a running sum that starts anew": ("cumsum", "aten::cumsum", "x.. -> x.. ; linear 0"),
     "a maximum that adds": ("amax", "aten::amax", "a b -> b ; linear 0"),
+    "NaN has no sign": ("sign", "aten::sign", "b.. -> b.. ; monotone 0"),
+    "fmax drops NaN": ("fmax", "aten::fmax", "b.., b.. -> b.. ; monotone 0 | 1 ; reduce max"),
+    "infinities cancel": ("add", "aten::add", "b.., b.. -> b.. ; linear 0+1 ; monotone 0"),
+    "the least integer has no opposite": ("neg", "aten::neg", "b.. -> b.. ; linear 0 ; antitone 0"),
 }
 
 
@@ -84,10 +92,13 @@ def test_a_crash_is_a_failure_of_its_entry() -> None:
 
 
 def test_every_placement_that_a_rule_allows_is_tried() -> None:
-    """m, k and n sharded, sums and averages in either operand; and k = 2 * 2 sharded inside the dim, in two ways."""
+    """m, k and n sharded, sums and averages in either operand; k = 2 * 2 sharded inside the dim, in two ways.
+
+    And, with hostile floats and integers, sums in either operand.
+    """
     calls = recorded(torch.mm, (r(5, 4), r(4, 3)), {}, grad=False)
     product = next(call for call in calls or () if call.func is torch.ops.aten.mm.default)
-    assert try_call(product, (3,)) == (9, [])
+    assert try_call(product, (3,)) == (13, [])
 
 
 def test_a_rule_that_could_allow_more(rules: Any) -> None:

@@ -98,8 +98,12 @@ def reduce_locally(stacked: Tensor, op: str) -> Tensor:
         return stacked.any(0) if op in ("sum", "max") else stacked.all(0)
     if dtype.is_floating_point and dtype.itemsize == 1:  # float8 has no arithmetic
         return reduce_locally(stacked.float(), op).to(dtype)
+    if op == "sum" and dtype.is_complex:
+        return torch.view_as_complex(reduce_locally(torch.view_as_real(stacked), op))
     if op == "sum":
-        return stacked.sum(0, dtype=dtype)
+        total = stacked.sum(0, dtype=dtype)
+        # PyTorch starts from 0.0, and so makes 0.0 of a sum of -0.0 alone.
+        return total.masked_fill_((total == 0) & stacked.signbit().all(0), -0.0) if dtype.is_floating_point else total
     if op == "product":
         return stacked.prod(0, dtype=dtype)
     if op == "avg":
@@ -107,10 +111,15 @@ def reduce_locally(stacked: Tensor, op: str) -> Tensor:
     return stacked.amax(0) if op == "max" else stacked.amin(0)
 
 
-def identity(dtype: torch.dtype, op: str) -> float | int | bool:
-    """The identity of a reduction: the value that does not change its result."""
+def identity(dtype: torch.dtype, op: str) -> complex | float | int | bool:
+    """The identity of a reduction: the value that does not change its result.
+
+    For a sum it is -0.0, since 0.0 would change -0.0.
+    """
     if op in ("sum", "avg"):
-        return 0
+        if dtype.is_complex:
+            return complex(-0.0, -0.0)
+        return -0.0 if dtype.is_floating_point and dtype.itemsize > 1 else 0
     if op == "product":
         return 1
     if dtype is torch.bool:

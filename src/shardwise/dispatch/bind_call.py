@@ -18,8 +18,9 @@ from torch import Tensor
 
 from .._torch.ops import OpOverload
 from ..notation import BindError, Bound, BoundTensor, Rule, bind, refine, without_order
-from ..ops.call import Call
+from ..ops.call import Call, is_list
 from ..ops.resolve import ResolvedOp
+from ..sharding.dtypes import sums_alike
 from ..sharding.layout import Factor, Layout, Sizes
 from ..sharding.mesh import MeshInfo
 from ..sharding.spec import TensorMeta
@@ -190,7 +191,19 @@ class _Binding:
         outputs = [_shapes(value) for value in flat if not isinstance(value, (int, float))]
         arg = self.call.arg
         sizes = {a.name: arg(a.name) for a in rule.size_arguments if arg(a.name, None) is not None}
-        return bind(rule, shapes, outputs[: len(rule.outputs)], sizes or None)
+        bound = bind(rule, shapes, outputs[: len(rule.outputs)], sizes or None)
+        return bound._replace(reduced_first=self._reduced_first()) if bound.linear else bound
+
+    def _reduced_first(self) -> frozenset[int]:
+        """The operands whose sums are reduced before the call, since a result has a dtype that sums differently."""
+        results = {tensor.dtype for tensor in tensors_in(self.outputs)}
+        found = set()
+        for position, value in enumerate(self.resolved.tensors(self.call)):
+            for tensor in value if is_list(value) else (value,):
+                dtype = getattr(tensor, "dtype", None)
+                if dtype is not None and not all(sums_alike(dtype, result) for result in results):
+                    found.add(position)
+        return frozenset(found)
 
     def _operands(self) -> tuple[list[Operand], list[Place]]:
         operands: list[Operand] = []

@@ -81,6 +81,8 @@ class Bound(NamedTuple):
     antitone: tuple[Positions, ...]
     reduce: tuple[str, ...]
     size_args: tuple[tuple[str, tuple[BoundEntry, ...]], ...]
+    reduced_first: frozenset[int] = frozenset()
+    """Operands whose sums and averages may not pass, although the op is linear in them: it changes their dtype."""
 
     def factor(self, name: str) -> int:
         """Return the index of the factor with this name."""
@@ -262,7 +264,8 @@ def passes(bound: Bound, op: str) -> tuple[Passing, ...]:
     (Passing(operands=(0,), op='min'),)
     """
     if op in ("sum", "avg"):
-        return tuple(Passing(operands, op) for operands in bound.linear)
+        allowed = (operands for operands in bound.linear if bound.reduced_first.isdisjoint(operands))
+        return tuple(Passing(operands, op) for operands in allowed)
     if op not in ("max", "min"):
         return ()
     swapped = "min" if op == "max" else "max"

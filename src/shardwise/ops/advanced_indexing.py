@@ -11,7 +11,7 @@ from .._torch.decompositions import pytorch_decomposition
 from ..notation.build import dims_text, join
 from .call import Call
 from .indexing import free, kept, shifted, with_extra_row
-from .kernel import Cut, LocalCall, without_communication
+from .kernel import Cut, LocalCall, no_summand, without_communication
 from .registry import definitions_in
 
 aten = torch.ops.aten
@@ -62,7 +62,7 @@ def index(call: LocalCall, cut: Cut) -> Tensor:
     where = Indexed(indices, call["self"].dim())
     indices[dim], hit = shifted(indices[dim], cut, wraps=True)
     if not cut.held:
-        return call["self"].new_zeros(call.local_shape())
+        return no_summand(call["self"], call.local_shape())
     indices[dim] = indices[dim].where(hit, 0)
     found = aten.index.Tensor(call["self"], indices)
     trailing = found.dim() - where.at - where.rank

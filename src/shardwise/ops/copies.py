@@ -28,11 +28,10 @@ def put_itself(given: Kwargs) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def cast(call: Call) -> str:
-    """Casts between floating dtypes pass sums; rounding to integers does not."""
-    source, target = call.tensors[0].dtype, call.arg("dtype", None)
-    exact = target is None or target == source
-    floating = exact or (source.is_floating_point and target.is_floating_point)
-    return f"x.. -> x.. {'; linear 0' if floating else ''} {'; monotone 0' if exact else ''}"
+    """Casts pass sums where dispatch allows it for these dtypes; rounding to integers is not linear."""
+    target = call.arg("dtype", None)
+    same = target is None or target == call.tensors[0].dtype
+    return SAME if same else "x.. -> x.. ; linear 0"
 
 
 define(("aten::detach", "aten::alias"), SAME, put=put_itself)

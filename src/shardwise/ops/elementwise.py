@@ -1,15 +1,16 @@
 """Elementwise ops: any dim may be sharded, and operands that broadcast along a dim are replicated there.
 
 PyTorch tags these ops, so a record is needed only for those without the tag, and for those that pass Partial operands.
-How they pass is written by hand, since tests on data are fooled too often: a sum passes through an op that is linear; a
-maximum through one that never decreases, for every value of its other arguments, and is nowhere undefined (so not
-through a logarithm).
+How they pass is written by hand, since tests on data are fooled too often. A sum passes through an op that is linear,
+unless the other operands may turn finite numbers into infinite ones, as a zero divisor does: the infinities of two
+ranks would add up to NaN. A maximum passes through ops that move numbers, or take a maximum or minimum themselves.
+Other increasing functions are not worth it: they would have to keep NaN (`sign` does not), be defined everywhere, and
+stay below infinity (`x + inf` is NaN where x is -inf on one rank).
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
@@ -25,55 +26,35 @@ define = definitions_in(__name__)
 # ---- how Partial operands pass ------------------------------------------------------------------------------------
 
 
-def passing(operands: int, clauses: str) -> Callable[[Call], str]:
-    """The rule of an elementwise op that passes Partial operands by these clauses, where their dtypes allow it."""
-    members = sorted({int(digit) for digit in re.findall(r"\d", clauses)})
-    reductions = " ; ".join(clause for clause in clauses.split(" ; ") if clause.startswith("reduce"))
-
-    def rule(call: Call) -> str:
-        dtypes = {t.dtype for i in members if (t := call.tensors[i]) is not None and hasattr(t, "dtype")}
-        passes = _exact(dtypes) and not ("antitone" in clauses and any(not d.is_signed for d in dtypes))
-        return pointwise(operands, clauses if passes else reductions)
-
-    return rule
-
-
-def _exact(dtypes: set[torch.dtype]) -> bool:
-    """Whether the op computes in the dtype in which its operands are summed.
-
-    Bools have no sum, and integers may wrap around before they are cast to something wider.
-    """
-    wide = {dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
-    return dtypes == wide or (len(dtypes) == 1 and torch.bool not in dtypes)
-
-
 def _define(operands: int, clauses: str, names: Iterable[str]) -> None:
-    define([f"aten::{name}" for name in names], passing(operands, clauses))
+    define([f"aten::{name}" for name in names], pointwise(operands, clauses))
 
 
-_define(1, "linear 0 ; antitone 0", ["neg"])
-_define(1, "linear 0 ; monotone 0", ["positive", "deg2rad", "rad2deg", "zero"])
-_define(1, "linear 0", ["conj_physical", "_conj_physical", "resolve_conj", "resolve_neg"])
-_define(1, "monotone 0", ["relu", "relu6", "floor", "ceil", "trunc", "round", "sign", "hardtanh", "hardsigmoid"])
-_define(1, "monotone 0", ["exp", "exp2", "expm1", "sigmoid", "tanh", "erf", "atan", "sinh", "asinh"])
-_define(2, "linear 0+1 ; monotone 0", ["add", "sub"])
-_define(2, "linear 0+1", ["rsub", "complex"])
+_define(1, "linear 0 ; monotone 0", ["positive", "zero"])
+_define(1, "linear 0", ["conj_physical", "_conj_physical", "resolve_conj", "resolve_neg", "deg2rad", "rad2deg"])
+_define(1, "monotone 0", ["relu", "relu6", "hardtanh"])
+_define(2, "linear 0+1", ["add", "sub", "rsub", "complex"])
 _define(2, "linear 0 | 1", ["mul"])
-# A maximum passes through `maximum` in both operands together, a minimum does not.
-_define(2, "monotone 0 | 1 | 0+1 ; reduce max", ["maximum", "fmax", "clamp_min"])
-_define(2, "monotone 0 | 1 | 0+1 ; reduce min", ["minimum", "fmin", "clamp_max"])
+# A maximum passes through `maximum` in both operands together, a minimum does not. fmax and fmin drop NaNs.
+_define(2, "monotone 0 | 1 | 0+1 ; reduce max", ["maximum", "clamp_min"])
+_define(2, "monotone 0 | 1 | 0+1 ; reduce min", ["minimum", "clamp_max"])
 _define(3, "linear 1+2 ; monotone 1+2", ["where"])
 _define(3, "linear 0+2 ; monotone 0 | 0+2", ["masked_fill"])
-_define(3, "linear 0+1", ["lerp", "addcdiv"])
+_define(3, "linear 0+1", ["lerp"])
 _define(3, "linear 0+1 | 0+2", ["addcmul"])
 define(("aten::sgn", "aten::mvlgamma"), pointwise(1), derivative_makes_tensors=True)
 define(("aten::copysign", "aten::nextafter"), pointwise(2), derivative_makes_tensors=True)
 
 
+def neg(call: Call) -> str:
+    """The opposite of the least integer is itself."""
+    return pointwise(1, "linear 0", "antitone 0" if call.tensors[0].dtype.is_floating_point else "")
+
+
 def div(call: Call) -> str:
-    """Division is linear in the dividend, unless it rounds."""
-    rounds = call.arg("rounding_mode", None) is not None
-    return pointwise(2, "linear 0" if not rounds and _exact({call.tensors[0].dtype}) else "")
+    """Division by a number is linear, unless it rounds. A tensor may hold zeros: dividing by them is undefined."""
+    linear = call.arg("rounding_mode", None) is None and not hasattr(call.tensors[1], "dtype")
+    return pointwise(2, "linear 0" if linear else "")
 
 
 def clamp(call: Call) -> str:
@@ -82,10 +63,11 @@ def clamp(call: Call) -> str:
 
 
 def of_gradient(call: Call) -> str:
-    """Backward formulas are linear in the gradient, their first operand."""
+    """These backward formulas multiply the gradient, their first operand, by a finite number."""
     return pointwise(len(call.tensors), "linear 0")
 
 
+define("aten::neg", neg)
 define("aten::div", div)
 define(("aten::clamp", "aten::clip"), clamp)
 # With these, forward derivatives work out the shape of a sum or product of which one operand is known to be zero.
@@ -94,7 +76,7 @@ define(
     [
         f"aten::{name}_backward"
         for name in (
-            *("threshold", "silu", "gelu", "sigmoid", "tanh", "elu", "leaky_relu", "hardtanh", "logit", "softplus"),
+            *("threshold", "silu", "gelu", "sigmoid", "tanh", "elu", "leaky_relu", "hardtanh", "softplus"),
             *("mish", "hardswish", "hardsigmoid", "softshrink", "hardshrink", "native_dropout"),
         )
     ],

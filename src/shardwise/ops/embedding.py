@@ -17,7 +17,7 @@ from ..sharding.base import DTensorBase
 from .above_autograd import call, is_watched, needs_grad, new_op
 from .call import Call
 from .indexing import free, kept, shifted
-from .kernel import Cut, LocalCall, without_communication
+from .kernel import Cut, LocalCall, no_summand, without_communication
 from .registry import definitions_in
 
 aten = torch.ops.aten
@@ -33,7 +33,7 @@ def embedding(call: LocalCall, cut: Cut) -> Tensor:
     """Rows of a table that is sharded over its rows."""
     weight, (index, hit) = call["weight"], shifted(call["indices"], cut)
     if not cut.held:
-        return weight.new_zeros(call.local_shape())
+        return no_summand(weight, call.local_shape())
     return kept(hit.unsqueeze(-1), torch.embedding(weight, index.where(hit, 0)))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from .._torch.fake_tensors import has_readable_values
 from ..notation.build import dims_text, join
 from .call import Call
-from .kernel import Cut, Kernel, KernelRun, LocalCall, without_communication
+from .kernel import Cut, Kernel, KernelRun, LocalCall, no_summand, without_communication
 from .registry import definitions_in
 
 aten = torch.ops.aten
@@ -43,8 +43,8 @@ def with_extra_row(tensor: Tensor, dim: int) -> Tensor:
 
 
 def kept(hit: Tensor, found: Tensor) -> Tensor:
-    """`found` where `hit`, zeros elsewhere. (A product with zero would turn infinity into NaN.)"""
-    return torch.where(hit, found, found.new_zeros(()))
+    """`found` where `hit`, elsewhere nothing that changes a sum. (A product with zero turns infinity into NaN.)"""
+    return torch.where(hit, found, no_summand(found, ()))
 
 
 def functional(call: LocalCall) -> Callable[..., Tensor]:
@@ -76,7 +76,7 @@ def gather(call: LocalCall, cut: Cut) -> Tensor:
     """Elements by their index along the sharded dim."""
     tensor, (index, hit) = call["self"], shifted(call["index"], cut)
     if not cut.held:
-        return tensor.new_zeros(index.shape)
+        return no_summand(tensor, index.shape)
     return kept(hit, tensor.gather(call.sharded_dim, index.where(hit, 0)))
 
 
@@ -113,7 +113,7 @@ def take(call: LocalCall, cut: Cut) -> Tensor:
     """Elements of a sharded vector."""
     tensor, (index, hit) = call["self"], shifted(call["index"], cut, wraps=True)
     if not cut.held:
-        return tensor.new_zeros(index.shape)
+        return no_summand(tensor, index.shape)
     return kept(hit, tensor.take(index.where(hit, 0)))
 
 
@@ -143,7 +143,7 @@ def index_select(call: LocalCall, cut: Cut) -> Tensor:
     """Rows by their index along the sharded dim."""
     dim, (index, hit) = call.sharded_dim, shifted(call["index"], cut)
     if not cut.held:
-        return call["self"].new_zeros(call.local_shape())
+        return no_summand(call["self"], call.local_shape())
     trailing = [1] * (call["self"].dim() - dim - 1)
     return kept(hit.reshape(-1, *trailing), call["self"].index_select(dim, index.where(hit, 0)))
 

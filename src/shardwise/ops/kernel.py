@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._torch.ops import OpOverload
+from ..comm.transport import identity
 from ..sharding.layout import Coordinate, Factor, Layout, Run, factor_range
 from .call import Kwargs
 
@@ -173,3 +174,8 @@ def without_communication(local: Callable[[LocalCall, Cut], LocalResult]) -> Cal
         yield  # makes this a generator, as kernels are
 
     return run
+
+
+def no_summand(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """What a rank adds to a sum to which it has nothing to add: zeros that keep the sign of a zero."""
+    return like.new_full(shape, identity(like.dtype, "sum"))

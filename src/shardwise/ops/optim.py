@@ -35,10 +35,10 @@ for _name in ("adam", "adamw", "sgd", "adagrad"):
 # ---- lists ----------------------------------------------------------------------------------------------------------
 
 # One tensor holds a number for each element of the lists.
-for _name, _passing in (("addcmul", "linear 0+1 | 0+2"), ("addcdiv", "linear 0+1")):
+for _name, _passing in (("addcmul", " ; linear 0+1 | 0+2"), ("addcdiv", "")):
     define(
         (f"aten::_foreach_{_name}.Tensor", f"aten::_foreach_{_name}_.Tensor"),
-        f"b?.., b?.., b?.., _ -> b.. ; {_passing}",
+        f"b?.., b?.., b?.., _ -> b..{_passing}",
     )
 define("aten::_foreach_max", "x.. -> ; monotone 0 ; reduce max")
 define("aten::_foreach_powsum", "x.. -> ")

@@ -62,9 +62,7 @@ def reduce_by(op: str, linear: bool = True) -> Callable[[Call], str]:
     """The rule of reductions by an op that Partial knows."""
 
     def rule(call: Call) -> str:
-        # Sums of booleans are counts: they differ from the count of a sum.
-        passes = linear and not (op == "sum" and call.tensors[0].dtype is torch.bool)
-        return reduction(call.ndim(0), call.arg("dim", None), call.arg("keepdim", False), op, passes)
+        return reduction(call.ndim(0), call.arg("dim", None), call.arg("keepdim", False), op, linear)
 
     return rule
 

@@ -17,7 +17,7 @@ from ..notation.build import dims_text, join
 from ..sharding.layout import Run
 from .above_autograd import where_distributed
 from .call import Call, Kwargs
-from .kernel import Cut, Fetch, Kernel, KernelRun, LocalCall, without_communication
+from .kernel import Cut, Fetch, Kernel, KernelRun, LocalCall, no_summand, without_communication
 from .op import Write
 from .registry import definitions_in
 from .views import MOVES, RESULT, copy_of
@@ -141,12 +141,12 @@ def row_rule(result: str) -> Callable[[Call], str]:
 
 
 def _row(tensor: Tensor, dim: int, index: int, cut: Cut) -> Tensor:
-    """The row of this global index on the rank that holds it; zeros on the others."""
+    """The row of this global index on the rank that holds it; nothing that changes a sum on the others."""
     if cut.start <= index < cut.stop:
         return tensor.select(dim, index - cut.start).clone(memory_format=torch.contiguous_format)
     shape = list(tensor.shape)
     del shape[dim]
-    return tensor.new_zeros(shape)
+    return no_summand(tensor, shape)
 
 
 @without_communication

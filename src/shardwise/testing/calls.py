@@ -4,7 +4,7 @@
 >>> [str(call.func) for call in calls]
 ['aten.t.default', 'aten.mm.default', ...]
 >>> try_call(calls[1], (2,))
-Tried(cases=9, failures=[])
+Tried(cases=13, failures=[])
 
 Here operands already have placements that need no communication: sharded along a factor of the rule, or Partial if the
 rule allows it. A random choice of placements would rarely be one of these.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -37,6 +37,7 @@ from ..sharding.placement import Replicate
 from ..sharding.spec import DTensorSpec, TensorMeta, contiguous_meta
 from ..tensor.dtensor import DTensor
 from ..world import simulate
+from .hostile import OPS, hostile_calls
 from .recording import Recorded
 from .values import assemble, with_spec
 
@@ -136,7 +137,7 @@ def allowed(
         for index, factor in enumerate(bound.factors)
         if factor.size and not factor.must_replicate and not (factor.even and factor.size % ranks)
     ]
-    options += [(op, way) for op in ("sum", "avg", "max", "min") for way in passes(bound, op)]
+    options += [(op, way) for op in OPS for way in passes(bound, op)]
     if len(mesh_sizes) > 1:
         options.append(None)
     found = list(itertools.product(options, repeat=len(mesh_sizes)))
@@ -188,19 +189,42 @@ def try_call(call: Recorded, mesh_sizes: tuple[int, ...], limit: int = 12, seed:
             old = {factor.name for factor in found.bound.factors}
             new = [index for index, factor in enumerate(split.bound.factors) if factor.name not in old]
             tries += [(split, chosen) for chosen in allowed(split.bound, mesh_sizes, limit // 2, seed, new)]
-        cases, failures = 0, []
-        for bound, chosen in tries:
-            try:
-                given = _distributed(call, bound, mesh_info, layouts(bound, mesh_sizes, chosen))
-            except ShardwiseError:
-                continue  # no such layout, or no such reduction of this dtype
-            cases += 1
-            where = ", ".join(repr(tensor._spec) for tensor in given.values())
-            try:
-                _compare(wanted, _run(call, given))
-            except Exception as error:
-                failures.append(Failure.of(error, str(call.func), where))
-        return Tried(cases, failures)
+        done = [_try(call, bound, mesh_info, chosen, wanted) for bound, chosen in tries]
+        done += list(_try_hostile(call, found, mesh_info))
+        return Tried(sum(one.cases for one in done), [failure for one in done for failure in one.failures])
+
+
+def _try(
+    call: Recorded,
+    bound: BoundCall,
+    mesh_info: MeshInfo,
+    chosen: Sequence[Option],
+    wanted: list[object],
+    infinite_is_nan: bool = False,
+) -> Tried:
+    """Compare the call with these placements."""
+    try:
+        given = _distributed(call, bound, mesh_info, layouts(bound, mesh_info.sizes, chosen))
+    except ShardwiseError:
+        return Tried(0, [])  # no such layout, or no such reduction of this dtype
+    where = ", ".join(repr(tensor._spec) for tensor in given.values())
+    try:
+        _compare(wanted, _run(call, given), infinite_is_nan)
+    except Exception as error:
+        return Tried(1, [Failure.of(error, str(call.func), where)])
+    return Tried(1, [])
+
+
+def _try_hostile(call: Recorded, found: BoundCall, mesh_info: MeshInfo) -> Iterator[Tried]:
+    """Compare calls with hostile data, for each way in which operands may stay Partial on the first axis."""
+    for hostile, op, way in hostile_calls(call, found):
+        try:
+            wanted, bound = _run(hostile, {}), bound_call(hostile, mesh_info)
+        except Exception:
+            continue  # the op does not accept this data
+        if bound is not None and way in passes(bound.bound, op):
+            chosen = ((op, way), *[None] * (len(mesh_info.sizes) - 1))
+            yield _try(hostile, bound, mesh_info, chosen, wanted, infinite_is_nan=op in ("sum", "avg"))
 
 
 def _distributed(call: Recorded, found: BoundCall, mesh_info: MeshInfo, wanted: list[Layout]) -> dict[Place, DTensor]:
@@ -241,11 +265,20 @@ def tolerances(dtype: torch.dtype) -> tuple[float, float]:
     return (5e-2, 5e-2) if dtype in HALF else (1e-4, 1e-5)
 
 
-def _compare(wanted: list[object], found: list[object]) -> None:
+def _compare(wanted: list[object], found: list[object], infinite_is_nan: bool = False) -> None:
     for want, have in zip(wanted, found, strict=True):
         if not isinstance(want, Tensor):
             assert want == have or want != want, f"{have!r} instead of {want!r}"
             continue
+        assert isinstance(have, Tensor), f"{have!r} instead of a tensor"
         value = assemble(have) if isinstance(have, DTensor) else have
         rtol, atol = tolerances(want.dtype)
+        if infinite_is_nan:
+            value, want = _without_infinities(value), _without_infinities(want)
         torch.testing.assert_close(value, want, rtol=rtol, atol=atol, equal_nan=True, check_stride=False)
+
+
+def _without_infinities(tensor: Tensor) -> Tensor:
+    """NaN in the place of infinities."""
+    has_nan = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.where(tensor.isfinite(), torch.nan) if has_nan else tensor

@@ -19,7 +19,8 @@ def operands(value: Tensor, count: int, op: str, generator: torch.Generator, uni
     """Return `count` different tensors, of both signs, whose reduction by `op` is `value`.
 
     Sums and averages add multiples of `unit`, so that integers stay integers. Products multiply by powers of two, or by
-    signs alone if the dtype has no fractions.
+    signs alone if the dtype has no fractions. Some operands are hostile to whoever does not reduce them first: sums of
+    integers wrap around, a NaN is the sum of two infinities, and one rank alone holds a NaN or infinite extreme.
     """
     dtype = value.dtype
     if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
@@ -38,9 +39,22 @@ def operands(value: Tensor, count: int, op: str, generator: torch.Generator, uni
             rest = rest / factor if dtype.is_floating_point else rest * factor.conj()
         return [part.to(dtype) for part in (*factors, rest)]
     noise = [unit * _integers(wide, -4, 5, generator) for _ in range(count - 1)]
+    if not (dtype.is_floating_point or dtype.is_complex):
+        noise = [_wrapping(part, dtype, generator) for part in noise]
+    elif noise and dtype.is_floating_point:
+        opposite = wide.isnan() & (_integers(wide, 0, 2, generator) > 0)
+        noise[0] = noise[0].masked_fill(opposite, torch.inf)
+        wide = wide.masked_fill(opposite, -torch.inf)
     if op == "avg":
         return [(wide + part).to(dtype) for part in (*noise, -sum(noise))]
     return [part.to(dtype) for part in (*noise, wide - sum(noise))]
+
+
+def _wrapping(noise: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Integers, a third of which are so large that a sum of them wraps around."""
+    top = min(torch.iinfo(dtype).max, torch.iinfo(torch.int64).max)
+    large = torch.randint(top // 2, top, noise.shape, generator=generator).to(noise)
+    return torch.where(torch.randint(3, noise.shape, generator=generator).to(noise) > 0, noise, large)
 
 
 _FACTORS: dict[str, list[complex]] = {
@@ -81,7 +95,11 @@ def _pick(like: Tensor, choices: Sequence[complex], generator: torch.Generator) 
 def _extreme_operands(
     wide: Tensor, dtype: torch.dtype, count: int, op: str, generator: torch.Generator
 ) -> list[Tensor]:
-    """For each element one random rank holds the extreme value; the others differ from it by up to 12."""
+    """For each element one random rank holds the extreme value; the others differ from it by up to 12.
+
+    Some integers are as far from it as the dtype allows. The operands of an infinite extreme or NaN are finite, but
+    those of a maximum of -inf are all -inf.
+    """
     limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
     holder = torch.randint(count, wide.shape, generator=generator).to(wide.device)
     parts = []
@@ -89,8 +107,11 @@ def _extreme_operands(
         behind = _integers(wide, 0, 13, generator)
         if not dtype.is_floating_point:  # close to the limits of the dtype there is no room
             behind = torch.where((wide > limits.max - 13) | (wide < limits.min + 13), 0, behind)
-        part = (wide - behind if op == "max" else wide + behind).clamp(limits.min, limits.max)
-        parts.append(torch.where((holder == index) | wide.isinf(), wide, part))  # infinities are held by all
+        near = wide.where(wide.isfinite(), _integers(wide, -12, 25, generator))
+        part = (near - behind if op == "max" else near + behind).clamp(limits.min, limits.max)
+        if not dtype.is_floating_point and dtype is not torch.uint64:
+            part = part.masked_fill(_integers(wide, 0, 4, generator) == 0, limits.min if op == "max" else limits.max)
+        parts.append(torch.where((holder == index) | (wide == (-torch.inf if op == "max" else torch.inf)), wide, part))
     return parts
 
 
