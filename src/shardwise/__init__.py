@@ -3,7 +3,7 @@
 A `DTensor` is one global tensor, sharded over a mesh of devices. Programs are written as for one device and compute the
 same values, gradients and random numbers.
 
-placements    Shard, Replicate, Partial, InterleavedShard, P
+placements    Shard, Replicate, Partial, InterleavedShard, OrderedShard, P
 tensors       DTensor, distribute_tensor; zeros, ones, empty, full, rand, randn, randperm
 meshes        init_device_mesh: the processes that torchrun started, or simulate(8): 8 ranks in this process
 planning      plan, CostModel
@@ -21,7 +21,17 @@ from .dropin import find_table_modules, install, uninstall
 from .extend import local_map, register_sharding
 from .nn import distribute_module
 from .sharding.mesh import DeviceMesh, init_device_mesh
-from .sharding.placement import InterleavedShard, P, Partial, Placement, Replicate, Shard, ShardOrder, ShardOrderEntry
+from .sharding.placement import (
+    InterleavedShard,
+    OrderedShard,
+    P,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    ShardOrder,
+    ShardOrderEntry,
+)
 from .sharding.spec import DTensorSpec, TensorMeta
 from .tensor.creation import distribute_tensor, empty, full, ones, rand, randn, randperm, zeros
 from .tensor.dtensor import DTensor, plan
@@ -40,6 +50,7 @@ __all__ = [
     "Partial",
     "Placement",
     "InterleavedShard",
+    "OrderedShard",
     "P",
     "ShardOrder",
     "ShardOrderEntry",

@@ -10,7 +10,6 @@ Gradients flow through both. PyTorch's DTensor is imported when one of these is 
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,7 @@ import torch
 from ._torch.async_tensors import wait_for_data
 from .comm.groups import adopt
 from .errors import InputError, LayoutError
+from .sharding.from_placements import in_mesh_order
 from .sharding.placement import REDUCE_OPS, InterleavedShard, Partial, Placement, Replicate, Shard, ShardOrder
 from .sharding.spec import DTensorSpec, TensorMeta
 from .tensor.autograd import to_spec
@@ -140,41 +140,25 @@ def _their_placements(spec: DTensorSpec) -> list[Any]:
     if spec.mesh_info.simulated:
         raise InputError("to_torch in a simulated world", "PyTorch's DTensor needs a process for each rank")
     found: list[Any] = []
-    for placement, blocks in zip(spec.placements, _blocks(spec), strict=True):
+    for placement in _in_their_order(spec):
         if isinstance(placement, Partial):
             found.append(tensor.Partial(placement.reduce_op))
+        elif isinstance(placement, InterleavedShard):
+            found.append(_StridedShard(placement.dim, split_factor=placement.blocks))
         elif isinstance(placement, Shard):
-            strided = blocks > 1
-            found.append(_StridedShard(placement.dim, split_factor=blocks) if strided else tensor.Shard(placement.dim))
+            found.append(tensor.Shard(placement.dim))
         else:
             found.append(tensor.Replicate())
     return found
 
 
-def _blocks(spec: DTensorSpec) -> list[int]:
-    """Return the split factor of each axis with which PyTorch, sharding in the order of the axes, gives this layout.
-
-    An axis that shards a dim after a later axis of the mesh shards each of that axis's pieces: they are its blocks.
-    """
-    blocks = [p.blocks if isinstance(p, InterleavedShard) else 1 for p in spec.placements]
-    for _, axes in spec.shard_order:
-        for place, axis in enumerate(axes):
-            blocks[axis] *= math.prod(spec.mesh_info.sizes[major] for major in axes[:place] if major > axis)
-    strided = [
-        InterleavedShard(p.dim, count) if isinstance(p, Shard) else p
-        for p, count in zip(spec.placements, blocks, strict=True)
-    ]
-    uneven = any(count > 1 for count in blocks) and not spec.layout.is_even()
-    if uneven or not _expresses(strided, spec):
+def _in_their_order(spec: DTensorSpec) -> tuple[Placement, ...]:
+    """Return the placements with which PyTorch, sharding in the order of the axes, gives this layout."""
+    found = in_mesh_order(spec.layout)
+    interleaved = any(isinstance(placement, InterleavedShard) for placement in found or ())
+    if found is None or (interleaved and not spec.layout.is_even()):
         raise InputError(
             f"to_torch of {spec!r} on {spec.mesh_info!r}: PyTorch's placements cannot express this layout",
             "redistribute to placements that shard each dim evenly, in the order of the mesh's axes",
         )
-    return blocks
-
-
-def _expresses(placements: list[Placement], spec: DTensorSpec) -> bool:
-    try:
-        return DTensorSpec(spec.mesh, placements, spec.tensor_meta).layout is spec.layout
-    except LayoutError:
-        return False
+    return found

@@ -41,6 +41,15 @@ def test_is_exactly_one_kind(placement):
     assert [placement.is_shard(), placement.is_replicate(), placement.is_partial()].count(True) == 1
 
 
+def test_prod_is_another_name_of_product():
+    assert Partial("prod") is Partial("product")
+    assert Partial("prod").reduce_op == "product"
+    assert Partial("product").is_partial("prod")
+    assert not Partial().is_partial("prod")
+    placements, _ = P(partial={"tp": "prod"}).resolve(("dp", "tp"), 1)
+    assert placements == (Replicate(), Partial("product"))
+
+
 def test_questions_with_an_argument():
     assert Shard(1).is_shard(1)
     assert not Shard(1).is_shard(0)

@@ -140,7 +140,10 @@ def _replicated_on(spec: DTensorSpec, axes: Sequence[int]) -> DTensorSpec:
     if not axes:
         return spec
     left = [Replicate() if axis in axes else placement for axis, placement in enumerate(spec.placements)]
-    return spec if left == list(spec.placements) else DTensorSpec(spec.mesh, left, spec.tensor_meta)
+    if left == list(spec.placements):
+        return spec
+    order = tuple(e._replace(mesh_dims=tuple(a for a in e.mesh_dims if a not in axes)) for e in spec.shard_order)
+    return DTensorSpec(spec.mesh, left, spec.tensor_meta, order)
 
 
 def _text(spec: DTensorSpec) -> str:

@@ -15,7 +15,7 @@ from ..comm.groups import adopt
 from ..errors import InputError, PlacementError, ShapeError
 from ..sharding.layout import divides_evenly
 from ..sharding.mesh import names_text
-from ..sharding.placement import Placement, Placements
+from ..sharding.placement import P, Placement, Placements
 from ..sharding.spec import DTensorSpec, normalize_placements
 from ..tensor.dtensor import DTensor
 
@@ -90,12 +90,12 @@ def _with_placements(
     wanted = in_placements[index]
     if wanted is None:
         raise InputError(f"argument {index} of {func.__name__} is a DTensor, its in_placements are None", "give them")
-    normal, order = normalize_placements(value._spec.mesh_info, wanted, value.dim())
-    if (normal, order) == (value.placements, value.shard_order):
+    if value._spec.with_placements(wanted).layout is value._spec.layout:
         return value
     if not redistribute_inputs:
+        named = wanted if isinstance(wanted, P) else list(wanted)
         raise PlacementError(
-            f"argument {index} of {func.__name__} is {value._spec!r}, not {list(normal)}",
+            f"argument {index} of {func.__name__} is {value._spec!r}, not {named}",
             "redistribute it, or pass redistribute_inputs=True",
         )
     return value.redistribute(placements=wanted)

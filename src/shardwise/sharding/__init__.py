@@ -1,6 +1,6 @@
 """How a tensor is sharded: pure values, and what is known of a mesh and its world.
 
-placement         Shard, Replicate, Partial, InterleavedShard, P
+placement         Shard, Replicate, Partial, InterleavedShard, OrderedShard, P
 layout            which elements each rank holds, as arithmetic
 from_placements   placements to layouts and back
 normalize         placements as users write them, in one form

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from ..errors import LayoutError
 from .layout import Dim, Factor, Layout, Sizes, dim_text, divides_evenly, largest_piece, pieces
-from .placement import InterleavedShard, Partial, Placement, Replicate, Shard, ShardOrder, ShardOrderEntry
+from .placement import InterleavedShard, OrderedShard, Partial, Placement, Replicate, Shard, ShardOrder, ShardOrderEntry
 
 
 def shard_dim(sizes: Sizes, dim: Dim, axis: int, blocks: int = 1) -> Dim:
@@ -111,3 +111,44 @@ def to_placements(layout: Layout) -> tuple[tuple[Placement, ...], ShardOrder] | 
     except LayoutError:
         return None
     return (tuple(placements), tuple(order)) if rebuilt is layout else None
+
+
+def with_order(placements: Sequence[Placement], order: ShardOrder) -> tuple[Placement, ...] | None:
+    """These placements with their shard order written into them, or None for interleaved ones, which have no place."""
+    found = list(placements)
+    for entry, usual in zip(order, default_order(placements), strict=True):
+        if entry == usual:
+            continue
+        for place, axis in enumerate(entry.mesh_dims):
+            if isinstance(placements[axis], InterleavedShard):
+                return None
+            found[axis] = OrderedShard(entry.tensor_dim, place)
+    return tuple(found)
+
+
+@lru_cache(maxsize=65536)
+def in_mesh_order(layout: Layout) -> tuple[Placement, ...] | None:
+    """The placements that give this layout when the axes shard from left to right, or None where there are none.
+
+    An axis that shards inside the pieces of an axis to its right shards each of these pieces: they are its blocks.
+
+    >>> in_mesh_order(Layout.make((2, 2), [(Factor(8, (1, 0)),)]))
+    (InterleavedShard(dim=0, blocks=2), Shard(dim=0))
+    """
+    sizes = layout.mesh_sizes
+    placements: list[Placement] = [Replicate()] * len(sizes)
+    for axis, op in layout.partial:
+        placements[axis] = Partial(op)
+    for d, dim in enumerate(layout.dims):
+        for i, factor in enumerate(dim):
+            for place, axis in enumerate(factor.axes):
+                majors = [major for major in factor.axes[:place] if major > axis]
+                blocks = math.prod(sizes[major] for major in majors)
+                for outer in dim[:i]:
+                    blocks *= outer.size // pieces(sizes, [other for other in outer.axes if other < axis])
+                placements[axis] = Shard(d) if blocks <= 1 else InterleavedShard(d, blocks)
+    try:
+        rebuilt = from_placements(sizes, layout.shape, placements)
+    except LayoutError:
+        return None
+    return tuple(placements) if rebuilt is layout else None

@@ -7,7 +7,18 @@ from collections.abc import Sequence
 from ..errors import InputError, PlacementError
 from .from_placements import default_order
 from .mesh import MeshInfo
-from .placement import InterleavedShard, P, Partial, Placement, Placements, Replicate, Shard, ShardOrder
+from .placement import (
+    InterleavedShard,
+    OrderedShard,
+    P,
+    Partial,
+    Placement,
+    Placements,
+    Replicate,
+    Shard,
+    ShardOrder,
+    ShardOrderEntry,
+)
 
 
 def normalize_placements(
@@ -32,8 +43,27 @@ def normalize_placements(
             f"which has {_count(len(mesh_info.sizes), 'axis', 'axes')}",
             "give one placement for each axis",
         )
+    if any(isinstance(placement, OrderedShard) for placement in placements):
+        order = _given_order(placements, ndim)
     normal = tuple(_normalize(placement, mesh_info.names[axis], ndim) for axis, placement in enumerate(placements))
     return normal, _normalize_order(normal, ndim, order)
+
+
+def _given_order(placements: Sequence[Placement], ndim: int) -> ShardOrder:
+    """The shard order that ordered shards give, and the default one for other dims."""
+    by_dim: dict[int, list[tuple[int, int]]] = {}
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            place = placement.place if isinstance(placement, OrderedShard) else -1
+            by_dim.setdefault(placement.dim % max(ndim, 1), []).append((place, axis))
+    for dim, entries in by_dim.items():
+        places = sorted(place for place, _ in entries)
+        if places not in (list(range(len(places))), [-1] * len(places)):
+            raise PlacementError(
+                f"{list(placements)} order the axes that shard dim {dim} as {places}",
+                "number all axes of a dim, from 0, or none of them",
+            )
+    return tuple(ShardOrderEntry(dim, tuple(axis for _, axis in sorted(by_dim[dim]))) for dim in sorted(by_dim))
 
 
 def _normalize_order(placements: tuple[Placement, ...], ndim: int, order: ShardOrder | None) -> ShardOrder:

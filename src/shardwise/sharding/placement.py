@@ -147,6 +147,27 @@ class InterleavedShard(Shard):
         return f"InterleavedShard(dim={self.dim}, blocks={self.blocks})"
 
 
+class OrderedShard(Shard):
+    """The axis shards `dim` as number `place` of the axes that shard it: number 0 first, then its shards, and so on.
+
+    `DTensor.placements` has it where an uneven dim is sharded over axes in another order than that of the mesh. Then all
+    axes of that dim are ordered. `P(("tp", "dp"))` is shorter to write.
+    """
+
+    __slots__ = ("place",)
+    __match_args__ = ("dim", "place")
+    place: int
+
+    def __new__(cls, dim: int, place: int = 0) -> Self:
+        for name, value in (("dim", dim), ("place", place)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise InputError(f"OrderedShard({name}={value!r})", "it is an int, e.g. OrderedShard(0, place=1)")
+        return cls._intern(dim=dim, place=place)
+
+    def __repr__(self) -> str:
+        return f"OrderedShard(dim={self.dim}, place={self.place})"
+
+
 class Replicate(Placement):
     """Every rank along the axis holds the same values."""
 
@@ -163,7 +184,10 @@ class Replicate(Placement):
 
 
 class Partial(Placement):
-    """Every rank along the axis holds an operand; the value is their reduction by `reduce_op`."""
+    """Every rank along the axis holds an operand; the value is their reduction by `reduce_op`.
+
+    `Partial("prod")` is `Partial("product")`.
+    """
 
     __slots__ = ("reduce_op",)
     __match_args__ = ("reduce_op",)
@@ -172,12 +196,13 @@ class Partial(Placement):
     LINEAR_REDUCE_OPS: ClassVar[tuple[str, ...]] = ("sum", "avg")
 
     def __new__(cls, reduce_op: str = "sum") -> Self:
+        reduce_op = "product" if reduce_op == "prod" else reduce_op
         if reduce_op not in REDUCE_OPS:
             raise PlacementError(f"Partial({reduce_op!r}) is no known reduction", f"use one of {', '.join(REDUCE_OPS)}")
         return cls._intern(reduce_op=reduce_op)
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        return reduce_op is None or self.reduce_op == reduce_op
+        return reduce_op in (None, self.reduce_op) or (reduce_op == "prod" and self.reduce_op == "product")
 
     def __repr__(self) -> str:
         return f"Partial({self.reduce_op})"

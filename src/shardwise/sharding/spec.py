@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import LayoutError
-from .from_placements import from_placements, to_placements
+from .from_placements import default_order, from_placements, in_mesh_order, to_placements, with_order
 from .layout import Coordinate, Factor, Layout, dim_axes
 from .memory_order import TensorMeta as TensorMeta
 from .memory_order import contiguous_meta as contiguous_meta
@@ -36,11 +36,21 @@ class DTensorSpec:
     list of placements: `placements` then raises.
     """
 
-    __slots__ = ("__weakref__", "_derived", "_placements", "_shard_order", "layout", "mesh_info", "tensor_meta")
+    __slots__ = (
+        "__weakref__",
+        "_alone",
+        "_derived",
+        "_placements",
+        "_shard_order",
+        "layout",
+        "mesh_info",
+        "tensor_meta",
+    )
 
     mesh_info: MeshInfo
     layout: Layout
     tensor_meta: TensorMeta
+    _alone: tuple[Placement, ...]
     _placements: tuple[Placement, ...] | None
     _shard_order: ShardOrder
     _derived: dict[Hashable, DTensorSpec]
@@ -120,13 +130,36 @@ class DTensorSpec:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """One placement for each mesh axis."""
+        """One placement for each mesh axis; together with `shard_order` they describe the sharding."""
         if self._placements is None:
             raise LayoutError(
                 f"{self!r} is sharded in a way that no list of placements describes",
                 "read spec.layout, or redistribute first",
             )
         return self._placements
+
+    @property
+    def placements_alone(self) -> tuple[Placement, ...]:
+        """Placements that describe the sharding without a shard order, as lists of placements are read.
+
+        An axis that shards a dim after an axis to its right is an `InterleavedShard`: `f32[8@(b, a)]` on a 2x2 mesh has
+        the placements `(InterleavedShard(0, blocks=2), Shard(0))`. Uneven shards are an `OrderedShard` each.
+        """
+        try:
+            return self._alone
+        except AttributeError:
+            own = self._placements
+            plain = own is not None and self._shard_order == default_order(own)
+            found = own if plain else in_mesh_order(self.layout)
+            if found is None and own is not None:
+                found = with_order(own, self._shard_order)
+        if found is None:
+            raise LayoutError(
+                f"{self!r} is sharded in a way that no list of placements describes",
+                "read spec.layout, or redistribute first",
+            )
+        object.__setattr__(self, "_alone", found)
+        return found
 
     @property
     def shard_order(self) -> ShardOrder:

@@ -203,8 +203,8 @@ class DTensor(DTensorBase):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """One placement for each mesh axis."""
-        return self._spec.placements
+        """One placement for each mesh axis: `from_local` with these rebuilds the tensor."""
+        return self._spec.placements_alone
 
     @property
     def shard_order(self) -> ShardOrder:
