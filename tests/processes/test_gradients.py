@@ -67,12 +67,12 @@ def test_operands_of_a_sum_each_get_the_whole_gradient() -> None:
 
 
 @on_processes
-def test_operands_of_an_average_each_get_their_part_of_the_gradient() -> None:
+def test_operands_of_an_average_each_get_the_whole_gradient() -> None:
     mesh = mesh_of(4)
     whole, weight = numbers()
     local = whole.clone().requires_grad_()
     weighted(DTensor.from_local(local, mesh, [Partial("avg")]).full_tensor(), weight).backward()
-    torch.testing.assert_close(local.grad, 2 * whole * weight / 4)
+    torch.testing.assert_close(local.grad, 2 * whole * weight)
 
 
 @on_processes

@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 
+import shardwise
 from shardwise import DTensor, P, Partial, RankTensor, Replicate, Shard, distribute_tensor, zeros
 from shardwise.errors import InputError, ShapeError
 from shardwise.testing import assemble, make_dtensor
@@ -310,6 +311,60 @@ def test_full_tensor_of_a_sum_of_averages(mesh):
     x, w = leaf_of(numbers((5, 3)), mesh, [Partial("avg"), Partial("avg")]), numbers((5, 3))
     (x.full_tensor() * w).sum().backward()
     assert torch.equal(assemble(x.grad), w)
+
+
+def test_products_by_their_other_name(mesh):
+    value = numbers((6, 3)).sign()
+    x = DTensor.from_local(local_parts(value, mesh, [Partial("prod"), Shard(0)]), mesh, [Partial("prod"), Shard(0)])
+    assert x.placements == (Partial("product"), Shard(0))
+    assert torch.equal(assemble(x), value)
+    assert torch.equal(assemble(x.redistribute(placements=[Shard(1), Partial("prod")])), value)
+    assert x.prod(0).placements[1] == Partial("prod")
+    assert torch.equal(assemble(x.prod(0)), value.prod(0))
+    assert torch.equal(assemble(x.t()), value.t())
+
+
+AVERAGES = [[Partial("avg"), Replicate()], [Partial("avg"), Partial("avg")], [Partial("avg"), Partial()]]
+AVERAGES += [[Partial("avg"), Shard(0)], [Shard(1), Partial("avg")]]
+
+
+@pytest.mark.parametrize("placements", AVERAGES, ids=str)
+def test_averages_to_local_tensors_and_back(mesh, placements):
+    # The gradient of a tensor is that of its operands, too, so that a round trip changes nothing.
+    value, w = numbers((5, 3)), numbers((5, 3))
+    x = leaf_of(value, mesh, placements)
+    y = DTensor.from_local(x.to_local(), mesh, placements, shape=(5, 3), stride=(3, 1))
+    (y.full_tensor() * w).sum().backward()
+    assert x.grad.placements == cotangent(placements)
+    assert torch.equal(assemble(x.grad), w)
+    x = leaf_of(value, mesh, placements)
+    (x.to_local() * local_parts(w, mesh, cotangent(placements))).sum().backward()
+    assert torch.equal(assemble(x.grad), w)
+
+
+@pytest.mark.parametrize("placements", AVERAGES, ids=str)
+def test_gradients_of_averages(mesh, placements):
+    """Leaves that are averages, and rows written into them, as on one device."""
+    value, row = numbers((5, 3)), numbers((3,))
+    functions = {
+        "select_scatter": lambda x, row: torch.select_scatter(x, row, 0, 1),
+        "slice_scatter": lambda x, row: torch.slice_scatter(x, row[None], 0, 2, 3),
+        "scaled": lambda x, row: (x * 2).sum(0) + row,
+        "product": lambda x, row: x * x * row,
+        "written": lambda x, row: (x * 1).index_copy(0, torch.tensor([1]), row[None]),
+    }
+    for fn in functions.values():
+        plain = [value.clone().requires_grad_(), row.clone().requires_grad_()]
+        wanted = fn(*plain)
+        wanted.square().sum().backward()
+        for of_row in ([Replicate(), Replicate()], [Partial("avg"), Replicate()], [Partial(), Partial("avg")]):
+            given = [leaf_of(value, mesh, placements), leaf_of(row, mesh, of_row)]
+            with shardwise.implicit_replication():
+                found = fn(*given)
+            found.square().sum().backward()
+            torch.testing.assert_close(assemble(found.detach()), wanted.detach())
+            for x, one in zip(given, plain, strict=True):
+                torch.testing.assert_close(assemble(x.grad), one.grad)
 
 
 def test_local_round_trip(mesh):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -103,7 +102,7 @@ class FromLocal(QuickFunction):
     @staticmethod
     def forward(ctx: Any, local: Tensor, data: Tensor, spec: DTensorSpec, grad_spec: DTensorSpec) -> DTensorBase:
         """Wrap the local tensor."""
-        ctx.grad_spec, ctx.device, ctx.share = grad_spec, local.device, _share(spec)
+        ctx.grad_spec, ctx.device = grad_spec, local.device
         return DTensorBase.concrete.wrap(data, spec)
 
     @staticmethod
@@ -113,17 +112,14 @@ class FromLocal(QuickFunction):
             return None, None, None, None
         distributed = as_distributed_gradient(grad, ctx.grad_spec)
         local = to_spec(distributed, ctx.grad_spec.with_dtype(grad.dtype)).to_local()
-        local = local * ctx.share if ctx.share != 1.0 else local
         return local.to(ctx.device), None, None, None
 
 
-def _share(spec: DTensorSpec) -> float:
-    """What a local tensor contributes to the value: one part in n of an average over n ranks."""
-    return 1.0 / math.prod(spec.mesh_info.sizes[axis] for axis, op in spec.layout.partial if op == "avg")
-
-
 def grad_spec_of_local(spec: DTensorSpec, grad_placements: Placements | None) -> DTensorSpec:
-    """The spec in which the gradient of a tensor is handed to the local tensors it was made from."""
+    """The spec in which the gradient of a tensor is handed to the local tensors it was made from.
+
+    Operands of a sum or an average get the gradient of the tensor itself, as in PyTorch: `to_local` takes it back so.
+    """
     mesh_info = spec.mesh_info
     if grad_placements is None:
         for axis, op in spec.layout.partial:
