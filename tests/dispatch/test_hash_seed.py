@@ -3,6 +3,11 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PLANS = 250
 
 PROGRAM = """
 import itertools
@@ -42,3 +47,26 @@ def test_choices_and_prices_do_not_depend_on_the_hash_seed() -> None:
         printed.append(done.stdout)
     assert len(printed[0].splitlines()) > 100
     assert all(text == printed[0] for text in printed)
+
+
+def test_plans_of_random_ops_do_not_depend_on_the_hash_seed() -> None:
+    """The same ops, planned in 8 processes: the same choices, and the same collectives in the same order.
+
+    Half of the processes plan them in the opposite order, so that what was planned before does not matter either.
+    """
+
+    def printed(seed: int) -> list[str]:
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.dispatch.random_plans", str(PLANS)]
+        command += ["backwards"] if seed % 2 else []
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    with ThreadPoolExecutor(2) as pool:
+        first, *others = pool.map(printed, range(8))
+    assert len(first) > PLANS
+    assert sum("no rule" in line or "Error" in line for line in first) < len(first) / 10
+    assert sum("all-reduce" in line or "reduce-scatter" in line for line in first) > len(first) / 4
+    for other in others:
+        assert next((pair for pair in zip(first, other, strict=True) if pair[0] != pair[1]), None) is None

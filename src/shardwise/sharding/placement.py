@@ -150,8 +150,8 @@ class InterleavedShard(Shard):
 class OrderedShard(Shard):
     """The axis shards `dim` as number `place` of the axes that shard it: number 0 first, then its shards, and so on.
 
-    `DTensor.placements` has it where an uneven dim is sharded over axes in another order than that of the mesh. Then all
-    axes of that dim are ordered. `P(("tp", "dp"))` is shorter to write.
+    `DTensor.placements` has it where an uneven dim is sharded over axes in another order than that of the mesh. Then
+    all axes of that dim are ordered. `P(("tp", "dp"))` is shorter to write.
     """
 
     __slots__ = ("place",)
