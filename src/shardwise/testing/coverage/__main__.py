@@ -5,6 +5,7 @@
     python -m shardwise.testing.coverage --only =addmm,fft     entries by name, or by a part of it
     python -m shardwise.testing.coverage --gloo                some of them, on four processes
     python -m shardwise.testing.coverage --dtypes int64,bool --variants function,strided,inplace,out
+    python -m shardwise.testing.coverage --sizes               shapes of results at several sizes, in random order
 
 The exit code is 1 if there was a failure.
 """
@@ -29,6 +30,7 @@ from .entry import Effort, Outcome, cover
 from .processes import TOGETHER, SideOfRank, cover_on_processes
 from .samples import Sweep
 from .sides import Processes, Simulated
+from .sizes import stale_shapes
 from .table import DOCUMENT, document, read_reference, summary, write_reference
 
 FULL = Effort(most=4, local=True)
@@ -82,8 +84,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gloo", action="store_true", help=f"{GLOO_ENTRIES} entries on four processes")
     parser.add_argument("--dtypes", default="", help="of the samples, instead of float32")
     parser.add_argument("--variants", default="function", help="function, strided, inplace, out")
+    parser.add_argument("--sizes", action="store_true", help="compare shapes of results at several sizes alone")
     parser.add_argument("--json", type=Path, help="write the outcomes to this file")
     return parser
+
+
+def compare_sizes(names: Sequence[str], seed: int) -> int:
+    """Compare shapes of results at several sizes; returns the exit code."""
+    jobs = {name: partial(stale_shapes, name, seed) for name in names}
+    calls = wrong = 0
+    for number, (name, answer) in enumerate(in_children(jobs, CHILDREN, SECONDS), 1):
+        compared, failures = (0, [f"lost: {answer.reason}"]) if isinstance(answer, Lost) else answer
+        calls, wrong = calls + compared, wrong + len(failures)
+        print(f"{number}/{len(names)} {name}: {compared} calls", *failures, sep="\n        ", flush=True)
+    print(f"{calls} calls of ops compared, {wrong} wrong")
+    return 1 if wrong else 0
 
 
 def main(arguments: Sequence[str] | None = None, reference: SideOfRank | None = None) -> int:
@@ -92,6 +107,8 @@ def main(arguments: Sequence[str] | None = None, reference: SideOfRank | None = 
     torch.set_num_threads(1)
     count = QUICK_ENTRIES if given.quick else GLOO_ENTRIES if given.gloo else None
     names = chosen(given.only, count, given.seed)
+    if given.sizes:
+        return compare_sizes(names, given.seed)
     sweeps = [Sweep(dtype, variant) for dtype in given.dtypes.split(",") for variant in given.variants.split(",")]
     full = sweeps == [Sweep()] and not given.gloo
     effort = REFERENCE if reference else FULL if full else FEWER
