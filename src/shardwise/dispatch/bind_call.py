@@ -130,6 +130,11 @@ class _Binding:
         if cached is None:
             cache_form(resolved, key, self.bound, self.outputs)
         operands, places = self._operands()
+        by_layout = resolved.layout_rule(self.call, [operand.layout for operand in operands])
+        if by_layout is not None:
+            rule = by_layout
+            self.bound = self._bind(rule)
+            operands, places = self._operands()
         results = self._results()
         layouts = [(operand.tensor, operand.layout) for operand in operands]
         goals = [(result.tensor, result.fixed or result.wanted) for result in results]

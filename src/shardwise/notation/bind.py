@@ -185,7 +185,10 @@ def cut_layout(tensor: BoundTensor, bound: Bound, mesh_sizes: Sizes, cuts: Cuts,
         elif not axes.keys() & factors:
             dims.append((Factor(size, ()),))
         else:
-            dims.append(tuple(Factor(bound.factors[f].size, axes.get(f, ())) for f in factors))
+            sizes = [bound.factors[f].size for f in factors]
+            if factors[0] not in axes:  # it may be ragged
+                sizes[0] = size // max(math.prod(sizes[1:]), 1)
+            dims.append(tuple(Factor(n, axes.get(f, ())) for n, f in zip(sizes, factors, strict=True)))
     return Layout.make(mesh_sizes, dims, partial)
 
 

@@ -118,6 +118,8 @@ class Solver:
                     self.sizes[unknown[0]] = size // known
                 elif len(factors) == 1:
                     self._set(factors[0], size, where)
+                elif factors and not unknown and self._is_ragged(factors[0], known, size):
+                    self.ragged.add(factors[0])
                 elif unknown or known != size:
                     names = " ".join(f"{self.frame.names[f]}={self.sizes[f]}" for f in factors if f not in unknown)
                     raise BindError(
@@ -128,6 +130,12 @@ class Solver:
             if len(left) == len(pending):
                 return
             pending = left
+
+    def _is_ragged(self, factor: int, known: int, size: int) -> bool:
+        """Whether a product has another size because its first factor, which must be replicated, has."""
+        if not self.allow_ragged or known == size or self.frame.marks[factor].kind is not FactorKind.REPLICATED:
+            return False
+        return self.sizes[factor] > 0 and size % (known // self.sizes[factor]) == 0
 
     def _take_ones(self) -> None:
         """Give size 1 to factors that have size 1 wherever they may broadcast. Raises if others are unknown."""

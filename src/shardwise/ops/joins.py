@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..notation.build import dims_text, join
+from .blocks import cat_by_blocks
 from .call import Call
 from .kernel import Cut, Fetch, Kernel, KernelRun, LocalCall
 from .registry import definitions_in
@@ -59,7 +60,13 @@ def block_diagonal(tensors: Sequence[Tensor]) -> Tensor:
     return joined
 
 
-define("aten::cat", cat_rule, kernels={"k": Kernel(cat)}, decomposition=without_empty)
+define(
+    "aten::cat",
+    cat_rule,
+    layout_rule=cat_by_blocks,
+    kernels={"k": Kernel(cat)},
+    decomposition=without_empty,
+)
 define("aten::block_diag", decomposition=block_diagonal)
 
 # ---- along a new dim ------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Op('aten::mm', 'm k, k n -> m n ; linear 0 | 1')
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._torch.ops import OpOverload
 from ..notation import Rule
+from ..sharding.layout import Layout
 from .call import Call, Kwargs
 from .kernel import Kernel, KernelRun, LocalCall, LocalResult
 
@@ -70,6 +71,8 @@ class Op:
     """None: the op has no rule. It is decomposed, or runs on gathered inputs."""
     kernels: Mapping[str, Kernel] = field(default_factory=dict)
     """For each factor that the rule's `kernel` clause names: how the op runs when that factor is sharded."""
+    layout_rule: Callable[[Call, Sequence[Layout]], str | None] | None = None
+    """A rule that serves calls whose operands have certain layouts; `rule` serves those for which it returns None."""
     local: Local | None = None
     draw: Callable[[LocalCall], LocalResult] | None = None
     """For ops that draw random numbers, like `local`; the argument `generator` is a `Draw` that all ranks share."""
@@ -117,6 +120,7 @@ class Op:
 class Facts(TypedDict, total=False):
     """The fields of `Op` that a definition may give besides the op's name and rule."""
 
+    layout_rule: Callable[[Call, Sequence[Layout]], str | None]
     kernels: Mapping[str, Kernel]
     local: Local
     draw: Callable[[LocalCall], LocalResult]

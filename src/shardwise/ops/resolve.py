@@ -11,7 +11,7 @@ Rule('b?.. -> b.. ; linear 0')
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ..notation import Rule, parse, without_operands
 from ..notation.patterns import RuleError
 from ..notation.schema import Operands, operands_of, overload_key, tensor_arguments, variant_of
 from ..sharding.cache import ENTRY_BYTES, Cache
+from ..sharding.layout import Layout
 from .call import Args, Call, Kwargs
 from .kernel import Kernel
 from .op import Function, Op, Put
@@ -106,6 +107,12 @@ class ResolvedOp:
         for name in rule.kernel:
             self.kernel(name)
         return rule
+
+    def layout_rule(self, call: Call, layouts: Sequence[Layout]) -> Rule | None:
+        """The rule of one call whose operands have these layouts; None where the layouts do not matter."""
+        find = self.op.layout_rule
+        found = None if find is None or self.variant != "functional" else find(call, layouts)
+        return None if found is None else parse(found)
 
     def kernel(self, name: str) -> Kernel:
         """The kernel for this factor; `RuleError` if there is none."""

@@ -1,6 +1,7 @@
 """Slices, single rows and splits along a sharded dim: only the rows that a rank lacks move.
 
-The result is sharded evenly again, as `torch.chunk` divides its size; `Fetch` brings each rank its rows.
+The result is sharded evenly again, as `torch.chunk` divides its size; `Fetch` brings each rank its rows. Interleaved
+dims that are cut at the edges of their blocks stay interleaved, and nothing moves (`blocks`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from .._torch.above_autograd import Keys
 from .._torch.ops import OpOverload
 from ..notation.build import dims_text, join
 from ..sharding.layout import Run
+from . import blocks
 from .above_autograd import where_distributed
 from .call import Call, Kwargs
 from .kernel import Cut, Fetch, Kernel, KernelRun, LocalCall, no_summand, without_communication
@@ -119,9 +121,16 @@ def slice_scatter(call: LocalCall, cut: Cut) -> KernelRun:
     return result
 
 
-define("aten::slice", slice_rule, kernels={"k": Kernel(slice_rows)}, put=put_slice)
-define("aten::slice_copy", slice_rule, kernels={"k": Kernel(slice_rows)}, decomposition=copy_of(aten.slice.Tensor))
-define("aten::slice_backward", slice_backward_rule, kernels={"k": Kernel(slice_backward)})
+_slice = {"k": Kernel(slice_rows), **blocks.SLICE}
+_copied = copy_of(aten.slice.Tensor)
+define("aten::slice", slice_rule, layout_rule=blocks.slice_by_blocks, kernels=_slice, put=put_slice)
+define("aten::slice_copy", slice_rule, layout_rule=blocks.slice_by_blocks, kernels=_slice, decomposition=_copied)
+define(
+    "aten::slice_backward",
+    slice_backward_rule,
+    layout_rule=blocks.slice_backward_by_blocks,
+    kernels={"k": Kernel(slice_backward), **blocks.SLICE_BACKWARD},
+)
 define("aten::slice_scatter", slice_scatter_rule, kernels={"k": Kernel(slice_scatter)}, derivative_makes_tensors=True)
 define("aten::slice_inverse", derivative_makes_tensors=True)
 
@@ -206,7 +215,13 @@ def select_scatter(call: LocalCall, cut: Cut) -> Tensor:
 _select = {"k": Kernel(select, 0, 0.0)}
 define("aten::select.int", row_rule("rest"), kernels=_select, put=put_row)
 define("aten::select_copy.int", row_rule("rest"), kernels=_select, decomposition=copy_of(aten.select.int))
-define("aten::unbind.int", row_rule("{rest}"), kernels={"k": Kernel(unbind, 0, 0.0)}, put=put_row)
+define(
+    "aten::unbind.int",
+    row_rule("{rest}"),
+    kernels={"k": Kernel(unbind, 0, 0.0)},
+    put=put_row,
+    derivative_makes_tensors=True,
+)
 define("aten::select_backward", select_backward_rule, kernels={"k": Kernel(select_backward, 0, 0.0)})
 define(
     "aten::select_scatter",
@@ -249,8 +264,18 @@ def put_split(given: Kwargs) -> Write:
     return lambda root, value: aten.slice_scatter.default(root, value, dim, start, end)
 
 
-define(("aten::split.Tensor", "aten::split_with_sizes"), split_rule, kernels={"k": Kernel(split)}, put=put_split)
-define(("aten::unsafe_split.Tensor", "aten::unsafe_split_with_sizes"), split_rule, kernels={"k": Kernel(split)})
+_split = {"k": Kernel(split), **blocks.SPLIT}
+_SPLITS = "aten::split.Tensor", "aten::split_with_sizes"
+_UNSAFE = "aten::unsafe_split.Tensor", "aten::unsafe_split_with_sizes"
+define(
+    _SPLITS,
+    split_rule,
+    layout_rule=blocks.split_by_blocks,
+    kernels=_split,
+    put=put_split,
+    derivative_makes_tensors=True,
+)
+define(_UNSAFE, split_rule, layout_rule=blocks.split_by_blocks, kernels=_split, derivative_makes_tensors=True)
 
 
 def _split_at_values(func: OpOverload) -> Callable[..., object]:

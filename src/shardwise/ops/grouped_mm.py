@@ -1,0 +1,236 @@
+"""Grouped matrix products: each group of rows has a matrix of its own, as the tokens of an expert have in a mixture.
+
+`F.grouped_mm(rows, matrices, offs=ends)` multiplies the rows up to `ends[0]` by `matrices[0]`, the rows from there to
+`ends[1]` by `matrices[1]`, and so on. Two ops compute it and its gradients for distributed tensors:
+
+| op | computes | rule |
+|---|---|---|
+| `shardwise::grouped_mm` | the product of each group's rows with its matrix | `s k, e k n, _ -> s n` |
+| `shardwise::grouped_outer` | for each group the product of matrices along its rows | `k s, s n, _, e k n -> e k n` |
+
+So rows, features and groups may all be sharded, and matrices are never gathered. A rank that holds some of the rows
+counts those of each group among them. A rank that holds some of the groups computes their rows and leaves zeros in the
+others: the result is a Partial sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch.above_autograd import Keys
+from .._torch.autograd import QuickFunction
+from .._torch.ops import OpOverload
+from ..errors import InputError
+from ..sharding.layout import Run
+from .above_autograd import needs_grad, where_distributed
+from .kernel import LocalCall
+from .op import Local
+from .registry import definitions_in
+
+define = definitions_in(__name__)
+
+_ALIGNMENT = 16  # bytes: PyTorch's op takes matrices whose rows begin at multiples of it
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# ---- on plain tensors -----------------------------------------------------------------------------------------------
+
+
+def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """The product of each group's rows with its matrix. Rows after the last group are zero."""
+    result = rows.new_zeros((rows.shape[0], matrices.shape[2]))
+    if result.is_meta or 0 in (*rows.shape, *matrices.shape):
+        return result
+    if rows.dtype not in _DTYPES:
+        for group, (start, stop) in enumerate(_bounds(ends)):
+            result[start:stop] = rows[start:stop] @ matrices[group]
+        return result
+    product = torch.nn.functional.grouped_mm(_padded(rows, 1), _padded(matrices, 1, 2), offs=ends.int())
+    computed = torch.arange(rows.shape[0], device=rows.device) < ends[-1]
+    return torch.where(computed[:, None], product[:, : matrices.shape[2]], result)
+
+
+def grouped_outer(left: Tensor, right: Tensor, ends: Tensor, like: Tensor | None = None) -> Tensor:
+    """For each group the product of the columns of `left` with the rows of `right` that belong to it.
+
+    `like`, the matrices whose gradient this is, is not read: its sharding tells which groups to compute.
+    """
+    result = left.new_zeros((ends.shape[0], left.shape[0], right.shape[1]))
+    if result.is_meta or 0 in (*left.shape, *right.shape, *ends.shape):
+        return result
+    if left.dtype not in _DTYPES:
+        for group, (start, stop) in enumerate(_bounds(ends)):
+            result[group] = left[:, start:stop] @ right[start:stop]
+        return result
+    columns = _padded(left.t(), 1).t()
+    product = torch.nn.functional.grouped_mm(columns, _padded(right, 1), offs=ends.int())
+    return product[:, : left.shape[0], : right.shape[1]].contiguous()
+
+
+def _bounds(ends: Tensor) -> list[Run]:
+    stops = ends.tolist()
+    return list(zip([0, *stops[:-1]], stops, strict=True))
+
+
+def _padded(tensor: Tensor, *dims: int) -> Tensor:
+    """The tensor with zeros after the end of these dims, so that its rows are aligned; itself where they are."""
+    unit = _ALIGNMENT // tensor.dtype.itemsize
+    missing = [-tensor.shape[dim] % unit if dim in dims else 0 for dim in range(tensor.dim())]
+    if any(missing):
+        return torch.nn.functional.pad(tensor, [n for size in reversed(missing) for n in (0, size)])
+    matrix = tensor.stride()[-2:]
+    aligned = 1 in matrix and max(matrix) % unit == 0 and max(matrix) >= max(tensor.shape[-1], 1)
+    return (
+        tensor
+        if aligned and tensor.data_ptr() % _ALIGNMENT == 0
+        else tensor.clone(memory_format=torch.contiguous_format)
+    )
+
+
+# ---- on local shards ------------------------------------------------------------------------------------------------
+
+
+def local_ends(ends: Tensor, held: Sequence[Run]) -> Tensor:
+    """Where the groups end among the rows that a rank holds, given where they end among all."""
+    counts = [ends.clamp(start, stop) - start for start, stop in held]
+    return torch.stack(counts).sum(0).to(ends.dtype) if counts else torch.zeros_like(ends)
+
+
+class _Groups:
+    """A run of consecutive groups: their rows brought to the front, and back."""
+
+    def __init__(self, ends: Tensor, run: Run, rows: int) -> None:
+        start, stop = run
+        first = ends[start - 1] if start else torch.zeros_like(ends[0])
+        self.ends = ends[start:stop] - first
+        self.order = (torch.arange(rows, device=ends.device) + first) % max(rows, 1)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Rows in the order in which they were, from that in which the groups' own come first."""
+        return torch.zeros_like(rows).index_copy(0, self.order, rows)
+
+
+def _local_product(call: LocalCall) -> Tensor:
+    rows, matrices = call["rows"], call["matrices"]
+    held, groups = call.given[0].runs(call.at)[0], call.given[1].runs(call.at)[0]
+    ends = local_ends(call["ends"], held)
+    if groups == ((0, len(ends)),):
+        return grouped_mm(rows, matrices, ends)
+    result, taken = call.zeros(rows), 0
+    for run in groups:
+        part, count = _Groups(ends, run, rows.shape[0]), run[1] - run[0]
+        product = grouped_mm(rows[part.order], matrices[taken : taken + count], part.ends)
+        result, taken = result + part.back(product), taken + count
+    return result
+
+
+def _local_outer(call: LocalCall) -> Tensor:
+    left, right = call["left"], call["right"]
+    held, groups = call.given[1].runs(call.at)[0], call.layouts[0].runs(call.at)[0]
+    ends = local_ends(call["ends"], held)
+    if groups == ((0, len(ends)),):
+        return grouped_outer(left, right, ends)
+    parts = [(run, _Groups(ends, run, right.shape[0])) for run in groups]
+    products = [grouped_outer(left[:, part.order], right[part.order], part.ends) for _, part in parts]
+    return torch.cat(products) if products else call.zeros(left)
+
+
+_library = torch.library.Library("shardwise", "FRAGMENT")
+
+
+def _new_op(signature: str, run: Callable[..., Tensor]) -> OpOverload:
+    name = signature.partition("(")[0]
+    _library.define(signature)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    op: OpOverload = getattr(torch.ops.shardwise, name).default
+    return op
+
+
+_product = _new_op("grouped_mm(Tensor rows, Tensor matrices, Tensor ends) -> Tensor", grouped_mm)
+_outer = _new_op(
+    "grouped_outer(Tensor left, Tensor right, Tensor ends, Tensor? like=None) -> Tensor",
+    grouped_outer,
+)
+define("shardwise::grouped_mm", "s k, e k n, _ -> s n ; linear 0 | 1", local=Local(_local_product))
+define("shardwise::grouped_outer", "k s, s n, _, e k n -> e k n ; linear 0 | 1", local=Local(_local_outer))
+
+# ---- above autograd -------------------------------------------------------------------------------------------------
+
+
+class _Product(QuickFunction):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, matrices, ends)
+        result: Tensor = _product(rows, matrices, ends)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, matrices, ends = ctx.saved_tensors
+        of_rows, of_matrices, _ = ctx.needs_input_grad
+        return (
+            product(gradient, matrices.transpose(1, 2), ends) if of_rows else None,
+            outer(rows.t(), gradient, ends, matrices) if of_matrices else None,
+            None,
+        )
+
+
+class _Outer(QuickFunction):
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor, ends: Tensor, like: Tensor | None) -> Tensor:
+        ctx.save_for_backward(left, right, ends)
+        result: Tensor = _outer(left, right, ends, like)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        left, right, ends = ctx.saved_tensors
+        return (
+            product(right, gradient.transpose(1, 2), ends).t() if ctx.needs_input_grad[0] else None,
+            product(left.t(), gradient, ends) if ctx.needs_input_grad[1] else None,
+            None,
+            None,
+        )
+
+
+def product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_mm` of distributed tensors. Differentiable."""
+    run = _Product.apply if needs_grad((rows, matrices)) else _product
+    result: Tensor = run(rows, matrices, ends)
+    return result
+
+
+def outer(left: Tensor, right: Tensor, ends: Tensor, like: Tensor | None = None) -> Tensor:
+    """`grouped_outer` of distributed tensors. Differentiable."""
+    like = None if like is None else like.detach()
+    run = _Outer.apply if needs_grad((left, right)) else _outer
+    result: Tensor = run(left, right, ends, like)
+    return result
+
+
+def _override(func: OpOverload) -> Callable[..., object]:
+    """The four forms of the op; the groups are parts of the dim that a matrix has and a batch of matrices lacks."""
+
+    def run(
+        keys: Keys,
+        left: Tensor,
+        right: Tensor,
+        offs: Tensor | None = None,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        if bias is not None or out_dtype not in (None, left.dtype):
+            raise InputError("grouped_mm of DTensors takes no bias and no out_dtype", "add the bias after it")
+        if offs is None:
+            return torch.bmm(left, right)
+        if left.dim() == 2:
+            return product(left, right, offs) if right.dim() == 3 else outer(left, right, offs)
+        return product(right.t(), left.transpose(1, 2), offs).t()
+
+    return where_distributed(func, run)
+
+
+define("aten::_grouped_mm", override=_override)
