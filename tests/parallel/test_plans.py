@@ -70,8 +70,8 @@ def test_a_missing_plan_and_entries_without_a_match_are_warned_about(mesh) -> No
         assert cut(parallelize_module(model(), mesh, {"layers.*.inner.upp": "colwise"})) == set()
     with pytest.warns(UserWarning, match="in the ModuleDict there is no 'heat' among head, layers"):
         assert cut(parallelize_module(model(), mesh, {"heat": "colwise", "head": "rowwise"})) == {"head.weight"}
-    with pytest.warns(UserWarning, match="weight is a parameter, and styles apply to modules"):
-        parallelize_module(model(), mesh, {"head.weight": "colwise"})
+    with pytest.warns(UserWarning, match="weight is a parameter, and this style applies to modules"):
+        parallelize_module(model(), mesh, {"head.weight": ColwiseParallel()})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         parallelize_module(model(), mesh, {})

@@ -5,10 +5,12 @@ parameters          ColwiseParallel, RowwiseParallel, SequenceParallel
 inputs and outputs  PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput
 your own            ParallelStyle
 loss                loss_parallel
+model hubs          hub_plan
 """
 
 from .base import ParallelStyle
 from .loss import loss_parallel
+from .names import hub_plan
 from .plan import parallelize_module
 from .prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from .styles import ColwiseParallel, RowwiseParallel, SequenceParallel
@@ -21,6 +23,7 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "hub_plan",
     "parallelize_module",
     "loss_parallel",
 ]

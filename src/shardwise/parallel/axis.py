@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.groups import adopt
 from ..errors import InputError, MeshError
 from ..sharding.mesh import MeshInfo, mesh_info_of
-from ..sharding.placement import Placement, Replicate, Shard
+from ..sharding.placement import InterleavedShard, Partial, Placement, Replicate, Shard
 from ..tensor.dtensor import DTensor
 
 DEFAULT_AXIS = "tp"
@@ -78,15 +78,19 @@ class StyleAxis:
         ]
         return DTensor.from_local(tensor.to_local(), self.mesh, placements, shape=shape or global_shape)
 
-    def to_local(self, tensor: DTensor) -> Tensor:
-        """Return the local tensor along this axis: plain, or distributed over the other axes if there are any."""
+    def to_local(self, tensor: DTensor, grad: Placement | None = None) -> Tensor:
+        """Return the local tensor along this axis: plain, or distributed over the other axes if there are any.
+
+        `grad` is the placement on this axis of the gradients of the local tensors, if not that of the tensor.
+        """
         if self.is_only_axis:
-            return tensor.to_local()
+            return tensor.to_local(grad_placements=None if grad is None else (grad,))
         placement = tensor.placements[self.index]
         rest = tuple(p for axis, p in enumerate(tensor.placements) if axis != self.index)
         shape = list(tensor.shape)
         if isinstance(placement, Shard):
-            if shape[placement.dim] % self.size:
+            blocks = placement.blocks if isinstance(placement, InterleavedShard) else 1
+            if shape[placement.dim] % (self.size * blocks):
                 raise InputError(
                     f"a local output of {tensor._spec!r}: its shards over {self.name}, {self.size} of dim "
                     f"{placement.dim} with size {shape[placement.dim]}, differ in size, and a DTensor on the other "
@@ -94,7 +98,12 @@ class StyleAxis:
                     "keep outputs distributed: use_local_output=False",
                 )
             shape[placement.dim] //= self.size
-        return DTensor.from_local(tensor.to_local(), self.other_axes, rest, shape=shape)
+        of_gradient = None
+        if grad is not None:
+            kept = [Replicate() if isinstance(p, Partial) else p for p in tensor.placements]
+            of_gradient = (*kept[: self.index], grad, *kept[self.index + 1 :])
+        local = tensor.to_local(grad_placements=of_gradient)
+        return DTensor.from_local(local, self.other_axes, rest, shape=shape)
 
     def is_local(self, tensor: DTensor) -> bool:
         """Return whether a tensor is on the mesh of the other axes: local with respect to this one."""

@@ -8,11 +8,14 @@
 | ConvTranspose | `weight[1]`, `bias[0]` | `weight[0]` |
 | MultiheadAttention | by heads: input projections column-wise, the output projection row-wise | |
 
-Any module with `in_features`, `out_features` and a weight of that shape counts as a Linear.
+Any module with `in_features`, `out_features` and a weight of that shape counts as a Linear. One with `nf` output
+features and a weight `[inputs, nf]` is a transposed Linear, as GPT-2 has it. A module around another, its `base_layer`,
+as adapters have it, is partitioned like that one: of the low-rank matrices that are added, one is sharded with it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, TypeGuard
 
 from torch import nn
@@ -43,8 +46,12 @@ def colwise(module: nn.Module) -> Partition:
     """Return the partition in which each rank computes a shard of the output features."""
     if isinstance(module, nn.MultiheadAttention):
         return _by_heads(module)
+    if (base := _base_layer(module)) is not None:
+        return _adapted(colwise(base), module, ("lora_B",), colwise, {"lora_embedding_B": Shard(0)})
     if is_linear(module):
         return Partition({"weight": Shard(0), "bias": Shard(0)}, Replicate(), Shard(-1))
+    if is_transposed_linear(module):
+        return Partition({"weight": Shard(1), "bias": Shard(0)}, Replicate(), Shard(-1))
     if isinstance(module, nn.Embedding):
         return Partition({"weight": Shard(1)}, Replicate(), Shard(-1))
     if isinstance(module, _CONVOLUTIONS):
@@ -57,8 +64,12 @@ def colwise(module: nn.Module) -> Partition:
 
 def rowwise(module: nn.Module) -> Partition:
     """Return the partition in which each rank reads a shard of the input features and computes a term of a sum."""
+    if (base := _base_layer(module)) is not None:
+        return _adapted(rowwise(base), module, ("lora_A",), rowwise, {"lora_embedding_A": Shard(1)})
     if is_linear(module):
         return Partition({"weight": Shard(1)}, Shard(-1), Replicate(), int(module.in_features))
+    if is_transposed_linear(module):
+        return Partition({"weight": Shard(0)}, Shard(-1), Replicate(), own_tensors(module)["weight"].shape[0])
     if isinstance(module, nn.Embedding):
         return Partition({"weight": Shard(0)}, Replicate(), Replicate())
     if isinstance(module, _CONVOLUTIONS):
@@ -76,6 +87,46 @@ def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     weight = own_tensors(module).get("weight")
     sizes = getattr(module, "out_features", None), getattr(module, "in_features", None)
     return isinstance(weight, nn.Parameter) and None not in sizes and tuple(weight.shape) == sizes
+
+
+def is_transposed_linear(module: nn.Module) -> bool:
+    """Return whether a module has a number `nf` of output features and a weight whose last dim they are."""
+    weight = own_tensors(module).get("weight")
+    return isinstance(weight, nn.Parameter) and weight.dim() == 2 and getattr(module, "nf", None) == weight.shape[1]
+
+
+def packed(partition: Partition, blocks: int = 2) -> Partition:
+    """Return a partition in which each of `blocks` equal blocks of a sharded dim is sharded."""
+
+    def interleaved(placement: Placement) -> Placement:
+        return InterleavedShard(placement.dim, blocks) if isinstance(placement, Shard) else placement
+
+    parameters = {name: interleaved(placement) for name, placement in partition.parameters.items()}
+    return partition._replace(
+        parameters=parameters, input=interleaved(partition.input), output=interleaved(partition.output)
+    )
+
+
+def _base_layer(module: nn.Module) -> nn.Module | None:
+    base = getattr(module, "base_layer", None)
+    return base if isinstance(base, nn.Module) else None
+
+
+def _adapted(
+    base: Partition,
+    module: nn.Module,
+    adapters: tuple[str, ...],
+    partition: Callable[[nn.Module], Partition],
+    parameters: dict[str, Placement],
+) -> Partition:
+    """Return the partition of a module around another: `adapters` are partitioned alike, and `parameters` sharded."""
+    found = {f"base_layer.{name}": placement for name, placement in base.parameters.items()}
+    for name in adapters:
+        for key, adapter in (getattr(module, name, None) or nn.ModuleDict()).items():
+            found |= {f"{name}.{key}.{own}": p for own, p in partition(adapter).parameters.items()}
+    for name, placement in parameters.items():
+        found |= {f"{name}.{key}": placement for key in (getattr(module, name, None) or {})}
+    return base._replace(parameters=found)
 
 
 def _by_heads(module: nn.MultiheadAttention) -> Partition:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..nn.parameters import distribute_parameter, replicate_rest
-from ..sharding.placement import Placement, Replicate, Shard
+from ..sharding.placement import Partial, Placement, Replicate, Shard
+from ..tensor.dtensor import DTensor
 from . import partition
 from .axis import StyleAxis
 from .base import ParallelStyle
 from .hooks import InputConverter, OutputConverter, register_input_hook, register_output_hook
+from .local_parameters import LocalParameters
 
 
 class _ShardingStyle(ParallelStyle):
@@ -75,6 +78,18 @@ class RowwiseParallel(_ShardingStyle):
     _partition = staticmethod(partition.rowwise)
 
 
+class PackedColwiseParallel(_ShardingStyle):
+    """Column-wise for several projections in one weight, such as `[gate; up]`: each of them is sharded."""
+
+    _partition = staticmethod(lambda module: partition.packed(partition.colwise(module)))
+
+
+class PackedRowwiseParallel(_ShardingStyle):
+    """Row-wise for an input that consists of two blocks, each of which is sharded."""
+
+    _partition = staticmethod(lambda module: partition.packed(partition.rowwise(module)))
+
+
 class SequenceParallel(ParallelStyle):
     """Replicate a module's parameters and run it on inputs that are sharded in the sequence dim.
 
@@ -92,8 +107,54 @@ class SequenceParallel(ParallelStyle):
 class ReplicateParallel(ParallelStyle):
     """Replicate a module's parameters, inputs and outputs: every rank computes the same."""
 
+    def __init__(self, *, use_local_output: bool = True) -> None:
+        self.use_local_output = use_local_output
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _replicate_parameters(self, module, device_mesh, Replicate(), use_local_output=True)
+        return _replicate_parameters(self, module, device_mesh, Replicate(), self.use_local_output)
+
+
+class ReplicatedOnShards(ParallelStyle):
+    """Replicate the parameters of a module that gets other data on every rank, such as a norm of each rank's heads.
+
+    The gradients of the parameters are summed over the ranks. Inputs and outputs are unchanged: local tensors, or
+    DTensors with `use_local_output=False`.
+    """
+
+    def __init__(self, *, use_local_output: bool = True) -> None:
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        axis = StyleAxis(device_mesh, self.axis)
+        for submodule in module.modules():
+            replicate_rest(submodule, device_mesh, self.src_data_rank)
+        if self.use_local_output:
+            names = [name for name, _ in module.named_parameters()]
+            LocalParameters(dict.fromkeys(names, lambda p: axis.to_local(p, grad=Partial()))).register(module)
+        return module
+
+
+class SharedKeyProjection(ParallelStyle):
+    """Replicate a projection whose last `shared` output features every rank uses for its own heads.
+
+    So it is with the rotary part of the keys in multi-head latent attention. The gradient of these features is summed
+    over the ranks; that of the others, which go on to a column-wise projection, is summed there.
+    """
+
+    def __init__(self, shared: int) -> None:
+        self.shared = shared
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        axis = StyleAxis(device_mesh, self.axis)
+        ReplicateParallel(use_local_output=False)._apply(module, device_mesh)
+
+        def finish(_: nn.Module, __: object, output: Tensor) -> Tensor:
+            assert isinstance(output, DTensor)
+            rest, shared = output.split([output.shape[-1] - self.shared, self.shared], -1)
+            return torch.cat([axis.to_local(rest), axis.to_local(shared, grad=Partial())], -1)
+
+        module.register_forward_hook(finish)
+        return module
 
 
 def _replicate_parameters(
