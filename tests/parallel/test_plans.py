@@ -99,7 +99,7 @@ def test_dims_that_cannot_be_sharded(mesh) -> None:
 
 
 def test_entries_that_are_not_styles(mesh) -> None:
-    known = "colwise, colwise_rep, colwise_gather_output, rowwise, rowwise_rep"
+    known = "colwise, colwise_rep, colwise_gather_output, packed_colwise, rowwise, rowwise_rep"
     with pytest.raises(InputError, match=f"there is no style named 'columns': use a ParallelStyle, or one of {known}"):
         parallelize_module(model(), mesh, {"head": "columns"})
     with pytest.raises(InputError, match=r"import the styles from shardwise\.parallel"):
