@@ -26,6 +26,7 @@ from shardwise.errors import InputError
 from shardwise.experimental import implicit_replication
 from shardwise.parallel import hub_plan, parallelize_module
 from tests.parallel.models import first, line_of, made
+from tests.processes.pool import on_processes
 
 HEAD = 4
 
@@ -62,7 +63,7 @@ ATTENTION = {
 
 
 class Experts(nn.Module):
-    """Experts with a gate, on all tokens; `shared` replicates a bias."""
+    """Experts with a gate, on all tokens, and one that returns its input. A bias is not sharded."""
 
     def __init__(self, bias: bool = False) -> None:
         super().__init__()
@@ -89,6 +90,29 @@ class Mixture(nn.Module):
         tokens = x.reshape(-1, 16)
         weights, index = self.gate(tokens).softmax(-1).topk(2, -1)
         return self.experts(tokens, index, weights).view(x.shape)
+
+
+class LoopingExperts(Experts):
+    """The same, one expert after the other, for those that some token chose: ranks with other tokens loop otherwise."""
+
+    def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        result = torch.zeros_like(tokens)
+        for expert in index.unique().tolist():
+            token, place = torch.where(index == expert)
+            hidden = tokens[token]
+            if expert == 4:
+                hidden = self.identity(hidden)
+            else:
+                gate, up = F.linear(hidden, self.gate_up_proj[expert]).chunk(2, -1)
+                hidden = F.linear(F.silu(gate) * up, self.down_proj[expert])
+            result = result.index_add(0, token, hidden * weights[token, place, None])
+        return result
+
+
+class LoopingMixture(Mixture):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = LoopingExperts()
 
 
 FEATURES = {
@@ -167,17 +191,33 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
     "latent attention": (Latent, LATENT),
 }
 
+LOOPING = {"experts that loop": (LoopingMixture, FEATURES)}
+
 
 @pytest.mark.parametrize("local", [True, False], ids=["local", "distributed"])
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=["tp", "dp and tp"])
 @pytest.mark.parametrize("name", CASES)
 def test_follows_one_device(name: str, sizes: tuple[int, ...], local: bool) -> None:
-    make, plan = CASES[name]
-    x = torch.randn(4, 3, 16)
+    with simulate(4):
+        follows_one_device(name, sizes, local)
+
+
+@pytest.mark.parametrize(
+    ("name", "local"), [("one key head", True), ("experts that loop", True), ("latent attention", False)]
+)
+@on_processes
+def test_follows_one_device_on_processes(name: str, local: bool) -> None:
+    for sizes in (4,), (2, 2):
+        follows_one_device(name, sizes, local)
+
+
+def follows_one_device(name: str, sizes: tuple[int, ...], local: bool) -> None:
+    make, plan = {**CASES, **LOOPING}[name]
+    x = torch.randn(4, 3, 16, generator=torch.Generator().manual_seed(1))
     alone, leaf = made(make), x.clone().requires_grad_()
     expected = alone(leaf)
     expected.square().mean().backward()
-    with simulate(4), implicit_replication():
+    with implicit_replication():
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[-len(sizes) :])
         model = parallelize_module(made(make), mesh, hub_plan(plan, use_local_output=local))
         if len(sizes) == 2 or not local:
