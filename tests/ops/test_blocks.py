@@ -116,6 +116,18 @@ def test_writes_reach_the_tensor() -> None:
         torch.testing.assert_close(whole(x), expected)
 
 
+def test_writes_at_other_edges_are_seen_by_the_next_view() -> None:
+    data = r(4, 24)
+    expected = data.clone()
+    expected[:, 3:7] = 2.0
+    expected[:, :12].mul_(3)
+    with ranks(2) as mesh:
+        x = on(mesh, data, InterleavedShard(1, 3))
+        x[:, 3:7] = 2.0
+        x[:, :12].mul_(3)
+        torch.testing.assert_close(whole(x), expected)
+
+
 @pytest.mark.parametrize("sizes", [(8, 8), (8, 16, 8)])
 def test_joins_of_blocks(sizes: tuple[int, ...]) -> None:
     data = [r(3, size, seed=i) for i, size in enumerate(sizes)]

@@ -95,7 +95,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "qk_head_dim": 8,
         },
     ),
-    "inkling": ("InklingText", {**EXPERTS, "n_shared_experts": 2}),
+    "inkling": ("InklingText", {**EXPERTS, "n_shared_experts": 2, "num_hidden_layers": 1}),
 }
 
 

@@ -101,6 +101,7 @@ def after_write(tensor: DTensorBase) -> None:
     forget_gathered()
     if tensor._source is not None:
         tensor._source.write_back(tensor)
+        forget_gathered()  # writing what it views has gathered that, in its state before
 
 
 def root_of(tensor: DTensorBase) -> DTensorBase:
