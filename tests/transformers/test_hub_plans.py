@@ -175,14 +175,15 @@ def reference(name: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tens
     return _REFERENCE[name]
 
 
+# Longcat's experts loop over those that a rank's tokens chose, and simulated ranks must agree on such loops.
+# Inkling's loop, on distributed tensors, is slow.
+LEFT_OUT = {("longcat", "dp and tp"), ("inkling", "dp and tp")}
+RUNS = [(name, mesh) for name in MODELS for mesh in MESHES if (name, mesh) not in LEFT_OUT]
+
+
 @pytest.mark.parametrize("local", [True, False], ids=["local", "distributed"])
-@pytest.mark.parametrize("mesh_name", MESHES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "mesh_name"), RUNS)
 def test_three_steps(name: str, mesh_name: str, local: bool) -> None:
-    if name == "longcat" and mesh_name != "tp":
-        pytest.skip(
-            "its experts loop over those that a rank's tokens chose, and simulated ranks must agree on such loops"
-        )
     three_steps(name, mesh_name, local, lambda model: model.tp_plan)
 
 
