@@ -20,6 +20,8 @@ from ..sharding.base import DTensorBase
 from .replaced import Replaced
 
 _replaced = Replaced()
+_NO_DTENSOR = object()
+"""In the place of a distributed tensor: it is replaced by a full tensor, since it is not PyTorch's DTensor."""
 
 
 def install_state_dict_functions() -> None:
@@ -48,9 +50,16 @@ def _distributing(original: Function) -> Function:
     @functools.wraps(original)
     def distribute(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         ours = {key: value for key, value in local.items() if isinstance(value, DTensorBase)}
-        original(full, local, *args, **kwargs)
+        # Under take-over our class is PyTorch's DTensor, which the original would fill as one block of the full tensor.
+        local.update(dict.fromkeys(ours, _NO_DTENSOR))
+        try:
+            original(full, local, *args, **kwargs)
+        finally:
+            for key, like in ours.items():
+                if local[key] is _NO_DTENSOR:
+                    local[key] = like
         for key, like in ours.items():
-            found = local.get(key)
+            found = local[key]
             if isinstance(found, Tensor) and not isinstance(found, DTensorBase) and found.shape == like.shape:
                 local[key] = _sharded(found, like)
 
