@@ -5,7 +5,7 @@ import torch
 
 import shardwise
 from shardwise import Partial, Replicate, Shard
-from shardwise.errors import InputError, MixedTensorError
+from shardwise.errors import MixedTensorError
 from shardwise.testing import assemble
 from tests.ops.helpers import on, r, ranks
 
@@ -47,14 +47,6 @@ def test_in_place_on_a_distributed_tensor() -> None:
         x += Y
         x.mul_(Y)
         torch.testing.assert_close(assemble(x), (X + Y) * Y)
-
-
-def test_nothing_is_written_into_a_plain_tensor() -> None:
-    with ranks(2) as mesh, shardwise.implicit_replication():
-        plain = Y.clone()
-        with pytest.raises(InputError, match="into a plain tensor"):
-            plain.add_(on(mesh, X, Shard(0)))
-        assert torch.equal(plain, Y)
 
 
 def test_gradients_of_the_distributed_ones() -> None:

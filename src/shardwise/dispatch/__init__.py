@@ -14,6 +14,7 @@ view_call     views that are made again
 fallback      calls that no rule takes
 outside       calls on a rank that is not in the mesh
 plain         plain tensors among distributed ones; which are replicated: `provenance`, `formulas`
+plain_targets distributed values that are written into plain tensors
 gather_cache  the last redistributed operand
 modes         explicit, implicit_replication, strict_ops; refusing in explicit mode: `explicit`
 """

@@ -119,3 +119,14 @@ def named_tensors(op: ResolvedOp, args: Args, kwargs: Kwargs) -> Iterator[tuple[
             for index, element in enumerate(value):
                 if isinstance(element, Tensor):
                     yield f"{name}[{index}]", element
+
+
+def replace_tensors(op: ResolvedOp, args: Args, kwargs: Kwargs, new: Mapping[str, Tensor]) -> tuple[Args, Kwargs]:
+    """The arguments with other tensors in the place of those named, by the names that `named_tensors` gives."""
+
+    def replaced(name: str, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [new.get(f"{name}[{i}]", element) for i, element in enumerate(value)]
+        return new.get(name, value)
+
+    return tuple(map(replaced, op.names, args)), {name: replaced(name, value) for name, value in kwargs.items()}

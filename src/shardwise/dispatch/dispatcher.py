@@ -31,6 +31,7 @@ from .list_plan import ListPlan, plan_list
 from .modes import modes
 from .outside import is_outside, plan_outside
 from .plain import with_numbers, with_replicas
+from .plain_targets import write_gathered
 from .result_meta import NoRule
 from .run_call import run_call
 from .run_list import run_list
@@ -86,6 +87,10 @@ class OpDispatcher:
         shared = plan_key(op, key, args, kwargs)
         planned = self.plans.get(shared)
         if planned is None:
+            if op.writes and op.decomposition is None:
+                result = write_gathered(op, args, kwargs)
+                if result is not NotImplemented:
+                    return result
             try:
                 replicas = with_replicas(op, args, kwargs)
                 if replicas is None:

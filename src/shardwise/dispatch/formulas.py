@@ -10,9 +10,9 @@ that the formula returns becomes a replicated one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -104,39 +104,54 @@ def as_replicated(tensor: Tensor, like: DTensorBase) -> DTensorBase:
 
 
 class _Held(threading.local):
-    """The last result of an op that accepted a plain tensor, and the versions of its tensors then."""
+    """Marks the nodes of the last call that accepted a plain tensor."""
 
-    result: Any = None
-    versions: tuple[int, ...] = ()
+    mark: Callable[[], None] | None = None
 
 
 _held = _Held()
 
 
-def hold_result(result: object) -> None:
-    """Mark the node of a result of an op that accepted a plain tensor, as soon as autograd has recorded it.
+def hold(mark: Callable[[], None]) -> None:
+    """Call `mark` as soon as autograd has recorded the call that runs now.
 
-    Ops run below autograd, which records the node when they have returned. So the result is held until the next one
-    comes, or until the block of code ends in which plain tensors are accepted.
+    Ops run below autograd, which records the node when they have returned. So this waits until the next one comes, or
+    until the block of code ends in which plain tensors are accepted.
     """
     mark_held_result()
+    _held.mark = mark
+
+
+def hold_result(result: object) -> None:
+    """Mark the node of a result of an op that accepted a plain tensor, as soon as autograd has recorded it."""
+    mark_held_result()
     if torch.is_grad_enabled():
-        _held.result = [value for value in pytree.tree_leaves(result) if isinstance(value, DTensorBase)]
-        _held.versions = tuple(value._version for value in _held.result)
+        tensors = [value for value in pytree.tree_leaves(result) if isinstance(value, DTensorBase)]
+        hold(partial(_mark_results, tensors, [value._version for value in tensors]))
 
 
 def mark_held_result() -> None:
-    """Mark the node of the result that is held, if any."""
-    held = _held.result
-    if held is None:
-        return
-    _held.result = None
-    for tensor, version in zip(held, _held.versions, strict=True):
-        for written in (tensor,) if tensor._base is None else (tensor, tensor._base):
-            node = written.grad_fn
-            # Writes in place since then have added nodes in front.
-            for _ in range(1 + tensor._version - version):
-                if node is None:
-                    break
-                mark_formula(node)
-                node = node.next_functions[0][0] if node.next_functions else None
+    """Mark the nodes of the last call that accepted a plain tensor, if they are not marked yet."""
+    mark, _held.mark = _held.mark, None
+    if mark is not None:
+        mark()
+
+
+def nodes_since(tensor: Tensor, version: int) -> Iterator[Node]:
+    """The nodes of a tensor that had this version when a call returned: of the call, and of writes in place since.
+
+    A write to a view is recorded on its base.
+    """
+    for written in (tensor,) if tensor._base is None else (tensor, tensor._base):
+        node = written.grad_fn
+        for _ in range(1 + tensor._version - version):
+            if node is None:
+                break
+            yield node
+            node = node.next_functions[0][0] if node.next_functions else None
+
+
+def _mark_results(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    for tensor, version in zip(tensors, versions, strict=True):
+        for node in nodes_since(tensor, version):
+            mark_formula(node)

@@ -12,7 +12,6 @@ gradients that live on several meshes is such a value.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
 from ..world import RankTensor
 from ..world.agreement import same
-from .arguments import Args, Kwargs, named_tensors, written_arguments
+from .arguments import Args, Kwargs, named_tensors, replace_tensors, written_arguments
 from .formulas import as_replicated
 from .modes import modes
 from .provenance import record_replicated, taken_as_replicated
@@ -47,18 +46,12 @@ def with_replicas(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
             continue
         if not (tensor.is_meta or _is_number(tensor) or taken_as_replicated(tensor) or _is_index(op, name)):
             raise mixed_tensors(op, name, tensor)
-        if tensor not in written:
+        if tensor not in written and name not in op.op.updates:
             record_replicated(tensor)
             replicas[name] = as_replicated(tensor, like)
     if not replicas:
         return None
-
-    def replaced(name: str, value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [replicas.get(f"{name}[{i}]", element) for i, element in enumerate(value)]
-        return replicas.get(name, value)
-
-    return tuple(map(replaced, op.names, args)), {name: replaced(name, value) for name, value in kwargs.items()}
+    return replace_tensors(op, args, kwargs, replicas)
 
 
 def _partners(op: ResolvedOp, named: list[tuple[str, Tensor]]) -> Callable[[str], DTensorBase | None]:

@@ -226,13 +226,16 @@ def _backward(
     return aten.native_batch_norm_backward(gradient, x, weight, mean, var, save_mean, save_rstd, update, eps, mask)
 
 
+_RUNNING = ("running_mean", "running_var")
+
 define(
     ("aten::native_batch_norm", "aten::_native_batch_norm_legit.default", "aten::miopen_batch_norm"),
     decomposition=_any_batch_norm,
+    updates=_RUNNING,
 )
-define(("aten::native_batch_norm.out", "aten::_native_batch_norm_legit.out"), decomposition=_into)
-define("aten::_batch_norm_with_update", decomposition=_with_update)
+define(("aten::native_batch_norm.out", "aten::_native_batch_norm_legit.out"), decomposition=_into, updates=_RUNNING)
+define("aten::_batch_norm_with_update", decomposition=_with_update, updates=_RUNNING)
 define("aten::_batch_norm_no_update", decomposition=_no_update)
 define("aten::batch_norm_backward", decomposition=_backward)
-define("aten::cudnn_batch_norm", decomposition=_cudnn)
+define("aten::cudnn_batch_norm", decomposition=_cudnn, updates=_RUNNING)
 define("aten::cudnn_batch_norm_backward", decomposition=_cudnn_backward)

@@ -81,6 +81,8 @@ class Op:
     decomposition: Function | None = None
     """A function of the op's arguments that calls other ops, for calls that no rule takes. It may return
     NotImplemented. Variants do not inherit it."""
+    updates: tuple[str, ...] = ()
+    """Arguments that the decomposition writes although the schema does not say so: the statistics of a batch norm."""
     python: Function | None = None
     """The op in Python, for local tensors: quicker than the overload. Variants do not inherit it."""
     put: Put | None = None
@@ -126,6 +128,7 @@ class Facts(TypedDict, total=False):
     draw: Callable[[LocalCall], LocalResult]
     list_kernel: ListKernel
     decomposition: Function
+    updates: tuple[str, ...]
     python: Function
     put: Put
     override: Override

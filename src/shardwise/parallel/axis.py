@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.groups import adopt
+from ..dispatch.modes import modes
 from ..errors import InputError, MeshError
 from ..sharding.mesh import MeshInfo, mesh_info_of
 from ..sharding.placement import InterleavedShard, Partial, Placement, Replicate, Shard
@@ -60,15 +61,19 @@ class StyleAxis:
     def from_local(self, tensor: Tensor, placement: Placement, shape: tuple[int, ...] | None = None) -> DTensor:
         """Return the DTensor on the full mesh whose local tensor along this axis is `tensor`.
 
-        `tensor` is plain, or distributed over the other axes if there are any.
+        `tensor` is plain, or distributed over the other axes if there are any. Inside `implicit_replication` a plain
+        one is replicated over the other axes.
         """
         if self.is_only_axis:
             return DTensor.from_local(tensor, self.mesh, (placement,), shape=shape)
+        if not isinstance(tensor, DTensor) and modes.implicit_replication:
+            return DTensor.from_local(tensor, self.mesh, self.parameter_placements(placement), shape=shape)
         if not isinstance(tensor, DTensor):
             raise InputError(
                 f"the module got a plain tensor of shape {list(tensor.shape)} on {self.mesh_info!r}: its style gives "
                 f"the placement on {self.name}, but the placements on the other axes are not known",
-                "distribute the model's inputs over the mesh, e.g. distribute_tensor(x, mesh, P('dp'))",
+                "distribute the model's inputs over the mesh, e.g. distribute_tensor(x, mesh, P('dp')), or take them "
+                "as replicated inside `with shardwise.experimental.implicit_replication():`",
             )
         rest = tensor.placements
         placements = (*rest[: self.index], placement, *rest[self.index :])

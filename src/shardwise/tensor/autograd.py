@@ -12,6 +12,7 @@ from .._torch.backward_pass import materialized
 from .._torch.fake_tensors import is_fake
 from ..comm.redistribute import redistribute_local, start_redistribute
 from ..dispatch.gather_cache import mark_exposed
+from ..dispatch.modes import modes
 from ..errors import InputError, MixedTensorError
 from ..sharding.base import DTensorBase
 from ..sharding.memory_order import in_memory_order, memory_order
@@ -76,15 +77,16 @@ class Redistribute(QuickFunction):
 
 
 def as_distributed_gradient(grad: Tensor, spec: DTensorSpec) -> DTensorBase:
-    """A gradient as a distributed tensor. A plain one is accepted if it is zero.
+    """A gradient as a distributed tensor. A plain one is accepted if it is zero, or inside `implicit_replication`.
 
     The derivative of a constant function is zero, and PyTorch's formulas may return plain zeros for it, of the global
-    shape, on all ranks alike. Other plain gradients come from hooks or functions of the user.
+    shape, on all ranks alike. Other plain gradients come from hooks or functions of the user, or from plain tensors
+    into which distributed values were written.
     """
     if isinstance(grad, DTensorBase):
         return grad
     plain = materialized(grad.detach())
-    if not is_fake(plain) and bool(plain.any()):
+    if not modes.implicit_replication and not is_fake(plain) and bool(plain.any()):
         raise MixedTensorError(
             f"the gradient of {spec!r} is a plain tensor of shape {list(grad.shape)}",
             "return a DTensor from the hook or autograd function that made it: DTensor.from_local(...)",
