@@ -9,7 +9,7 @@ meshes        init_device_mesh: the processes that torchrun started, or simulate
 planning      plan, CostModel
 modes         explicit, implicit_replication, strict_ops
 training      accumulate_gradients
-modules       distribute_module; parallel styles and plans are in shardwise.parallel
+modules       distribute_module, shard_parameters; parallel styles and plans are in shardwise.parallel
 take-over     install: shardwise in the place of torch.distributed.tensor, also `python -m shardwise.run program.py`
 extending     register_sharding, local_map; shardwise.rules.explain shows the rule of an op
 """
@@ -19,7 +19,7 @@ from .comm.cost import CostModel, cost_model, set_cost_model, using_cost_model
 from .dispatch.modes import explicit, implicit_replication, strict_ops
 from .dropin import find_table_modules, install, uninstall
 from .extend import local_map, register_sharding
-from .nn import distribute_module
+from .nn import distribute_module, shard_parameters
 from .sharding.mesh import DeviceMesh, init_device_mesh
 from .sharding.placement import (
     InterleavedShard,
@@ -45,6 +45,7 @@ __all__ = [
     "DTensor",
     "distribute_tensor",
     "distribute_module",
+    "shard_parameters",
     "Shard",
     "Replicate",
     "Partial",

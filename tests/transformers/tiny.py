@@ -30,6 +30,7 @@ from shardwise import (
     distribute_module,
     distribute_tensor,
     init_device_mesh,
+    shard_parameters,
     simulate,
 )
 from shardwise.experimental import implicit_replication
@@ -131,21 +132,6 @@ def replicated(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return distribute_module(model, mesh)
 
 
-def _shard_parameters(
-    model: nn.Module, mesh: DeviceMesh, placements: Callable[[str, Tensor], list[Placement]]
-) -> nn.Module:
-    """Shard each parameter by itself; replicate buffers. Tied parameters stay tied."""
-    made: dict[int, Any] = {}
-    alive = []
-    for path, module in model.named_modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) not in made:
-                alive.append(parameter)
-                made[id(parameter)] = distribute_tensor(parameter, mesh, placements(f"{path}.{name}", parameter))
-            setattr(module, name, made[id(parameter)])
-    return distribute_module(model, mesh)
-
-
 def by_parameter(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Matrices sharded in one dim over tp and in the other over dp, by name; vectors over all ranks."""
 
@@ -155,18 +141,21 @@ def by_parameter(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         rowwise = any(word in name for word in ("down", "o_proj", "wo.", "c_proj"))
         return [Shard(0), Shard(1)] if rowwise else [Shard(1), Shard(0)]
 
-    return _shard_parameters(model, mesh, placements)
+    return shard_parameters(model, mesh, placements)
 
 
 def mixed(model: nn.Module, mesh: DeviceMesh, seed: int = 0) -> nn.Module:
     """Each parameter sharded in any dim over any axis, or not, at random."""
     rng = random.Random(seed)
+    chosen: dict[int, list[Placement]] = {}
 
     def placements(name: str, parameter: Tensor) -> list[Placement]:
-        choices: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(parameter.dim()))]
-        return [rng.choice(choices) for _ in range(mesh.ndim)]
+        if id(parameter) not in chosen:  # a shared one is asked for under all its names
+            choices: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(parameter.dim()))]
+            chosen[id(parameter)] = [rng.choice(choices) for _ in range(mesh.ndim)]
+        return chosen[id(parameter)]
 
-    return _shard_parameters(model, mesh, placements)
+    return shard_parameters(model, mesh, placements)
 
 
 _COLWISE = (

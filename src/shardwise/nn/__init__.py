@@ -1,5 +1,6 @@
-"""distribute_module: modules with distributed parameters."""
+"""Modules with distributed parameters: distribute_module, shard_parameters."""
 
 from .distribute import distribute_module
+from .shard import shard_parameters
 
-__all__ = ["distribute_module"]
+__all__ = ["distribute_module", "shard_parameters"]

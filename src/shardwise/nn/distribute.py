@@ -28,9 +28,11 @@ def distribute_module(
     """Distribute all parameters and buffers of a module over a mesh.
 
     `partition_fn(name, submodule, mesh)` is called for the module and each of its submodules, and may replace their
-    parameters by distributed ones. Parameters and buffers that are still plain after that are replicated.
+    parameters by distributed ones. Parameters and buffers that are still plain after that are replicated. Parameters
+    that modules share stay shared: it is an error to give them different placements. `shard_parameters` is simpler
+    where only placements are to be chosen.
     `input_fn(module, inputs, mesh)` and `output_fn(module, outputs, mesh)` run before and after each forward call, and
-    may return other inputs or outputs.
+    may return other inputs or outputs. An optimizer that was made before continues with the new parameters.
 
     >>> distribute_module(model, mesh)                        # replicate the parameters that no plan has sharded
     """
@@ -39,7 +41,7 @@ def distribute_module(
         if partition_fn is not None:
             for name, submodule in module.named_modules():
                 partition_fn(name, submodule, mesh)
-            ties.propagate()
+            ties.restore()
         for submodule in module.modules():
             replicate_rest(submodule, mesh)
     if input_fn is not None:
