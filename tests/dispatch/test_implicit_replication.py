@@ -56,6 +56,14 @@ def test_gradients_of_the_distributed_ones() -> None:
         torch.testing.assert_close(assemble(x.grad), Y)
 
 
+def test_local_tensors_that_differ_between_ranks_are_refused() -> None:
+    with ranks(2) as mesh, shardwise.implicit_replication():
+        x = on(mesh, X, Replicate())
+        with pytest.raises(MixedTensorError, match="differ between ranks"):
+            x + shardwise.world.map_ranks(lambda rank: Y + rank)
+        torch.testing.assert_close(assemble(x + shardwise.world.replicate(Y)), X + Y)
+
+
 def test_it_ends_with_its_block() -> None:
     with ranks(2) as mesh:
         x = on(mesh, X, Shard(0))

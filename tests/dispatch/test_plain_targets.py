@@ -10,7 +10,7 @@ from torch import Tensor
 
 import shardwise
 from shardwise import Partial, Placement, Replicate, Shard
-from shardwise.errors import CommunicationError, MixedTensorError
+from shardwise.errors import CommunicationError, InputError, MixedTensorError
 from shardwise.testing import assemble
 from tests.ops.helpers import on, r, ranks
 
@@ -114,6 +114,27 @@ def test_a_number_is_written_anywhere() -> None:
         for _ in range(2):
             total += on(mesh, X, Shard(0)).sum()
         torch.testing.assert_close(total, 2 * X.sum())
+
+
+def test_a_plain_value_for_the_data_of_a_distributed_tensor() -> None:
+    with ranks(2, 2) as mesh:
+        x = on(mesh, X, Shard(1), Shard(0), grad=True)
+        with pytest.raises(InputError, match="implicit_replication"):
+            x.data = torch.ones(7, 4)
+        with shardwise.implicit_replication():
+            x.data = r(7, 4)
+        assert x.placements == (Shard(1), Shard(0))
+        (x * x).sum().backward()
+        torch.testing.assert_close(assemble(x), r(7, 4))
+        torch.testing.assert_close(assemble(x.grad), 2 * r(7, 4))
+
+
+def test_a_distributed_number_scales_plain_lists() -> None:
+    with ranks(2) as mesh, shardwise.implicit_replication():
+        x, plain = on(mesh, X, Shard(0)), Y.clone()
+        torch._foreach_mul_([plain, x], x.sum())
+        torch.testing.assert_close(plain, Y * X.sum())
+        torch.testing.assert_close(assemble(x), X * X.sum())
 
 
 def test_refused_outside_of_the_block_and_in_explicit_mode() -> None:

@@ -252,8 +252,24 @@ def _generating(**options: Any) -> Callable[[nn.Module, dict[str, Tensor]], dict
     return generate
 
 
+def checkpointing(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A step with activation checkpointing."""
+    model.gradient_checkpointing_enable()
+    return train(model, batch, steps=1)
+
+
+def resizing(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A step with a larger vocabulary."""
+    torch.manual_seed(4)
+    model.resize_token_embeddings(VOCAB + 6)
+    return train(model, batch, steps=1)
+
+
 TASKS: dict[str, Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]]] = {
     "train": train,
+    "checkpointing": checkpointing,
+    "resizing": resizing,
+    "dp prompts": _generating(do_sample=False),
     "greedy": _generating(do_sample=False),
     "static cache": _generating(do_sample=False, cache_implementation="static"),
     "sampling": _generating(do_sample=True, top_k=10, temperature=0.8),
@@ -264,7 +280,7 @@ TASKS: dict[str, Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]]] = 
 def tasks_of(name: str) -> list[str]:
     """The tasks that a model has: a classifier generates nothing, and a state-space model has no key/value cache."""
     if name == "vit":
-        return ["train"]
+        return ["train", "checkpointing"]
     return [task for task in TASKS if not (name == "mamba" and task == "static cache")]
 
 
@@ -278,16 +294,24 @@ def expected(name: str, task: str) -> dict[str, Tensor]:
     return _expected[name, task]
 
 
+_SHARDED_BATCH = ("train", "checkpointing", "resizing", "dp prompts")
+
+
+def on_mesh(name: str, way: str, task: str, mesh: DeviceMesh) -> dict[str, Tensor]:
+    """What a mesh computes. Batches for training are sharded over dp; prompts are plain but for one task."""
+    model = WAYS[way](make(name), mesh)
+    batch: Any = batch_of(name)
+    if task in _SHARDED_BATCH:
+        rows = P("dp") if "dp" in (mesh.mesh_dim_names or ()) else P()
+        batch = {key: distribute_tensor(value, mesh, rows) for key, value in batch.items()}
+    with implicit_replication():
+        return TASKS[task](model, batch)
+
+
 def found(name: str, way: str, task: str, sizes: tuple[int, ...] = (2, 2)) -> dict[str, Tensor]:
-    """What a mesh computes. Batches for training are sharded over dp; prompts are plain."""
+    """What a simulated mesh computes."""
     with world(sizes) as mesh:
-        model = WAYS[way](make(name), mesh)
-        batch: Any = batch_of(name)
-        if task == "train":
-            rows = P("dp") if len(sizes) > 1 else P()
-            batch = {key: distribute_tensor(value, mesh, rows) for key, value in batch.items()}
-        with implicit_replication():
-            return TASKS[task](model, batch)
+        return on_mesh(name, way, task, mesh)
 
 
 def compare(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:

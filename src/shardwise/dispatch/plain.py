@@ -47,6 +47,7 @@ def with_replicas(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
         if not (tensor.is_meta or _is_number(tensor) or taken_as_replicated(tensor) or _is_index(op, name)):
             raise mixed_tensors(op, name, tensor)
         if tensor not in written and name not in op.op.updates:
+            _check_same_on_ranks(op, name, tensor)
             record_replicated(tensor)
             replicas[name] = as_replicated(tensor, like)
     if not replicas:
@@ -86,6 +87,16 @@ def mixed_tensors(op: ResolvedOp, name: str, tensor: Tensor) -> MixedTensorError
         "make it one with distribute_tensor(tensor, mesh, placements) or DTensor.from_local(...), or take "
         "plain tensors as replicated inside `with shardwise.experimental.implicit_replication():`",
     )
+
+
+def _check_same_on_ranks(op: ResolvedOp, name: str, tensor: Tensor) -> None:
+    """Raise if a tensor is not replicated. A process sees only its own values; simulated ranks can be compared."""
+    if isinstance(tensor, RankTensor) and not same(tensor.shards):
+        raise MixedTensorError(
+            f"{op.func} takes a plain tensor of shape {list(tensor.shape)}, its argument {name!r}, as replicated, and "
+            "its values differ between ranks",
+            "make it a distributed one with DTensor.from_local(tensor, mesh, placements)",
+        )
 
 
 def _is_index(op: ResolvedOp, name: str) -> bool:

@@ -49,7 +49,9 @@ def write_gathered(op: ResolvedOp, args: Args, kwargs: Kwargs) -> object:
     sources = {
         name: tensor
         for name, tensor in named
-        if isinstance(tensor, DTensorBase) and tensor not in written and (not by_index or _index(name) in indices)
+        if isinstance(tensor, DTensorBase)
+        and tensor not in written
+        and (not by_index or _index(name) in indices or not (_index(name) or tensor.dim()))  # a number is for all
     }
     if not sources or (not by_index and any(isinstance(tensor, DTensorBase) for tensor in written)):
         return NotImplemented

@@ -24,9 +24,10 @@ from .._torch.wrapper import make_wrapper, no_torch_function, outside_inference_
 from ..comm.groups import adopt, before_first_use
 from ..comm.on_ranks import shard_outside
 from ..comm.plan import SpecPlan
-from ..comm.redistribute import plan_redistribution
+from ..comm.redistribute import plan_redistribution, redistribute_local
 from ..dispatch.dispatcher import OpDispatcher
 from ..dispatch.gather_cache import mark_exposed
+from ..dispatch.modes import modes
 from ..dispatch.view_call import ViewCall
 from ..errors import InputError, MeshError
 from ..overrides.install import install_overrides
@@ -43,7 +44,7 @@ from ..sharding.placement import (
     ShardOrder,
     ShardOrderEntry,
 )
-from ..sharding.spec import DTensorSpec, TensorMeta, rebuild_spec
+from ..sharding.spec import DTensorSpec, TensorMeta, contiguous_meta, rebuild_spec
 from ..world import RankTensor
 from .autograd import FromLocal, ToLocal, grad_spec_of_local, to_spec
 from .from_local import check_plain_tensor, copy_to_replicas, on_mesh, spec_of_local, without_grad
@@ -236,13 +237,27 @@ class DTensor(DTensorBase):
     @data.setter
     def data(self, other: Tensor) -> None:
         if not isinstance(other, DTensor):
-            raise InputError("the data of a DTensor was set to a plain tensor", "distribute it first")
+            other = self._distributed_data(other)
         local = other._local_tensor
         _data.__set__(self, other)
         self.__dict__.pop("_source", None)  # no longer a view of what it was
         self._shard, self._spec = local, other._spec
         if self._leaf_gradient is not None:
             self._leaf_gradient.spec = other._spec
+
+    def _distributed_data(self, plain: Tensor) -> DTensor:
+        """A plain tensor with the placements of this one, where plain tensors are known to be replicated."""
+        if not modes.implicit_replication:
+            raise InputError(
+                "the data of a DTensor was set to a plain tensor",
+                "distribute it first, or take plain tensors as replicated inside "
+                "`with shardwise.experimental.implicit_replication():`",
+            )
+        spec, data = self._spec, plain.detach().contiguous()
+        meta = contiguous_meta(data.shape, data.dtype)
+        target = DTensorSpec(spec.mesh, spec.placements, meta, spec.shard_order)
+        local = redistribute_local(on_mesh(data, spec.mesh_info), target.replicated(), target)
+        return DTensor.wrap(local, target)
 
     @property
     def requires_grad(self) -> bool:
