@@ -1,7 +1,7 @@
 """Models of transformers, distributed in several ways, train and generate as on one device.
 
 By default a sample of the table runs: each model does each task in one way, and trains in two more.
-`SHARDWISE_ALL_MODELS=1` runs all of it, and `python -m tests.transformers.tiny` prints it.
+`SHARDWISE_ALL_MODELS=1` runs all of it, and `python -m tests.transformers.table` prints it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ pytest.importorskip("transformers")
 from shardwise import init_device_mesh
 from tests.processes.pool import on_processes
 from tests.transformers import tiny
+from tests.transformers.models import MODELS
 
-TABLE = [(name, way, task) for name in tiny.MODELS for way in tiny.WAYS for task in tiny.tasks_of(name)]
+TABLE = [(name, way, task) for name in MODELS for way in tiny.WAYS for task in tiny.tasks_of(name)]
 
 
 def _sample() -> list[tuple[str, str, str]]:
     ways = list(tiny.WAYS)
-    chosen = {(name, way, "train") for name in tiny.MODELS for way in ("by parameter", "styles")}
-    for i, name in enumerate(tiny.MODELS):
+    chosen = {(name, way, "train") for name in MODELS for way in ("by parameter", "styles")}
+    for i, name in enumerate(MODELS):
         chosen |= {(name, ways[(i + j) % len(ways)], task) for j, task in enumerate(tiny.tasks_of(name))}
     return [entry for entry in TABLE if entry in chosen]
 

@@ -1,6 +1,4 @@
-"""Tiny random models of transformers, ways to distribute them, and what they compute: compared with one device.
-
-    python -m tests.transformers.tiny                     # every model in every way: a table, and counts
+"""Ways to distribute a model of transformers, and what it computes: compared with one device.
 
 A way distributes a model: `WAYS[way](model, mesh)`. A task runs one and returns values: `TASKS[task](model, batch)`.
 """
@@ -8,16 +6,11 @@ A way distributes a model: `WAYS[way](model, mesh)`. A task runs one and returns
 from __future__ import annotations
 
 import random
-import sys
-import time
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import transformers as tf
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -36,93 +29,7 @@ from shardwise import (
 from shardwise.experimental import implicit_replication
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from shardwise.world import common
-
-VOCAB = 64
-_SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-_DECODER: dict[str, Any] = {
-    **_SIZES,
-    "vocab_size": VOCAB,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
-
-
-def _llama() -> nn.Module:
-    return tf.LlamaForCausalLM(tf.LlamaConfig(**_DECODER, tie_word_embeddings=False))
-
-
-def _qwen3() -> nn.Module:
-    return tf.Qwen3ForCausalLM(tf.Qwen3Config(**_DECODER, head_dim=8, tie_word_embeddings=True))
-
-
-def _mixtral() -> nn.Module:
-    return tf.MixtralForCausalLM(tf.MixtralConfig(**_DECODER, num_local_experts=4, num_experts_per_tok=2))
-
-
-def _gemma() -> nn.Module:
-    return tf.GemmaForCausalLM(tf.GemmaConfig(**_DECODER, head_dim=8))
-
-
-def _gpt2() -> nn.Module:
-    sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    return tf.GPT2LMHeadModel(tf.GPT2Config(**sizes, bos_token_id=1, eos_token_id=None, pad_token_id=0))
-
-
-def _t5() -> nn.Module:
-    sizes = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    return tf.T5ForConditionalGeneration(tf.T5Config(**sizes, decoder_start_token_id=0))
-
-
-def _mamba() -> nn.Module:
-    config = tf.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8, pad_token_id=0)
-    return tf.MambaForCausalLM(config)
-
-
-def _vit() -> nn.Module:
-    return tf.ViTForImageClassification(tf.ViTConfig(**_SIZES, image_size=16, patch_size=4, num_labels=7))
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "llama": _llama,
-    "qwen3": _qwen3,
-    "mixtral": _mixtral,
-    "gemma": _gemma,
-    "gpt2": _gpt2,
-    "t5": _t5,
-    "mamba": _mamba,
-    "vit": _vit,
-}
-
-
-def make(name: str) -> nn.Module:
-    """The model, with the same random weights every time. Weights are large enough for logits to differ."""
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.2)
-    config = getattr(model, "generation_config", None)
-    if config is not None:
-        config.eos_token_id = None  # every sequence has the asked length
-    return model
-
-
-def batch_of(name: str) -> dict[str, Tensor]:
-    """Inputs for training."""
-    generator = torch.Generator().manual_seed(1)
-    if name == "vit":
-        pixels = torch.randn(4, 3, 16, 16, generator=generator)
-        return {"pixel_values": pixels, "labels": torch.randint(7, (4,), generator=generator)}
-    ids = torch.randint(1, VOCAB, (4, 6), generator=generator)
-    return {"input_ids": ids, "labels": ids.flip(1) if name == "t5" else ids}
-
+from tests.transformers.models import VOCAB, batch_of, make
 
 # ---- ways to distribute a model -------------------------------------------------------------------------------------
 
@@ -278,10 +185,10 @@ TASKS: dict[str, Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]]] = 
 
 
 def tasks_of(name: str) -> list[str]:
-    """The tasks that a model has: a classifier generates nothing, and a state-space model has no key/value cache."""
-    if name == "vit":
+    """The tasks that a model has: encoders generate nothing, and state-space models have no key/value cache."""
+    if name in ("vit", "bert", "electra"):
         return ["train", "checkpointing"]
-    return [task for task in TASKS if not (name == "mamba" and task == "static cache")]
+    return [task for task in TASKS if not (name in ("mamba", "mamba2") and task == "static cache")]
 
 
 _expected: dict[tuple[str, str], dict[str, Tensor]] = {}
@@ -326,38 +233,3 @@ def compare(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 def check(name: str, way: str, task: str, sizes: tuple[int, ...] = (2, 2)) -> None:
     """Fail unless a mesh computes what one device does."""
     compare(found(name, way, task, sizes), expected(name, task))
-
-
-# ---- the table ------------------------------------------------------------------------------------------------------
-
-
-def _verdict(name: str, way: str, task: str) -> tuple[str, str]:
-    try:
-        check(name, way, task)
-    except AssertionError as error:
-        return "wrong", str(error)
-    except Exception as error:
-        return "error", f"{type(error).__name__}: {error}"
-    return "right", ""
-
-
-def main() -> None:
-    """Print a line for each model, way and task, and the counts."""
-    counts: Counter[str] = Counter()
-    asked = set(sys.argv[1:])
-    for name in MODELS:
-        for way in WAYS:
-            for task in tasks_of(name):
-                if asked and not asked & {name, way, task}:
-                    continue
-                begin = time.perf_counter()
-                with warnings.catch_warnings() if asked else nullcontext():
-                    verdict, text = _verdict(name, way, task)
-                counts[verdict] += 1
-                took = time.perf_counter() - begin
-                print(f"{name:9}{way:14}{task:14}{verdict:6} {took:5.1f} s  {text[:300]}", flush=True)
-    print(", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
-
-
-if __name__ == "__main__":
-    main()
