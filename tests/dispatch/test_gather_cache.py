@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardwise import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
 from shardwise.debug import CommDebugMode
+from shardwise.dispatch.watch import mark_exposed
 
 ROWS, COLUMNS = 8, 256
 
@@ -177,3 +178,25 @@ def test_nothing_is_kept_when_the_tensor_goes() -> None:
         del x
         gc.collect()
         assert _Active.cache._entry is None
+
+
+def test_a_rank_that_looks_at_its_shard_does_not_communicate_alone() -> None:
+    """A second gather on one rank alone, because `x.to_local()` was printed there, would wait for the others for ever."""
+    with simulate(4):
+        mesh = init_device_mesh("cpu", (4,))
+        (plain,), (cut,) = weights(mesh, 1)
+        x = distribute_tensor(torch.randn(1, ROWS, COLUMNS), mesh, [Shard(1)]) * 1
+        local: Any = x._local_tensor
+
+        def twice() -> None:
+            with torch.no_grad():
+                F.linear(x, cut)
+                mark_exposed(local.shards[0])
+                F.linear(x, cut)
+
+        assert collectives(twice) == {"all_gather_into_tensor": 1}
+        assert collectives(twice) == {}
+        (ctypes.c_float * 1).from_address(local.shards[0].data_ptr())[0] = 7.0
+        assert collectives(twice) == {"all_gather_into_tensor": 1}
+        expected = F.linear(x.full_tensor().shards[0], plain)
+        torch.testing.assert_close(F.linear(x, cut).full_tensor().shards[0], expected, rtol=1e-4, atol=1e-3)

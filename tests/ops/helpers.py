@@ -78,6 +78,6 @@ def communication(fn: Callable[[], Any]) -> list[str]:
         fn()
     return [
         f"{op.func}: {text}"
-        for op, plan, _ in plans
+        for op, plan, *_ in plans
         for text in (plan.communication if plan is not None else ["decomposed or run on gathered inputs"])
     ]

@@ -265,3 +265,15 @@ def test_random_numbers_do_not_depend_on_the_cut() -> None:
     for others in drawn[1:]:
         for one, other in zip(drawn[0], others, strict=True):
             assert_same(one, other)
+
+
+@on_processes
+def test_one_rank_may_look_at_its_shard_between_two_ops_that_gather() -> None:
+    mesh = mesh_of(4)
+    x = distribute_tensor(torch.arange(32.0).view(8, 4), mesh, [Shard(0)])
+    weight = distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)])
+    for _ in range(2):
+        weight @ x
+        if dist.get_rank() == 0:
+            x.to_local()
+        assert_same((weight @ x).full_tensor(), torch.ones(8, 8) @ torch.arange(32.0).view(8, 4))

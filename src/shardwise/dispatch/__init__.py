@@ -16,5 +16,6 @@ outside       calls on a rank that is not in the mesh
 plain         plain tensors among distributed ones; which are replicated: `provenance`, `formulas`
 plain_targets distributed values that are written into plain tensors
 gather_cache  the last redistributed operand
+watch         whether a local shard still holds the data it had
 modes         explicit, implicit_replication, strict_ops; refusing in explicit mode: `explicit`
 """

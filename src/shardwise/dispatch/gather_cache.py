@@ -3,9 +3,8 @@
 q, k and v of an attention read one input: one gather serves all three. The entry is dropped with the tensor it was made
 from, so that memory is not held for long, and is not used after a write to either of the two.
 
-Every write that goes through dispatch empties the cache. Local shards are watched by their version counters. One that
-was handed to the user may be written without a trace (by a kernel that has its address), so it is never trusted again:
-neither it nor what was made from it is served from here.
+Every write that goes through dispatch empties the cache. Local shards are watched (see `watch`): what is served never
+depends on which rank looked at its shard, because a rank that gathers alone would wait for ever.
 """
 
 from __future__ import annotations
@@ -20,19 +19,16 @@ from ..comm.redistribute import redistribute_local
 from ..sharding.base import DTensorBase
 from ..sharding.runtime import Runtime, WorldState, on_activate
 from ..sharding.spec import DTensorSpec
-from ..world import RankTensor
-
-State = tuple[object, ...]
-"""Which memory a local shard is, and how often it was written."""
+from .watch import Watch
 
 
 class _Entry(NamedTuple):
     root: weakref.ref[DTensorBase]
     source: DTensorSpec
     target: DTensorSpec
-    state: State
+    watch: Watch
     result: Tensor
-    result_state: State
+    result_watch: Watch
 
 
 class GatherCache:
@@ -46,19 +42,18 @@ class GatherCache:
         entry = self._entry
         if entry is None or entry.target is not target or entry.source is not tensor._spec:
             return None
-        if entry.root() is not root_of(tensor) or entry.state != state_of(tensor._local_tensor):
+        if entry.root() is not root_of(tensor) or not entry.watch.unchanged(tensor._local_tensor):
             return None
-        return entry.result if state_of(entry.result) == entry.result_state else None
+        return entry.result if entry.result_watch.unchanged(entry.result) else None
 
     def keep(self, tensor: DTensorBase, target: DTensorSpec, result: Tensor) -> None:
         """Remember `result`, the local shard of `tensor` under the target spec, in the place of what was before."""
         root, local = root_of(tensor), tensor._local_tensor
-        state, result_state = state_of(local), state_of(result)
-        if state is None or result_state is None or result is local or is_weight(root):
+        if local.is_inference() or result is local or is_weight(root):  # writes to inference tensors are not counted
             self._entry = None
         else:
             ref = weakref.ref(root, self._drop)
-            self._entry = _Entry(ref, tensor._spec, target, state, result, result_state)
+            self._entry = _Entry(ref, tensor._spec, target, Watch(local), result, Watch(result))
 
     def _drop(self, root: object) -> None:
         if self._entry is not None and self._entry.root is root:
@@ -115,25 +110,3 @@ def is_weight(tensor: Tensor) -> bool:
     moved swap their weights, which a weak reference forbids."""
     # A view is not asked whether it is a leaf: it would look at what was written since.
     return isinstance(tensor, torch.nn.Parameter) or (tensor._base is None and tensor.requires_grad and tensor.is_leaf)
-
-
-def mark_exposed(local: Tensor) -> None:
-    """Note that a local shard is in the user's hands: its memory is never trusted from now on."""
-    if type(local) is not Tensor and isinstance(local, RankTensor):
-        for shard in local.shards:
-            mark_exposed(shard)
-    else:
-        local.untyped_storage()._exposed_by_shardwise = True  # type: ignore[attr-defined]
-
-
-def state_of(local: Tensor) -> State | None:
-    """The state of a local shard; None where a write to it might go unnoticed."""
-    if local.is_inference():  # writes are not counted
-        return None
-    if isinstance(local, RankTensor):  # written as one, or rank by rank
-        states = [state_of(shard) for shard in local.shards]
-        return None if None in states else (local._version, *states)
-    storage = local.untyped_storage()
-    if getattr(storage, "_exposed_by_shardwise", False):
-        return None
-    return id(storage), local.storage_offset(), local._version

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from ..dispatch.gather_cache import state_of as shard_state
+from ..dispatch.watch import Watch
 from ..sharding.base import DTensorBase
 from ..sharding.runtime import WorldState
 from ..world import RankTensor
@@ -23,7 +23,8 @@ from ..world import RankTensor
 
 class _Entry(NamedTuple):
     source: weakref.ref[Tensor]
-    state: object
+    source_version: int
+    watched: list[tuple[Watch, Tensor]]
     key: object
     result: Tensor
     result_version: int
@@ -40,16 +41,17 @@ class LastInput:
         entry = self._entry
         if entry is None or entry.source() is not source or entry.key != key:
             return None
-        written = entry.state != state_of(source) or entry.result_version != entry.result._version
-        return None if written else entry.result
+        written = entry.result_version != entry.result._version or source._version != entry.source_version
+        return None if written or not all(watch.unchanged(local) for watch, local in entry.watched) else entry.result
 
     def keep(self, source: Tensor, key: object, result: Tensor) -> None:
         """Remember this in the place of what was before, if no write to either can go unseen."""
-        state = state_of(source) if isinstance(source, DTensorBase) or _share_memory(source, result) else None
-        if state is None or result.is_inference() or result is source:
+        watched = _watched(source, result)
+        if watched is None or result.is_inference() or result is source:
             self._entry = None
         else:
-            self._entry = _Entry(weakref.ref(source, self._drop), state, key, result, result._version)
+            ref = weakref.ref(source, self._drop)
+            self._entry = _Entry(ref, source._version, watched, key, result, result._version)
 
     def _drop(self, source: object) -> None:
         if self._entry is not None and self._entry.source is source:
@@ -59,22 +61,18 @@ class LastInput:
 LAST_INPUT = WorldState(LastInput)
 
 
-def state_of(tensor: Tensor) -> object:
-    """How often a tensor, its local shard, and what they view were written; None where that is not counted.
+def _watched(source: Tensor, result: Tensor) -> list[tuple[Watch, Tensor]] | None:
+    """The local shards to watch for writes; None if what is made from this tensor is not kept.
 
-    None for parameters as well: what is made from one should not outlive the call.
+    What is made from a parameter should not outlive the call, and writes to inference tensors are not counted.
     """
-    if tensor.is_inference() or isinstance(tensor, nn.Parameter):
+    if source.is_inference() or isinstance(source, nn.Parameter):
         return None
-    if isinstance(tensor, DTensorBase):
-        base = tensor._base
-        tensors = [tensor._local_tensor, *([base._local_tensor] if isinstance(base, DTensorBase) else [])]
-        states = [shard_state(local) for local in tensors]  # None for shards that were handed to the user
-        return None if None in states else (tensor._version, *states)
-    if isinstance(tensor, RankTensor):  # written as one, or rank by rank
-        versions = [state_of(shard) for shard in tensor.shards]
-        return None if None in versions else (tensor._version, *versions)
-    return id(tensor.untyped_storage()), tensor.storage_offset(), tensor._version
+    if not isinstance(source, DTensorBase):
+        return [] if _share_memory(source, result) else None
+    base = source._base
+    locals_ = [source._local_tensor, *([base._local_tensor] if isinstance(base, DTensorBase) else [])]
+    return [(Watch(local), local) for local in locals_]
 
 
 def _share_memory(source: Tensor, result: Tensor) -> bool:

@@ -11,8 +11,8 @@ from .._torch.autograd import QuickFunction
 from .._torch.backward_pass import materialized
 from .._torch.fake_tensors import is_fake
 from ..comm.redistribute import redistribute_local, start_redistribute
-from ..dispatch.gather_cache import mark_exposed
 from ..dispatch.modes import modes
+from ..dispatch.watch import mark_exposed
 from ..errors import InputError, MixedTensorError
 from ..sharding.base import DTensorBase
 from ..sharding.memory_order import in_memory_order, memory_order

@@ -26,9 +26,9 @@ from ..comm.on_ranks import shard_outside
 from ..comm.plan import SpecPlan
 from ..comm.redistribute import plan_redistribution, redistribute_local
 from ..dispatch.dispatcher import OpDispatcher
-from ..dispatch.gather_cache import mark_exposed
 from ..dispatch.modes import modes
 from ..dispatch.view_call import ViewCall
+from ..dispatch.watch import mark_exposed
 from ..errors import InputError, MeshError
 from ..overrides.install import install_overrides
 from ..sharding.base import DTensorBase

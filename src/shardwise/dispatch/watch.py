@@ -1,0 +1,72 @@
+"""Whether a local shard still holds the data it had.
+
+Writes are counted by version counters, except those of a kernel that has the address of the memory. Such a kernel can
+only write a shard that was handed to the user. Before a watched shard is handed out, its data is copied, and later
+compared. Whether data is reused then depends on the data alone, not on which ranks looked at their shards: a program
+that prints `x.to_local()` on rank 0 must not make rank 0 communicate alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from ..world import RankTensor
+
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+"""The watches in use: one or two for each cache of a world."""
+
+
+class Watch:
+    """Remembers which memory a local shard is and how often it was written, and its data once it is handed out."""
+
+    __slots__ = ("__weakref__", "_copies", "_local", "_state")
+
+    def __init__(self, local: Tensor) -> None:
+        self._local = weakref.ref(local)
+        self._state = _state(local)
+        self._copies: list[Tensor | None] = [shard.clone() if _is_exposed(shard) else None for shard in _shards(local)]
+        _watches.add(self)
+
+    def unchanged(self, local: Tensor) -> bool:
+        """Whether this is the same memory with the same data as when it was watched first."""
+        return self._state == _state(local) and all(
+            copy is None or _same_bits(copy, shard) for copy, shard in zip(self._copies, _shards(local), strict=True)
+        )
+
+    def before_exposure(self, storage: torch.UntypedStorage) -> None:
+        """Copy the data that is about to be handed out."""
+        local = self._local()
+        for i, shard in enumerate(_shards(local)) if local is not None else ():
+            if self._copies[i] is None and shard.untyped_storage() is storage:
+                self._copies[i] = shard.clone()
+
+
+def mark_exposed(local: Tensor) -> None:
+    """Note that a local shard is in the user's hands, so that writes to it may go uncounted."""
+    for shard in _shards(local):
+        storage = shard.untyped_storage()
+        if not getattr(storage, "_exposed_by_shardwise", False):
+            storage._exposed_by_shardwise = True  # type: ignore[attr-defined]
+            for watch in list(_watches):
+                watch.before_exposure(storage)
+
+
+def _is_exposed(shard: Tensor) -> bool:
+    return getattr(shard.untyped_storage(), "_exposed_by_shardwise", False)
+
+
+def _shards(local: Tensor) -> list[Tensor]:
+    return list(local.shards) if type(local) is not Tensor and isinstance(local, RankTensor) else [local]
+
+
+def _state(local: Tensor) -> tuple[object, ...]:
+    shards = ((id(s.untyped_storage()), s.storage_offset(), s._version) for s in _shards(local))
+    return (local._version, *shards)
+
+
+def _same_bits(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors hold the same bits, so that NaN equals NaN."""
+    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
