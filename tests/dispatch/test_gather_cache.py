@@ -181,7 +181,7 @@ def test_nothing_is_kept_when_the_tensor_goes() -> None:
 
 
 def test_a_rank_that_looks_at_its_shard_does_not_communicate_alone() -> None:
-    """A second gather on one rank alone, because `x.to_local()` was printed there, would wait for the others for ever."""
+    """A second gather on one rank alone, where `x.to_local()` was printed, would wait for the others for ever."""
     with simulate(4):
         mesh = init_device_mesh("cpu", (4,))
         (plain,), (cut,) = weights(mesh, 1)

@@ -49,7 +49,8 @@ class GatherCache:
     def keep(self, tensor: DTensorBase, target: DTensorSpec, result: Tensor) -> None:
         """Remember `result`, the local shard of `tensor` under the target spec, in the place of what was before."""
         root, local = root_of(tensor), tensor._local_tensor
-        if local.is_inference() or result is local or is_weight(root):  # writes to inference tensors are not counted
+        # Writes to inference tensors are not counted.
+        if local.is_inference() or result.is_inference() or result is local or is_weight(root):
             self._entry = None
         else:
             ref = weakref.ref(root, self._drop)
