@@ -138,9 +138,11 @@ def test_run_without_a_program_says_how():
     assert "python -m shardwise.run program.py" in found.stderr
 
 
-@pytest.mark.parametrize("program", ["fsdp.py", "others.py"])
-def test_programs_of_pytorch_run_unmodified_on_four_processes(program, tmp_path):
+@pytest.mark.parametrize("program", ["fsdp.py", "others.py", "hub.py"])
+def test_programs_run_unmodified_on_four_processes(program, tmp_path):
+    if program == "hub.py":
+        pytest.importorskip("transformers")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command += ["-m", "shardwise.run", str(PROGRAMS / program), str(tmp_path / "checkpoint")]
+    command += ["-m", "shardwise.run", str(PROGRAMS / program), str(tmp_path)]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.stdout.count("all equal to one device, with shardwise.tensor.dtensor") == 4, found.stderr[-3000:]
