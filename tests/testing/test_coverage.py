@@ -66,6 +66,9 @@ SWEPT = [
     ("linalg.slogdet", Sweep("", "out")),
     ("native_batch_norm", Sweep("", "out")),
     ("addmm", Sweep("", "strided")),
+    ("nn.functional.rms_norm", Sweep("", "strided")),  # row-major, whatever its input
+    ("nn.functional.conv2d", Sweep("", "channels_last")),
+    ("mul", Sweep("", "expanded")),
 ]
 
 

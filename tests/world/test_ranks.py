@@ -370,3 +370,11 @@ def test_other_subclasses_go_first() -> None:
 
     other = torch.ones(2).as_subclass(Other)
     assert (even(2) + other).item() == 7
+
+
+def test_contiguous_where_some_ranks_are() -> None:
+    """One row of an expanded tensor is contiguous, several are not."""
+    x = RankTensor([torch.ones(1, 3).expand(rows, 3) for rows in (2, 1)])
+    made = x.contiguous()
+    assert [shard.stride() for shard in made.shards] == [(3, 1), (3, 1)]
+    assert made.contiguous() is made

@@ -105,6 +105,8 @@ def _bind_plan(source: DTensorSpec, target: DTensorSpec) -> tuple[Move, ...]:
     order = memory_order(target.tensor_meta)
     if moves and order is not None:
         # Moved data is row-major. Where the target is not, views that are legal on one device must stay so here.
+        repeats = tuple(dim for dim in order.expanded if source.stride[dim] == 0)
+        order = order._replace(expanded=repeats)
         moves += (Move(on_ranks(source.mesh_info, lambda at, local: in_memory_order(local, order)), False, None),)
     return moves
 

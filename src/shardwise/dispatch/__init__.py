@@ -6,11 +6,12 @@ key           the key of a call
 arguments     how planning sees arguments, and how a plan treats them
 bind_call     the op's rule with the sizes of this call
 propagate     which factor each mesh axis shards
-result_meta   shapes of results
+result_meta   shapes of results; `result_strides` where a meta kernel is wrong about strides
 call_plan     the plan of a call, run by `run_call`
 list_plan     the plan of an op on lists, run by `run_list`
 local_code    what runs on the local shards, made of the parts in `local_call`
-view_call     views that are made again
+local_strides local results that lie in memory as their specs say
+view_call     views that are made again, and `writes` to what they view; offsets into a tensor's `storage`
 fallback      calls that no rule takes
 outside       calls on a rank that is not in the mesh
 plain         plain tensors among distributed ones; which are replicated: `provenance`, `formulas`

@@ -22,7 +22,7 @@ from ..sharding.spec import DTensorSpec, TensorMeta
 from ..world import rank_int
 from .arguments import LOCALIZE, Argument, Constant, Treatment, Where
 from .bind_call import NO_LISTS, BoundCall, Place, bind_call, operand_layout
-from .local_call import ordered_as
+from .local_call import tensors_in
 from .local_code import LocalCode, LocalRun
 from .propagate import Decision, KernelCost, ShardingPropagator
 
@@ -43,6 +43,8 @@ class CallPlan(NamedTuple):
     is_view: bool
     local_view: bool
     """Whether views share memory with the local shard of what they view: then writes need no care."""
+    offsets: tuple[int, ...]
+    """For each view how far, in its own elements, it begins behind the tensor it views."""
     communication: tuple[str, ...]
     """What is communicated without being asked for, in words."""
 
@@ -100,8 +102,6 @@ class _PlanWriter:
         if collectives:
             self.communication.append(f"{collectives} collective(s) inside {self.func} over its sharded dim")
         local_view = self.op.is_view and args[0] is LOCALIZE and not code.makes_new()
-        if run is not self.func and not writes and not local_view:  # a view with other strides would be a copy
-            run = ordered_as(specs, run)
         return CallPlan(
             func=self.func,
             args=args,
@@ -112,6 +112,7 @@ class _PlanWriter:
             in_place=in_place and not code.makes_new(),
             is_view=self.op.is_view,
             local_view=local_view,
+            offsets=self._offsets(),
             communication=tuple(self.communication),
         )
 
@@ -169,6 +170,9 @@ class _PlanWriter:
             DTensorSpec.from_layout(self.mesh_info, layout, meta)
             for layout, meta in zip(self.decision.results, metas, strict=True)
         ]
+
+    def _offsets(self) -> tuple[int, ...]:
+        return tuple(int(t.storage_offset()) for t in tensors_in(self.found.outputs)) if self.op.is_view else ()
 
     def _structured(self, values: Sequence[object]) -> object:
         """One value for each tensor result, in the structure of the results; None for the others."""

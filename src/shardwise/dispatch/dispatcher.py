@@ -26,8 +26,9 @@ from .explicit import refuse_communication
 from .fallback import run_without_plan
 from .formulas import hold_result
 from .hot_path import HOT, Ready, hot_path, ready_call
-from .key import Key, plan_key
+from .key import Key, argument_keys, plan_key
 from .list_plan import ListPlan, plan_list
+from .local_strides import FirstRun, makes_results
 from .modes import modes
 from .outside import is_outside, plan_outside
 from .plain import with_numbers, with_replicas
@@ -35,16 +36,22 @@ from .plain_targets import write_gathered
 from .result_meta import NoRule
 from .run_call import run_call
 from .run_list import run_list
+from .storage import on_storage
 
 
 class Planned(NamedTuple):
-    """The plan of a call (None: no rule takes it), and what the hot path is given (None: it can never be hot)."""
+    """The plan of a call (None: no rule takes it), and what the hot path is given (None: it can never be hot).
+
+    A plan that is not `tried` has yet to show that its local results lie in memory as their specs say.
+    """
 
     op: ResolvedOp
     plan: CallPlan | ListPlan | None
     ready: Ready | None
     outside: bool
     """Whether this rank is not in the mesh."""
+    tried: bool = True
+    """Whether it is known that local results lie in memory as the plan says."""
 
 
 def _planned_bytes(key: Key, planned: Planned) -> int:
@@ -66,6 +73,7 @@ class OpDispatcher:
         self.kind = kind
         on_activate(self._use_tables_of)
         self.torch_dispatch = hot_path(kind, self.dispatch)
+        self._argument_key = argument_keys(kind)
         self._recorded: list[Planned] | None = None
 
     def _use_tables_of(self, runtime: Runtime) -> None:
@@ -84,6 +92,9 @@ class OpDispatcher:
     def dispatch(self, func: OpOverload, args: Args, kwargs: Kwargs, key: Key) -> object:
         """The result of a call that the hot path does not make."""
         op = resolve(func)
+        if op.op.addresses_storage:
+            args, kwargs = on_storage(op, args, kwargs), {}
+            key = (id(func), *map(self._argument_key, args))
         shared = plan_key(op, key, args, kwargs)
         planned = self.plans.get(shared)
         if planned is None:
@@ -105,13 +116,15 @@ class OpDispatcher:
                 result = self.torch_dispatch(func, (), *replicas)
                 hold_result(result)
                 return result
-        _, plan, ready, outside = planned
+        _, plan, ready, outside, tried = planned
         if plan is None:
             return run_without_plan(op, args, kwargs, self.kind, outside)
-        if ready is not None and key not in self.hot.recent:
-            self.hot[key] = ready
         if plan.communication and modes.explicit:
             refuse_communication(op, args, kwargs, plan, self.plan)
+        if not tried:
+            return self._try(planned, args, kwargs, shared, key)
+        if ready is not None and key not in self.hot.recent:
+            self.hot[key] = ready
         if isinstance(plan, ListPlan):
             return run_list(plan, args, kwargs, self.kind)
         return run_call(plan, args, kwargs, self.kind)
@@ -121,10 +134,24 @@ class OpDispatcher:
         outside = is_outside(args, kwargs)
         if plan is not None and outside:
             plan = plan_outside(op, plan, args, kwargs)
-        planned = Planned(op, plan, None if plan is None else ready_call(op, plan, args, kwargs, self.kind), outside)
+        tried = outside or not isinstance(plan, CallPlan) or not makes_results(plan)
+        ready = ready_call(op, plan, args, kwargs, self.kind) if plan is not None and tried else None
+        planned = Planned(op, plan, ready, outside, tried)
         if self._recorded is not None:
             self._recorded.append(planned)
         return planned
+
+    def _try(self, planned: Planned, args: Args, kwargs: Kwargs, shared: Key, key: Key) -> object:
+        """The result of the first run of a plan, which then is ready for the hot path."""
+        op, plan, _, outside, _ = planned
+        assert isinstance(plan, CallPlan), "ops on lists run element by element, as their ops do"
+        first = FirstRun(plan)
+        result = run_call(plan._replace(run_local=first), args, kwargs, self.kind)
+        ready = ready_call(op, first.plan, args, kwargs, self.kind)
+        self.plans[shared] = Planned(op, first.plan, ready, outside)
+        if ready is not None:
+            self.hot[key] = ready
+        return result
 
     def plan(self, op: ResolvedOp, args: Args, kwargs: Kwargs) -> CallPlan | ListPlan | None:
         """The plan of a call; None where it is decomposed or runs on gathered inputs."""

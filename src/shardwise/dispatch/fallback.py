@@ -87,6 +87,7 @@ def _run_on_gathered(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTen
     _write_back(op, written, gathered)
     returned = {id(gathered[id(tensor)]): tensor for tensor in written}
     position = itertools.count()
+    root = args[0].alias() if op.is_view else tensors[0]
 
     def wrap(local: Tensor) -> object:
         if id(local) in returned:
@@ -95,8 +96,8 @@ def _run_on_gathered(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTen
         if not op.is_view:
             return made
         index = None if isinstance(result, Tensor) else next(position)
-        replay = ViewCall(args[0], op.func, args, kwargs, index)
-        return kind.wrap_view(made._local_tensor, made._spec, args[0], replay)
+        replay = ViewCall(root, op.func, args, kwargs, index)
+        return kind.wrap_view(made._local_tensor, made._spec, args[0], replay, 0)
 
     return pytree.tree_map_only(Tensor, wrap, result)
 

@@ -21,8 +21,9 @@ from torch.autograd.graph import Node
 from .._torch import pytree
 from .._torch.backward_pass import current_node, current_pass, materialized, metadata_of, saved_tensor_hooks
 from ..sharding.base import DTensorBase
+from ..sharding.memory_order import TensorMeta, contiguous_meta, overlaps
 from ..sharding.placement import Replicate
-from ..sharding.spec import DTensorSpec, contiguous_meta
+from ..sharding.spec import DTensorSpec
 from ..world import RankTensor, replicate
 
 Gradients = tuple[Tensor | None, ...]
@@ -92,8 +93,10 @@ def _leave() -> None:
 def as_replicated(tensor: Tensor, like: DTensorBase) -> DTensorBase:
     """A plain tensor that is the same on all ranks, as a replicated one on the mesh of another."""
     mesh_info = like._spec.mesh_info
-    local = materialized(tensor.detach()).contiguous()
-    meta = contiguous_meta(local.shape, local.dtype)
+    local = materialized(tensor.detach())
+    meta = TensorMeta(local.shape, local.stride(), local.dtype)
+    if not all(type(step) is int for step in meta.stride) or overlaps(meta):
+        local, meta = local.contiguous(), contiguous_meta(local.shape, local.dtype)
     if mesh_info.simulated and not isinstance(local, RankTensor):
         local = replicate(local, mesh_info.world_size)
     spec = DTensorSpec(mesh_info.mesh, (Replicate(),) * len(mesh_info.sizes), meta)

@@ -10,16 +10,19 @@ depends on which rank looked at its shard, because a rank that gathers alone wou
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..comm.redistribute import redistribute_local
 from ..sharding.base import DTensorBase
 from ..sharding.runtime import Runtime, WorldState, on_activate
 from ..sharding.spec import DTensorSpec
 from .watch import Watch
+from .writes import count_write, count_writes
 
 
 class _Entry(NamedTuple):
@@ -98,6 +101,33 @@ def after_write(tensor: DTensorBase) -> None:
     if tensor._source is not None:
         tensor._source.write_back(tensor)
         forget_gathered()  # writing what it views has gathered that, in its state before
+    else:
+        count_write(tensor._local_tensor)
+
+
+def after_list_write(tensors: Sequence[Tensor], local: Sequence[Tensor]) -> None:
+    """What follows a write to a list of tensors that hold their local shards."""
+    forget_gathered()
+    increment_version(tensors)  # autograd does not count the writes of ops on lists; one device does, one by one
+    count_writes(local)
+
+
+def after_source_writes(tensors: Sequence[Tensor]) -> None:
+    """The same where local shards may come from a source."""
+    increment_version(tensors)
+    for tensor in tensors:
+        if isinstance(tensor, DTensorBase):
+            after_write(tensor)
+
+
+def assign(tensor: DTensorBase, value: Tensor) -> None:
+    """Copy this value into the local shard. Along expanded dims, which are one element in memory, it is the same."""
+    local, spec = tensor._local_tensor, tensor._spec
+    for dim, (size, stride) in enumerate(zip(spec.shape, spec.stride, strict=True)):
+        if stride == 0 and size > 1:
+            local, value = local[(slice(None),) * dim + (slice(1),)], value[(slice(None),) * dim + (slice(1),)]
+    local.copy_(value)
+    count_write(local)
 
 
 def root_of(tensor: DTensorBase) -> DTensorBase:

@@ -22,9 +22,10 @@ from ..sharding.runtime import Runtime, WorldCache, on_activate
 from ..sharding.spec import DTensorSpec, TensorMeta
 from .arguments import LOCALIZE, LOCALIZE_LIST, Args, Constant, Kwargs, Treatment
 from .call_plan import CallPlan
-from .gather_cache import after_write, forget_gathered
+from .gather_cache import after_list_write, after_source_writes, forget_gathered
 from .key import Key, argument_keys
 from .list_plan import ListPlan
+from .writes import count_write
 
 _in_inference_mode = torch.is_inference_mode_enabled
 _strided = torch.strided
@@ -38,7 +39,8 @@ class Ready(NamedTuple):
     meta: TensorMeta | None
     spec: DTensorSpec | None
     """Of the one result; None where `finish` says what becomes of the results."""
-    is_view: bool
+    offset: int | None
+    """How far a view begins behind the first argument; None for results that have memory of their own."""
     finish: Callable[[object, Args], object] | None
     """(local results, arguments) -> results."""
 
@@ -82,8 +84,8 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
         ready = known(key)
         if ready is None:
             return plan_and_run(func, args, kwargs or {}, key)
-        run, meta, spec, is_view, finish = ready
-        if is_view and _in_inference_mode():  # a view of a normal tensor is no inference tensor
+        run, meta, spec, offset, finish = ready
+        if offset is not None and _in_inference_mode():  # a view of a normal tensor is no inference tensor
             return plan_and_run(func, args, kwargs or {}, key)
         try:
             local_args: Sequence[object]
@@ -99,7 +101,9 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
         if finish is not None:
             return finish(local, args)
         shape, stride, dtype = meta  # type: ignore[misc]
-        tensor = make_wrapper(kind, shape, stride, None, None, dtype, _strided, local.device)
+        if offset is not None:
+            offset += args[0].storage_offset()
+        tensor = make_wrapper(kind, shape, stride, offset, None, dtype, _strided, local.device)
         tensor._shard = local
         tensor._spec = spec
         return tensor
@@ -112,7 +116,7 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
 
 def ready_call(op: ResolvedOp, plan: CallPlan | ListPlan, args: Args, kwargs: Kwargs, kind: type[Any]) -> Ready | None:
     """What is left of a planned call; None where the dispatcher has more to do, each time."""
-    if plan.communication or op.op.reads_numbers or not _are_known(args, kwargs, kind):
+    if plan.communication or op.op.reads_numbers or op.op.addresses_storage or not _are_known(args, kwargs, kind):
         return None
     if isinstance(plan, ListPlan):
         return _ready_list(op, plan, args, kwargs, kind)
@@ -125,11 +129,23 @@ def ready_call(op: ResolvedOp, plan: CallPlan | ListPlan, args: Args, kwargs: Kw
     if plan.writes:
         finish = _first if op.returns else _nothing
         simple = plan.in_place and plan.writes == ((0, 0),)
-        return Ready(run, None, None, False, finish) if simple else None
+        return Ready(run, None, None, None, finish) if simple else None
+    if plan.is_view:
+        return _ready_view(plan, run, args, kind)
     if type(plan.results) is DTensorSpec:
-        return Ready(run, plan.results.tensor_meta, plan.results, plan.is_view, None)
+        return Ready(run, plan.results.tensor_meta, plan.results, None, None)
     if isinstance(plan.results, (tuple, list)):
-        return Ready(run, None, None, plan.is_view, _wrapping(plan.results, kind))
+        return Ready(run, None, None, None, _wrapping(plan.results, kind))
+    return None
+
+
+def _ready_view(plan: CallPlan, run: Callable[..., object], args: Args, kind: type[Any]) -> Ready | None:
+    """The same for views, which begin where the tensor that they view begins, or behind it."""
+    specs, dtype = plan.results, args[0].dtype
+    if type(specs) is DTensorSpec and specs.dtype == dtype:
+        return Ready(run, specs.tensor_meta, specs, plan.offsets[0], None)
+    if isinstance(specs, (tuple, list)) and all(spec.dtype == dtype for spec in specs):
+        return Ready(run, None, None, 0, _wrapping_views(specs, plan.offsets, kind))
     return None
 
 
@@ -152,8 +168,8 @@ def _ready_list(op: ResolvedOp, plan: ListPlan, args: Args, kwargs: Kwargs, kind
         except AttributeError:  # shards that come from a source, to which writes go back
             return run_on_sources(args, named)
         result = run(*local, **named)
-        if written:
-            forget_gathered()
+        for where in written:
+            after_list_write(args[where], local[where])
         return result
 
     def run_on_sources(args: Args, named: Kwargs) -> object:
@@ -162,12 +178,12 @@ def _ready_list(op: ResolvedOp, plan: ListPlan, args: Args, kwargs: Kwargs, kind
             for value, listed in zip(args, lists, strict=True)
         ]
         result = run(*local, **named)
-        for tensor in (tensor for where in written for tensor in args[where] if type(tensor) is kind):
-            after_write(tensor)
+        for where in written:
+            after_source_writes(args[where])
         return result
 
-    finish = _nothing if plan.results is None else _wrapping(list(plan.results), kind)
-    return Ready(run_on_lists, None, None, False, finish)
+    finish = _no_results if plan.results is None else _wrapping(list(plan.results), kind)
+    return Ready(run_on_lists, None, None, None, finish)
 
 
 def _is_local(how: Treatment) -> bool:
@@ -226,15 +242,33 @@ def _with_constants(run: Callable[..., object], constants: dict[int, object]) ->
     return lambda *args, **named: run(*[constants.get(i, value) for i, value in enumerate(args)], **named)
 
 
+def _no_results(local: object, args: Args) -> None:
+    """An op on lists that returns nothing."""
+
+
 def _nothing(local: object, args: Args) -> None:
     """An op that returns nothing."""
     forget_gathered()
+    count_write(args[0]._shard)
 
 
 def _first(local: object, args: Args) -> object:
     """What was written in place is the result. Its shard was read from its slot, so that it has no source."""
     forget_gathered()
+    count_write(args[0]._shard)
     return args[0]
+
+
+def _wrapping_views(specs: Any, offsets: Sequence[int], kind: type[DTensorBase]) -> Callable[[object, Args], object]:
+    structure = type(specs)
+
+    def finish(locals_: Any, args: Args) -> object:
+        begin = args[0].storage_offset()
+        each = zip(locals_, specs, offsets, strict=True)
+        wrapped = [kind.wrap(local, spec, begin + behind) for local, spec, behind in each]
+        return wrapped if structure is list else tuple(wrapped)
+
+    return finish
 
 
 def _wrapping(specs: Any, kind: type[DTensorBase]) -> Callable[[object, Args], object]:

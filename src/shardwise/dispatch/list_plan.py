@@ -229,6 +229,7 @@ def _plan_for_kernel(
         in_place=all(treated[i] is LOCALIZE for i in written),
         is_view=False,
         local_view=False,
+        offsets=(),
         communication=tuple(communication),
     )
 

@@ -17,7 +17,7 @@ from ..notation import tensor_arguments
 from ..ops.resolve import ResolvedOp
 from ..random import Draw
 from ..sharding.layout import Coordinate, Layout
-from ..sharding.memory_order import in_memory_order, memory_order
+from ..sharding.memory_order import MemoryOrder, in_memory_order, memory_order
 from ..sharding.mesh import MeshInfo
 from ..sharding.spec import DTensorSpec, TensorMeta
 from ..world import RankTensor, map_ranks, values_of
@@ -30,10 +30,8 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 def ordered_as(specs: Sequence[DTensorSpec], run: Callable[..., object]) -> Callable[..., object]:
-    """Local results as the op itself would lay them out in memory, so that the same views of them are legal."""
+    """Local results as the specs say that they lie in memory."""
     orders = [memory_order(spec.tensor_meta) for spec in specs]
-    if not any(order is not None for order in orders):
-        return run
 
     def ordered(*args: object, **kwargs: object) -> object:
         remaining = iter(orders)
@@ -41,15 +39,14 @@ def ordered_as(specs: Sequence[DTensorSpec], run: Callable[..., object]) -> Call
         def place(result: Any) -> object:
             if isinstance(result, (list, tuple)):
                 return type(result)(place(element) for element in result)
-            order = next(remaining) if isinstance(result, Tensor) else None
-            return result if order is None else in_order(result, order)
+            return in_order(result, next(remaining)) if isinstance(result, Tensor) else result
 
         return place(run(*args, **kwargs))
 
     return ordered
 
 
-def in_order(local: Tensor, order: tuple[int, ...]) -> Tensor:
+def in_order(local: Tensor, order: MemoryOrder | None) -> Tensor:
     """A local tensor with its dims lying in memory in this order."""
     if isinstance(local, RankTensor):  # rank by rank: an empty shard has no memory order
         mapped: Tensor = map_ranks(lambda rank, shard: in_memory_order(shard, order), local)

@@ -31,7 +31,7 @@ def result_metas(func: OpOverload, args: Sequence[object], kwargs: dict[str, obj
         try:
             return func(*map(_on_meta, args), **{n: _on_meta(v, n) for n, v in kwargs.items()})
         except NotImplementedError as error:
-            found = _of_zeros(func, args, kwargs)
+            found = results_of_zeros(func, args, kwargs)
             if found is None:
                 raise NoRule(f"{func} has no meta kernel") from error
             return found
@@ -39,7 +39,7 @@ def result_metas(func: OpOverload, args: Sequence[object], kwargs: dict[str, obj
             own = _own_error(func, args, kwargs)
             if own is not None:
                 raise own from error
-            found = _of_zeros(func, args, kwargs)  # the meta kernel refuses what the op takes
+            found = results_of_zeros(func, args, kwargs)  # the meta kernel refuses what the op takes
             if found is None:
                 raise
             return found
@@ -49,21 +49,25 @@ _OWN_ERRORS = 1 << 24  # elements up to which a call that fails is made with rea
 _REAL_RESULTS = 1 << 24  # elements up to which an op without a meta kernel is run for the shapes of its results
 
 
-def _of_zeros(func: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> object:
-    """The results of an op that has no meta kernel, found by running it on zeros; None where that does not work."""
+def results_of_zeros(
+    func: OpOverload, args: Sequence[object], kwargs: dict[str, object], most: int = _REAL_RESULTS
+) -> object:
+    """The results of an op on zeros, as tensors without data; None where they are more than `most`, or it raises."""
     metas = [value for value in pytree.tree_leaves((args, kwargs), is_leaf=_is_meta) if _is_meta(value)]
-    if sum(meta.shape.numel() for meta in metas) > _REAL_RESULTS:
+    if sum(meta.shape.numel() for meta in metas) > most:
         return None
-
-    def zeros(value: object) -> object:
-        return torch.zeros_like(_on_meta(value), device="cpu") if _is_meta(value) else value
 
     try:
-        given, named = pytree.tree_map(zeros, (list(args), kwargs), is_leaf=_is_meta)
-        result = func(*given, **named)
+        given, named = pytree.tree_map(_zeros, (list(args), kwargs), is_leaf=_is_meta)
+        with without_modes(), torch.no_grad():
+            result = func(*given, **{n: "cpu" if n == "device" and v is not None else v for n, v in named.items()})
     except Exception:
         return None
-    return pytree.tree_map_only(Tensor, lambda t: t.to("meta"), result)
+    return pytree.tree_map_only(Tensor, _without_data, result)
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _own_error(func: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> Exception | None:
@@ -72,11 +76,8 @@ def _own_error(func: OpOverload, args: Sequence[object], kwargs: dict[str, objec
     if sum(meta.shape.numel() for meta in metas) > _OWN_ERRORS:
         return None
 
-    def zeros(value: Any) -> object:
-        return torch.zeros((), dtype=value.dtype).expand(value.shape) if _is_meta(value) else value
-
     try:
-        given, named = pytree.tree_map(zeros, (list(args), kwargs), is_leaf=_is_meta)
+        given, named = pytree.tree_map(_zeros, (list(args), kwargs), is_leaf=_is_meta)
         func(*given, **{name: value for name, value in named.items() if name != "device"})
     except Exception as error:
         return error
@@ -94,6 +95,15 @@ def refuse_what_fails(func: OpOverload, args: Sequence[object], kwargs: dict[str
 
 def _is_meta(value: object) -> bool:
     return isinstance(value, TensorMeta)
+
+
+def _zeros(value: object) -> object:
+    """A real tensor of zeros with the shape, strides and dtype of a meta; other values unchanged."""
+    if not isinstance(value, TensorMeta):
+        return value
+    shape, stride, dtype = value
+    size = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if shape.numel() else 0
+    return torch.zeros(size, dtype=dtype).as_strided(shape, stride)
 
 
 def _on_meta(value: object, name: str = "") -> Any:

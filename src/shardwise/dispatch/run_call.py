@@ -9,10 +9,12 @@ from torch import Tensor
 from ..comm.redistribute import redistribute_local
 from ..errors import InputError
 from ..sharding.base import DTensorBase
+from ..sharding.memory_order import memory_order
 from ..sharding.spec import DTensorSpec
 from .arguments import Args, Kwargs, Where, localize
 from .call_plan import CallPlan
-from .gather_cache import after_write
+from .gather_cache import after_write, assign
+from .local_call import in_order
 from .view_call import ViewCall
 
 
@@ -39,10 +41,14 @@ def _wrapped(result: Any, specs: Any, kind: type[DTensorBase]) -> object:
 def _wrap_views(plan: CallPlan, result: Any, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> Any:
     base = args[0]
     shares_memory = plan.local_view and base._source is None
+    root = base if shares_memory else base.alias()
+
+    begin = base.storage_offset() * base.dtype.itemsize
 
     def wrap(piece: Tensor, spec: DTensorSpec, index: int | None) -> object:
-        replay = None if shares_memory else ViewCall(base, plan.func, args, kwargs, index)
-        return kind.wrap_view(piece, spec, base, replay)
+        offset = begin // spec.dtype.itemsize + plan.offsets[index or 0]
+        replay = None if shares_memory else ViewCall(root, plan.func, args, kwargs, index)
+        return kind.wrap_view(piece, spec, base, replay, offset)
 
     if type(plan.results) is DTensorSpec:
         return wrap(result, plan.results, None)
@@ -57,7 +63,7 @@ def _run_writing(plan: CallPlan, args: Args, kwargs: Kwargs, local_args: list[An
         # The op writes into copies, which are then brought to where the targets are.
         for where, _ in plan.writes:
             if isinstance(where, int):
-                local_args[where] = local_args[where].clone()
+                local_args[where] = _copy_of(local_args[where], args[where])
             else:
                 local_kwargs[where] = local_kwargs[where].new_empty(0)
     result = plan.run_local(*local_args, **local_kwargs)
@@ -74,6 +80,12 @@ def _run_writing(plan: CallPlan, args: Args, kwargs: Kwargs, local_args: list[An
     return targets[0] if not isinstance(plan.results, (tuple, list)) else type(plan.results)(targets)
 
 
+def _copy_of(local: Tensor, target: Any) -> Tensor:
+    """A copy for the op to write into, expanded where the target is: most ops refuse that, as on one device."""
+    expanded = isinstance(target, DTensorBase) and not target._spec.dense
+    return in_order(local.clone(), memory_order(target._spec.tensor_meta)) if expanded else local.clone()
+
+
 def _copy_results(plan: CallPlan, targets: list[DTensorBase], result: Any) -> None:
     specs = plan.results if isinstance(plan.results, (tuple, list)) else (plan.results,)
     results = result if isinstance(result, (tuple, list)) else (result,)
@@ -84,4 +96,4 @@ def _copy_results(plan: CallPlan, targets: list[DTensorBase], result: Any) -> No
             )
         source = spec.with_meta(target._spec.tensor_meta._replace(dtype=spec.dtype))
         goal = target._spec.with_meta(source.tensor_meta)
-        target._local_tensor.copy_(redistribute_local(local, source, goal))
+        assign(target, redistribute_local(local, source, goal))

@@ -11,7 +11,7 @@ from ..comm.redistribute import redistribute_local
 from ..sharding.base import DTensorBase
 from ..world import common
 from .arguments import Args, Kwargs, Where, localize
-from .gather_cache import after_write
+from .gather_cache import after_source_writes
 from .list_plan import ListPlan
 
 
@@ -44,9 +44,7 @@ def _write_back(plan: ListPlan, given: Mapping[Where, Any], local: Mapping[Where
     for where, index, source, target in plan.moved:
         given[where][index]._local_tensor.copy_(redistribute_local(local[where][index], source, target))
     for where in plan.writes:
-        for tensor in given[where]:
-            if isinstance(tensor, DTensorBase):
-                after_write(tensor)
+        after_source_writes(given[where])
 
 
 def _picked(plan: ListPlan, local: Mapping[Where, Any], indices: Sequence[int]) -> dict[Where, object]:

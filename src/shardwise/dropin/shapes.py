@@ -84,8 +84,9 @@ def compute_global_tensor_info(
         if isinstance(placement, Shard):
             shape[placement.dim] *= size
     order = memory_order(TensorMeta(torch.Size(tensor.shape), tensor.stride(), tensor.dtype))
+    dims = range(len(shape)) if order is None or order.expanded else order.dims
     stride, step = [0] * len(shape), 1
-    for dim in reversed(order or range(len(shape))):
+    for dim in reversed(dims):
         stride[dim], step = step, step * max(shape[dim], 1)
     return shape, stride
 

@@ -82,6 +82,7 @@ define(
     ("aten::_native_batch_norm_legit.no_stats", "aten::_native_batch_norm_legit_functional"),
     _training_rule,
     kernels={"k": Kernel(batch_norm, traffic=TRAFFIC, joint=True)},
+    strides="channels last",
 )
 
 
@@ -100,6 +101,7 @@ define(
     "aten::_native_batch_norm_legit_no_training",
     "n c s.., c, c, c, c -> n c s.., _, _",
     local=Local(_with_given_statistics),
+    strides="channels last",
 )
 
 

@@ -244,7 +244,13 @@ def _padded(tensor: Tensor, dim: int, by: tuple[int, int]) -> Tensor:
 
 _HALO = 0.25  # bytes of the halo as a multiple of the local outputs: a rule of thumb for the planner
 
-define("aten::convolution", _forward_rule, kernels={"y": Kernel(halo_forward, 1, _HALO)}, local=Local(_run_forward))
+define(
+    "aten::convolution",
+    _forward_rule,
+    kernels={"y": Kernel(halo_forward, 1, _HALO)},
+    local=Local(_run_forward),
+    strides="convolution",
+)
 define(
     "aten::convolution_backward",
     _backward_rule,

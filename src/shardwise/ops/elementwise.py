@@ -43,7 +43,7 @@ _define(3, "linear 0+2 ; monotone 0 | 0+2", ["masked_fill"])
 _define(3, "linear 0+1", ["lerp"])
 _define(3, "linear 0+1 | 0+2", ["addcmul"])
 define(("aten::sgn", "aten::mvlgamma"), pointwise(1), derivative_makes_tensors=True)
-define(("aten::copysign", "aten::nextafter"), pointwise(2), derivative_makes_tensors=True)
+define(("aten::copysign", "aten::nextafter"), pointwise(2), derivative_makes_tensors=True, strides="elementwise")
 
 
 def neg(call: Call) -> str:
@@ -68,7 +68,7 @@ def of_gradient(call: Call) -> str:
 
 
 define("aten::neg", neg)
-define("aten::div", div)
+define("aten::div", div, strides="elementwise")
 define(("aten::clamp", "aten::clip"), clamp)
 # With these, forward derivatives work out the shape of a sum or product of which one operand is known to be zero.
 define(("prims::add", "prims::sub", "prims::mul", "prims::div"), pointwise(2))
@@ -81,6 +81,7 @@ define(
         )
     ],
     of_gradient,
+    strides="elementwise",
 )
 
 # ---- ops that are elementwise in some of their dims -----------------------------------------------------------------
@@ -118,13 +119,15 @@ def _halved(ndim: int, dim: int) -> str:
 define("aten::isin", isin)
 define("aten::log_sigmoid_backward", log_sigmoid_backward)
 define("aten::glu", glu)
-define("aten::glu_backward", glu_backward)
+define("aten::glu_backward", glu_backward, strides="row-major")
+define("aten::pow.Scalar", "b?.. -> b..", strides="row-major")
+define("aten::log_sigmoid_forward", "b?.. -> b.., b..", strides="row-major")
 
 # ---- all others, by PyTorch's tag -----------------------------------------------------------------------------------
 
 _UNTAGGED = (
     *("hardswish", "leaky_relu", "floor_divide", "fill", "nan_to_num", "polar", "float_power"),
-    *("_prelu_kernel", "_prelu_kernel_backward", "log_sigmoid_forward", "frexp", "rrelu_with_noise_backward"),
+    *("_prelu_kernel", "_prelu_kernel_backward", "frexp", "rrelu_with_noise_backward"),
 )
 """Elementwise ops that PyTorch does not tag."""
 
@@ -150,7 +153,7 @@ def _by_tag(func: OpOverload) -> Op | None:
     if not count or not _is_pointwise(func):
         return None
     rule = f"{', '.join(['b?..'] * count)} -> {', '.join(['b..'] * results)}"
-    return Op(overload_key(func), rule, origin="elementwise", file="ops/elementwise.py")
+    return Op(overload_key(func), rule, origin="elementwise", strides="elementwise", file="ops/elementwise.py")
 
 
 registry.add_pattern(_by_tag)

@@ -93,15 +93,18 @@ def _elementwise_backward(operands: int) -> Callable[[Call], str]:
     return lambda call: f"{_reduced(call, 'b?..')}{', b?..' * operands} -> b.. ; linear 0"
 
 
-for _loss, _operands in (
-    ("mse_loss", 2),
-    ("smooth_l1_loss", 2),
-    ("huber_loss", 2),
-    ("soft_margin_loss", 2),
-    ("binary_cross_entropy", 3),  # the last one is a weight that broadcasts
+for _losses, _operands in (
+    (("mse_loss", "smooth_l1_loss", "huber_loss"), 2),
+    (("soft_margin_loss",), 2),
+    (("binary_cross_entropy",), 3),  # the last one is a weight that broadcasts
 ):
-    define(f"aten::{_loss}", _elementwise(_operands), local=_forward(_elements))
-    define(f"aten::{_loss}_backward", _elementwise_backward(_operands), local=_backward(_elements))
+    define([f"aten::{loss}" for loss in _losses], _elementwise(_operands), local=_forward(_elements))
+    define(
+        [f"aten::{loss}_backward" for loss in _losses],
+        _elementwise_backward(_operands),
+        local=_backward(_elements),
+        strides="row-major" if "mse_loss" in _losses else "elementwise",
+    )
 define("aten::binary_cross_entropy_with_logits", _elementwise(4), local=_forward(_elements))
 
 
@@ -213,6 +216,7 @@ define(
         "k": Kernel(nll_mean, joint=True),
         "r": Kernel(nll_mean, joint=True, anywhere=True),
     },
+    strides="row-major",
 )
 define(
     ("aten::nll_loss_backward", "aten::nll_loss2d_backward"),

@@ -35,6 +35,11 @@ Override = Callable[[OpOverload], Callable[..., object]]
 kernel does not want it passes on with `call_original(func, keys, *args, **kwargs)`."""
 
 
+Strides = Literal["elementwise", "row-major", "channels last", "convolution", "as run"]
+"""How an op lays out its results in memory: as ops do that iterate over their operands together; row-major; channels
+last if its operand is so; as convolutions, where the weight counts, too; or as running it on zeros shows."""
+
+
 class Local(NamedTuple):
     """An implementation of an op on local shards, for calls in which no sharded factor has a kernel.
 
@@ -97,11 +102,15 @@ class Op:
     """The rule, or the decomposition, looks at the values of numbers (the p of a norm): each value has its own plan."""
     reads_shape_only: bool = False
     """The op looks at the shape of its operand, not at its values: a Partial operand need not be reduced."""
+    addresses_storage: bool = False
+    """The op takes an offset into the storage of its operand, which may be a view that begins elsewhere."""
     keeps_sizes: bool = False
     """Results have the sizes of the operands' dims, though the rule has a kernel or a size argument."""
     takes_plain: bool = False
     """The decomposition takes plain tensors and tensors of several meshes besides distributed ones: it looks at shapes
     alone, or its answer is the same on all ranks whatever a plain tensor holds on each."""
+    strides: Strides | None = None
+    """How the op lays out its results, where its meta kernel says otherwise."""
     takes_empty: bool = False
     """The op may be called on empty shards: what it returns there cannot be made from its metadata."""
     makes_tensors: bool = False
@@ -135,8 +144,10 @@ class Facts(TypedDict, total=False):
     gradient_of: str
     reads_numbers: bool
     reads_shape_only: bool
+    addresses_storage: bool
     keeps_sizes: bool
     takes_plain: bool
+    strides: Strides
     takes_empty: bool
     makes_tensors: bool
     derivative_makes_tensors: bool

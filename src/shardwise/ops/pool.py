@@ -40,7 +40,8 @@ def _names(dims: int, *ops: str) -> list[str]:
 
 define(("aten::avg_pool1d", "aten::adaptive_avg_pool1d"), spatial_rule(1, "linear 0"))
 for _n in (2, 3):
-    define(_names(_n, "max_pool#d_with_indices", "adaptive_max_pool#d", "max_unpool#d"), spatial_rule(_n))
+    define(_names(_n, "max_pool#d_with_indices", "adaptive_max_pool#d"), spatial_rule(_n))
+    define(_names(_n, "max_unpool#d"), spatial_rule(_n), strides="channels last" if _n == 2 else "row-major")
     define(_names(_n, "avg_pool#d", "_adaptive_avg_pool#d", "adaptive_avg_pool#d"), spatial_rule(_n, "linear 0"))
     define(
         _names(

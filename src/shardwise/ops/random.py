@@ -18,6 +18,7 @@ from ..random.box import box_of
 from ..random.triton_fill import dropout as fused_dropout
 from .call import Args, Call
 from .kernel import LocalCall
+from .op import Facts
 from .registry import definitions_in
 
 define = definitions_in(__name__)
@@ -102,8 +103,10 @@ for _name, _numbers_of in {
     "bernoulli": _bernoulli,
     "random": _random,
 }.items():
-    _made = _name == "normal"
-    define((f"aten::{_name}", f"aten::{_name}_"), _rule, draw=_writing(_numbers_of), derivative_makes_tensors=_made)
+    _facts: Facts = {"draw": _writing(_numbers_of)}
+    if _name == "normal":
+        _facts |= {"derivative_makes_tensors": True, "strides": "row-major"}
+    define((f"aten::{_name}", f"aten::{_name}_"), _rule, **_facts)
 define("aten::normal_functional", _rule, draw=_writing(_normal))
 define("aten::randint_like", _rule, draw=_writing(_random))
 define("aten::rand_like", _rule, draw=_writing(_standard("uniform_", 0.0, 1.0)), reads_shape_only=True)

@@ -111,9 +111,9 @@ define("aten::constant_pad_nd", pad_rule, kernels={"k": Kernel(pad)}, reads_numb
 for _n in (1, 2, 3):
     _dims = " ".join("_" * _n)
     _pads = [f"aten::{kind}_pad{_n}d" for kind in ("reflection", "replication")]
-    define(_pads, f"b.. {_dims} -> b.. {_dims} ; linear 0")
+    define(_pads, f"b.. {_dims} -> b.. {_dims} ; linear 0", strides="channels last")
     _rule = f"b.. {_dims}, b.. {_dims} -> b.. {_dims} ; linear 0"
-    define([f"{name}_backward" for name in _pads], _rule, derivative_makes_tensors=True)
+    define([f"{name}_backward" for name in _pads], _rule, derivative_makes_tensors=True, strides="channels last")
 
 # ---- triangles ------------------------------------------------------------------------------------------------------
 
@@ -147,7 +147,11 @@ def shuffled(text: str, argument: str) -> Callable[[Call], str]:
     return rule
 
 
-define("aten::pixel_shuffle", shuffled("b.. (c [r] [s]) h w -> b.. c (h [r]) (w [s])", "upscale_factor"))
+define(
+    "aten::pixel_shuffle",
+    shuffled("b.. (c [r] [s]) h w -> b.. c (h [r]) (w [s])", "upscale_factor"),
+    strides="channels last",
+)
 define("aten::pixel_unshuffle", shuffled("b.. c (h [r]) (w [s]) -> b.. (c [r] [s]) h w", "downscale_factor"))
 define("aten::channel_shuffle", decomposition=pytorch_decomposition(aten.channel_shuffle.default))
 

@@ -109,6 +109,11 @@ def local_as_strided(call: LocalCall) -> Tensor:
     return tensor.as_strided(call["size"], call["stride"], offset)
 
 
+def local_as_strided_scatter(call: LocalCall) -> Tensor:
+    """Local memory of a replicated tensor has the global strides, and may begin anywhere in its storage."""
+    return call.run(storage_offset=call["self"].storage_offset() + (call["storage_offset"] or 0))
+
+
 def put_strided(given: Kwargs) -> Write:
     """The memory that the view covers, replaced by the value."""
     where = [given[name] for name in ("size", "stride", "storage_offset")]
@@ -121,6 +126,12 @@ define(
     local=Local(local_as_strided),
     put=put_strided,
     derivative_makes_tensors=True,
+    addresses_storage=True,
 )
 define("aten::as_strided_copy", decomposition=copy_of(aten.as_strided), derivative_makes_tensors=True)
-define("aten::as_strided_scatter", "[x..], [y..] -> [x..] ; linear 0+1")
+define(
+    "aten::as_strided_scatter",
+    "[x..], [y..] -> [x..] ; linear 0+1",
+    local=Local(local_as_strided_scatter),
+    addresses_storage=True,
+)

@@ -57,7 +57,10 @@ def copy_of(view: Function) -> Function:
 
     def copied(*args: object, **kwargs: object) -> object:
         result = view(*args, **kwargs)
-        return result.clone() if isinstance(result, Tensor) else [each.clone() for each in result]
+        return row_major(result) if isinstance(result, Tensor) else [row_major(each) for each in result]
+
+    def row_major(tensor: Tensor) -> Tensor:
+        return tensor.clone(memory_format=torch.contiguous_format)
 
     return copied
 
@@ -200,7 +203,20 @@ def expand(call: Call) -> str:
     return join(f"{' '.join(operand)} -> {' '.join(result)}", MOVES, f"size=({' '.join(result)})")
 
 
-define("aten::expand", expand)
+def put_expanded(given: Kwargs) -> Write:
+    """The value, whose elements are the same along expanded dims, with the shape of the viewed tensor."""
+
+    def write(root: Tensor, value: Tensor) -> Tensor:
+        for _ in range(value.dim() - root.dim()):
+            value = aten.select.int(value, 0, 0)
+        for dim, size in enumerate(root.shape):
+            value = aten.slice.Tensor(value, dim, 0, size)
+        return value
+
+    return write
+
+
+define("aten::expand", expand, put=put_expanded)
 define("aten::expand_copy", expand, decomposition=copy_of(aten.expand))
 
 # ---- complex numbers ------------------------------------------------------------------------------------------------

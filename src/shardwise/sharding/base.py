@@ -50,12 +50,21 @@ class DTensorBase(Tensor):
     def _local_tensor(self, local: Tensor) -> None:
         self._shard = local
 
+    def alias(self) -> DTensorBase:
+        """Another name of this tensor, that keeps its data when this one is given other data (`x.data = y`)."""
+        local = self._local_tensor  # a collective that is under way ends here
+        other = self.wrap(local, self._spec)
+        if self._source is not None:
+            del other._shard
+            other._source = self._source
+        return other
+
     @staticmethod
-    def wrap(local: Tensor, spec: DTensorSpec) -> DTensorBase:
+    def wrap(local: Tensor, spec: DTensorSpec, offset: int | None = None) -> DTensorBase:
         """The distributed tensor with this local shard and this spec. Nothing is checked or copied."""
         raise NotImplementedError
 
     @classmethod
-    def wrap_view(cls, local: Tensor, spec: DTensorSpec, base: Any, replay: Any) -> Self:
+    def wrap_view(cls, local: Tensor, spec: DTensorSpec, base: Any, replay: Any, offset: int) -> Self:
         """The same for a view of `base`; `replay` makes it again where it shares no memory with the base's shard."""
         raise NotImplementedError

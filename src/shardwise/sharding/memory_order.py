@@ -30,17 +30,83 @@ def contiguous_meta(shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:
     return TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
 
 
-def memory_order(meta: TensorMeta) -> tuple[int, ...] | None:
-    """The dims from outermost to innermost in memory; None if that is dim 0 to the last, or if a dim is expanded."""
+def is_dense(meta: TensorMeta) -> bool:
+    """Whether the elements of a tensor lie in memory without gaps, each by itself, in any order of dims."""
+    expected = 1
+    for stride, size in sorted(
+        (stride, size) for size, stride in zip(meta.shape, meta.stride, strict=True) if size > 1
+    ):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def overlaps(meta: TensorMeta) -> bool:
+    """Whether elements of a tensor may share memory, as those of an expanded one do."""
+    end = 0
+    for stride, size in sorted(zip(meta.stride, meta.shape, strict=True)):
+        if size > 1:
+            if stride <= end:
+                return True
+            end += stride * (size - 1)
+    return False
+
+
+class MemoryOrder(NamedTuple):
+    """The dims of a tensor from outermost to innermost in memory, and those that are expanded, with a stride of 0."""
+
+    dims: tuple[int, ...]
+    expanded: tuple[int, ...]
+
+
+def memory_order(meta: TensorMeta) -> MemoryOrder | None:
+    """The order of a tensor's dims in memory; None if that is dim 0 to the last, and no dim is expanded."""
     shape, stride, _ = meta
     wide = [dim for dim in range(len(shape)) if shape[dim] > 1]
-    if any(stride[dim] == 0 for dim in wide):
+    expanded = tuple(dim for dim in wide if stride[dim] == 0)
+    order = sorted((dim for dim in wide if stride[dim]), key=lambda dim: -stride[dim])
+    if order == wide:
         return None
-    order = sorted(wide, key=lambda dim: -stride[dim])
-    return tuple(order) + tuple(dim for dim in range(len(shape)) if dim not in wide) if order != wide else None
+    return MemoryOrder(tuple(order) + tuple(dim for dim in range(len(shape)) if dim not in order), expanded)
 
 
-def in_memory_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    """The tensor with its dims in memory in this order, outermost first; a copy unless they are so already."""
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return tensor.permute(order).contiguous().permute(inverse)
+def in_memory_order(tensor: torch.Tensor, order: MemoryOrder | None) -> torch.Tensor:
+    """The tensor with its dims in this order in memory (None: row-major); a copy unless they are so already."""
+    if order is None:
+        return tensor.contiguous()
+    dims, expanded = order
+    inverse = sorted(range(len(dims)), key=dims.__getitem__)
+    kept = tensor
+    for dim in expanded:
+        kept = kept.narrow(dim, 0, min(1, kept.shape[dim]))
+    kept = kept.permute(dims).contiguous().permute(inverse)
+    return kept.expand(tensor.shape) if expanded else kept
+
+
+def lies_as(local: torch.Tensor, meta: TensorMeta) -> bool:
+    """Whether a local shard lies in memory as the global tensor does.
+
+    Then the views that are legal for the global tensor are legal for the shard, with the same meaning: dims have the
+    same order, neighbours without a gap between them have none in the shard, and the same dims are expanded.
+    """
+    if local.numel() == 0:
+        return True
+    shape, stride, _ = meta
+    sizes, steps = local.shape, local.stride()
+    wide = [dim for dim in range(len(shape)) if shape[dim] > 1]
+    if any((stride[dim] == 0) != (steps[dim] == 0) for dim in wide if sizes[dim] > 1):
+        return False
+    inside = least = 1  # the stride that the next dim would have in the global tensor, and in the shard, without a gap
+    exact = True  # not where a gap lies inside a dim of which the shard has one element, whose stride means nothing
+    for dim in sorted((dim for dim in wide if stride[dim]), key=lambda dim: (stride[dim], -dim)):
+        packed, overlaps = stride[dim] == inside, stride[dim] < inside
+        inside = stride[dim] * shape[dim]
+        if sizes[dim] > 1:
+            if steps[dim] != least if packed and exact else not overlaps and steps[dim] < least:
+                return False
+            least, exact = steps[dim], True
+        else:
+            exact = exact and packed
+        least *= sizes[dim]
+    return True

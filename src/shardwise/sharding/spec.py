@@ -19,6 +19,7 @@ from .from_placements import default_order, from_placements, in_mesh_order, to_p
 from .layout import Coordinate, Factor, Layout, dim_axes
 from .memory_order import TensorMeta as TensorMeta
 from .memory_order import contiguous_meta as contiguous_meta
+from .memory_order import is_dense
 from .mesh import MeshDescription, MeshInfo, mesh_description, mesh_info_of, mesh_like
 from .normalize import normalize_placements as normalize_placements
 from .once import making
@@ -42,6 +43,7 @@ class DTensorSpec:
         "_derived",
         "_placements",
         "_shard_order",
+        "dense",
         "layout",
         "mesh_info",
         "tensor_meta",
@@ -51,6 +53,8 @@ class DTensorSpec:
     layout: Layout
     tensor_meta: TensorMeta
     _alone: tuple[Placement, ...]
+    dense: bool
+    """Whether the global tensor has no gaps in memory, and no expanded dims."""
     _placements: tuple[Placement, ...] | None
     _shard_order: ShardOrder
     _derived: dict[Hashable, DTensorSpec]
@@ -95,8 +99,8 @@ class DTensorSpec:
         found = mesh_info.specs.get(key)
         if found is None:
             found = object.__new__(cls)
-            names = ("mesh_info", "layout", "_placements", "_shard_order", "tensor_meta", "_derived")
-            values: tuple[object, ...] = (mesh_info, *key, {})
+            names = ("mesh_info", "layout", "_placements", "_shard_order", "tensor_meta", "_derived", "dense")
+            values: tuple[object, ...] = (mesh_info, *key, {}, is_dense(meta))
             for name, value in zip(names, values, strict=True):
                 object.__setattr__(found, name, value)
             with making:
@@ -279,8 +283,8 @@ class DTensorSpec:
         return self.derived(("replicated", row_major), lambda: _replicated(self, row_major))
 
     def cotangent(self) -> DTensorSpec:
-        """The spec of this tensor's gradient: as the tensor itself, with Partial axes replicated."""
-        return self.derived("cotangent", lambda: _cotangent(self)) if self.layout.partial else self
+        """The spec of this tensor's gradient: as the tensor itself, with Partial axes replicated, and dense."""
+        return self if self.dense and not self.layout.partial else self.derived("cotangent", lambda: _cotangent(self))
 
     def __repr__(self) -> str:
         return spec_text(self.layout, self.dtype, self.mesh_info.names)
@@ -308,4 +312,5 @@ def _replicated(spec: DTensorSpec, row_major: bool) -> DTensorSpec:
 def _cotangent(spec: DTensorSpec) -> DTensorSpec:
     placements = spec._placements and tuple(Replicate() if p.is_partial() else p for p in spec._placements)
     layout = spec.layout.without_partial()
-    return DTensorSpec._intern(spec.mesh_info, layout, placements, spec._shard_order, spec.tensor_meta)
+    meta = spec.tensor_meta if spec.dense else contiguous_meta(spec.shape, spec.dtype)
+    return DTensorSpec._intern(spec.mesh_info, layout, placements, spec._shard_order, meta)

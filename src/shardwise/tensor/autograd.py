@@ -17,7 +17,7 @@ from ..errors import InputError, MixedTensorError
 from ..sharding.base import DTensorBase
 from ..sharding.memory_order import in_memory_order, memory_order
 from ..sharding.placement import Placements
-from ..sharding.spec import DTensorSpec
+from ..sharding.spec import DTensorSpec, contiguous_meta
 from .from_local import on_mesh
 from .sources import pending
 
@@ -158,11 +158,11 @@ class ToLocal(QuickFunction):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Wrap the local gradient."""
         spec: DTensorSpec = ctx.grad_spec.with_dtype(grad.dtype)
+        if not spec.dense:
+            spec = spec.with_meta(contiguous_meta(spec.shape, spec.dtype))
         # A local gradient may have any strides; views of it must be legal where they are for the global tensor.
-        order = memory_order(spec.tensor_meta)
         grad = on_mesh(grad, spec.mesh_info)
-        order = None if spec.mesh_info.outside else order
-        grad = grad.contiguous() if order is None else in_memory_order(grad, order)
+        grad = in_memory_order(grad, None if spec.mesh_info.outside else memory_order(spec.tensor_meta))
         if torch.is_grad_enabled() and grad.requires_grad:
             return FromLocal.apply(grad, grad.detach(), spec, spec.cotangent()), None
         return DTensorBase.concrete.wrap(grad, spec), None

@@ -50,7 +50,7 @@ from .autograd import FromLocal, ToLocal, grad_spec_of_local, to_spec
 from .from_local import check_plain_tensor, copy_to_replicas, on_mesh, spec_of_local, without_grad
 from .leaf_gradient import LeafGradient, reduce_gradient_of
 from .saved import loaded_shard
-from .sources import Replayed, replayed
+from .sources import Replayed, replayed, set_local
 from .transformed import from_local_transformed
 
 if TYPE_CHECKING:
@@ -86,25 +86,31 @@ class DTensor(DTensorBase):
             )
         if not spec.mesh_info.adopted:
             adopt(spec.mesh)
-        tensor = DTensor.wrap(local_tensor, spec, cls)
+        tensor = DTensor.wrap(local_tensor, spec, kind=cls)
         return tensor.requires_grad_() if requires_grad else tensor
 
     @staticmethod
-    def wrap(local: Tensor, spec: DTensorSpec, kind: type[DTensor] | None = None) -> DTensor:
-        """The distributed tensor with this local shard and this spec. Nothing is checked or copied."""
+    def wrap(local: Tensor, spec: DTensorSpec, offset: int | None = None, kind: type[DTensor] | None = None) -> DTensor:
+        """The distributed tensor with this local shard and this spec. Nothing is checked or copied.
+
+        `offset` is the `storage_offset()` of a view.
+        """
         shape, stride, dtype = spec.tensor_meta
-        tensor: DTensor = make_wrapper(kind or DTensor, shape, stride, None, None, dtype, _strided, local.device)
+        tensor: DTensor = make_wrapper(kind or DTensor, shape, stride, offset, None, dtype, _strided, local.device)
         tensor._shard = local
         tensor._spec = spec
         return tensor
 
     @classmethod
-    def wrap_view(cls, local: Tensor, spec: DTensorSpec, base: DTensor, replay: ViewCall | None) -> DTensor:
+    def wrap_view(
+        cls, local: Tensor, spec: DTensorSpec, base: DTensor, replay: ViewCall | None, offset: int
+    ) -> DTensor:
         """The same for a view of `base`; `replay` makes it again where it shares no memory with the base's shard."""
         if torch.is_inference_mode_enabled() and not base.is_inference():
             with outside_inference_mode():  # a view of a normal tensor is one, too
-                return cls.wrap_view(local, spec, base, replay)
-        return cls.wrap(local, spec) if replay is None else replayed(replay, local, spec)  # type: ignore[return-value]
+                return cls.wrap_view(local, spec, base, replay, offset)
+        made = cls.wrap(local, spec, offset) if replay is None else replayed(replay, local, spec, offset)
+        return made  # type: ignore[return-value]
 
     # ---- to and from local tensors ------------------------------------------------------------------------------
 
@@ -238,10 +244,13 @@ class DTensor(DTensorBase):
     def data(self, other: Tensor) -> None:
         if not isinstance(other, DTensor):
             other = self._distributed_data(other)
-        local = other._local_tensor
+        local, source = other._local_tensor, other._source
         _data.__set__(self, other)
-        self.__dict__.pop("_source", None)  # no longer a view of what it was
-        self._shard, self._spec = local, other._spec
+        set_local(self, local)  # no longer a view of what it was
+        self._spec = other._spec
+        if isinstance(source, Replayed):
+            del self._shard
+            self._source = source
         if self._leaf_gradient is not None:
             self._leaf_gradient.spec = other._spec
 

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from .._torch.wrapper import make_wrapper
 from ..comm.redistribute import redistribute_local
+from ..dispatch.gather_cache import assign
 from ..dispatch.view_call import ViewCall
+from ..dispatch.writes import State, watch, writes_to
 from ..sharding.base import DTensorBase
 from ..sharding.spec import DTensorSpec
 
@@ -56,22 +58,25 @@ def pending(complete: Callable[[], Tensor], device: torch.device, spec: DTensorS
 class Replayed:
     """A view that shares no memory with the local shard of its root, such as a slice of a sharded dim.
 
-    Reading it after its root has changed makes it again from the root; writing it writes the root.
+    Reading it after its root has changed makes it again from the root; writing it writes the root. Whether the root has
+    changed is known from its local shard, for which all writes are counted: to the root, to other views of it, to
+    `x.data`, and to the shard itself. Several names of one view share its source.
     """
 
     def __init__(self, view: ViewCall, local: Tensor) -> None:
         self.view, self.cached = view, local
-        self.seen = _version(view.root)
+        watch(self)
+        self.seen = self._writes()
 
     def local(self, tensor: DTensorBase) -> Tensor:
         """The local shard, made again if the root was written since."""
-        if self.seen is None or self.seen != tensor._version:
+        if self.seen is None or self.seen != self._writes():
             fresh = self.view.of(self.view.root)
             source = fresh._source
             # Just made, so it is not asked again: an inference tensor would be made anew for ever.
             local = source.cached if isinstance(source, Replayed) else fresh._local_tensor
             self.cached = redistribute_local(local, fresh._spec, tensor._spec)
-            self.seen = _version(tensor)
+            self.seen = self._writes()
         return self.cached
 
     def write_back(self, tensor: DTensorBase) -> None:
@@ -83,13 +88,10 @@ class Replayed:
         if written is None:
             written = self._put_into_gathered(tensor)
         target = root._spec.with_meta(written._spec.tensor_meta)
-        root._local_tensor.copy_(redistribute_local(written._local_tensor, written._spec, target))
-        for changed in (tensor, root):
-            if isinstance(changed._source, Replayed):
-                seen = _version(changed)
-                changed._source.seen = None if seen is None else seen + 1  # autograd counts the write after this call
+        assign(root, redistribute_local(written._local_tensor, written._spec, target))
         if root._source is not None:
             root._source.write_back(root)
+        self.seen = self._writes()
 
     def _put_into_gathered(self, tensor: DTensorBase) -> DTensorBase:
         """The root with the view's value in its place, by way of the gathered root."""
@@ -101,16 +103,15 @@ class Replayed:
         self.view.of(root_value).copy_(value)
         return type(tensor).wrap(root_value, gathered)
 
+    def _writes(self) -> State:
+        """How often the local shard was written that the view is made from in the end."""
+        root = self.view.root
+        return root._source._writes() if isinstance(root._source, Replayed) else writes_to(root._local_tensor)
 
-def replayed(view: ViewCall, local: Tensor, spec: DTensorSpec) -> DTensorBase:
+
+def replayed(view: ViewCall, local: Tensor, spec: DTensorSpec, offset: int) -> DTensorBase:
     """The tensor that the view call makes, with the local shard it has now."""
-    shape, stride, dtype = spec.tensor_meta
-    tensor: DTensorBase = make_wrapper(DTensorBase.concrete, shape, stride, dtype=dtype, device=local.device)
-    tensor._spec = spec
+    tensor = DTensorBase.concrete.wrap(local, spec, offset)
+    del tensor._shard
     tensor._source = Replayed(view, local)
     return tensor
-
-
-def _version(tensor: Tensor) -> int | None:
-    """How often a tensor was written; None for inference tensors, which do not count: assume it was."""
-    return None if tensor.is_inference() else tensor._version

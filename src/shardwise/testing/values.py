@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.groups import adopt
 from ..errors import WorldError
 from ..sharding.layout import Coordinate, Layout, PartialAxes
+from ..sharding.memory_order import lies_as
 from ..sharding.mesh import MeshInfo
 from ..sharding.placement import Placements
 from ..sharding.spec import DTensorSpec, contiguous_meta
@@ -62,9 +63,9 @@ def with_spec(value: Tensor, spec: DTensorSpec, *, seed: int) -> DTensor:
 def assemble(dtensor: DTensor, *, instance: int | None = None) -> Tensor:
     """Return the global value of a tensor in a simulated world, assembled from its shards without communication.
 
-    Raises AssertionError if the shape or dtype of a shard does not match the spec, if replicas differ, or if no rank
-    holds an element. Nested Partial axes are reduced from the innermost (rightmost) outwards. On a submesh all parallel
-    instances must agree, unless `instance` chooses one.
+    Raises AssertionError if the shape, dtype or strides of a shard do not match the spec, if replicas differ, or if no
+    rank holds an element. Nested Partial axes are reduced from the innermost (rightmost) outwards. On a submesh all
+    parallel instances must agree, unless `instance` chooses one.
     """
     spec, local = dtensor._spec, dtensor._local_tensor
     if not isinstance(local, RankTensor):
@@ -114,6 +115,7 @@ def _assemble_ranks(ranks: Sequence[int], shards: Sequence[Tensor], spec: DTenso
         expected = spec.local_shape(at)
         _check(tuple(shard.shape) == expected, f"{spec!r}: rank {rank} has {list(shard.shape)}, not {list(expected)}")
         _check(shard.dtype == spec.dtype, f"{spec!r}: rank {rank} has {shard.dtype}, not {spec.dtype}")
+        check_strides(shard, spec, rank)
         key = _key(layout.partial, at)
         if key not in globals_:
             globals_[key] = torch.zeros(spec.shape, dtype=spec.dtype, device=shard.device)
@@ -129,6 +131,13 @@ def _assemble_ranks(ranks: Sequence[int], shards: Sequence[Tensor], spec: DTenso
     for key, mask in seen.items():
         _check(bool(mask.all()), f"{spec!r}: no rank holds {(~mask).nonzero().tolist()[:4]} of operand {key}")
     return _reduced(globals_, layout.partial, spec.dtype)
+
+
+def check_strides(shard: Tensor, spec: DTensorSpec, rank: int) -> None:
+    """Raise AssertionError if the shard of a rank does not lie in memory as the spec says of the global tensor."""
+    said = f"{spec!r} with strides {list(spec.stride)}"
+    has = f"{list(shard.shape)} with strides {list(shard.stride())}"
+    _check(lies_as(shard, spec.tensor_meta), f"{said}: rank {rank} has {has}")
 
 
 def _reduced(table: dict[Key, Tensor], partial: PartialAxes, dtype: torch.dtype) -> Tensor:

@@ -128,6 +128,13 @@ class RankTensor(torch.Tensor):
     __dlpack__ = __dlpack_device__ = apply_ = map_ = map2_ = share_memory_ = _no_memory
     untyped_storage = _no_memory
 
+    def contiguous(self, *, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:  # type: ignore[override]
+        """Return a contiguous tensor: a copy where the shards of some ranks are not, though those of others are."""
+        are = [shard.is_contiguous(memory_format=memory_format) for shard in self.shards]
+        if all(are):
+            return self
+        return self.clone(memory_format=memory_format) if any(are) else super().contiguous(memory_format=memory_format)
+
     def data_ptr(self) -> int:
         """Return 0, as every wrapper does: code that copies tensors asks for it, and then copies by ops."""
         return 0

@@ -4,7 +4,8 @@
     python -m shardwise.testing.coverage --quick               some of them
     python -m shardwise.testing.coverage --only =addmm,fft     entries by name, or by a part of it
     python -m shardwise.testing.coverage --gloo                some of them, on four processes
-    python -m shardwise.testing.coverage --dtypes int64,bool --variants function,strided,inplace,out
+    python -m shardwise.testing.coverage --dtypes int64,bool --variants function,inplace,out
+    python -m shardwise.testing.coverage --variants strided,channels_last,expanded
     python -m shardwise.testing.coverage --sizes               shapes of results at several sizes, in random order
 
 The exit code is 1 if there was a failure.
@@ -83,7 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="chooses samples and placements")
     parser.add_argument("--gloo", action="store_true", help=f"{GLOO_ENTRIES} entries on four processes")
     parser.add_argument("--dtypes", default="", help="of the samples, instead of float32")
-    parser.add_argument("--variants", default="function", help="function, strided, inplace, out")
+    parser.add_argument(
+        "--variants", default="function", help="function, strided, channels_last, expanded, inplace, out"
+    )
     parser.add_argument("--sizes", action="store_true", help="compare shapes of results at several sizes alone")
     parser.add_argument("--json", type=Path, help="write the outcomes to this file")
     return parser

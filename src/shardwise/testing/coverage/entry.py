@@ -178,7 +178,7 @@ def _letter(placement: Placement) -> str:
 def _served(plans: Sequence[Planned]) -> Iterator[tuple[str, str]]:
     """Yield how each op with a plan was dispatched; if calls differ, the worst kind."""
     found: dict[str, str] = {}
-    for op, plan, _, _ in plans:
+    for op, plan, *_ in plans:
         kind, name = served_by(op.func, plan is not None), str(op.func)
         found[name] = max(kind, found.get(name, KINDS[0]), key=KINDS.index)
     yield from found.items()

@@ -34,7 +34,7 @@ class Sweep(NamedTuple):
     dtype: str = ""
     """Empty: float32, or the first dtype that the op supports."""
     variant: str = "function"
-    """`function`, `inplace`, `out`, or `strided` for inputs that are not contiguous."""
+    """`function`, `inplace`, `out`; or `strided`, `channels_last`, `expanded` for inputs that are not contiguous."""
 
 
 PLAIN = Sweep()

@@ -11,13 +11,14 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...sharding.placement import Placement
 from ...tensor.dtensor import DTensor
 from ...world import RankTensor, common, simulate
-from ..values import assemble, make_dtensor
+from ..values import assemble, check_strides, make_dtensor
 
 
 class Side(Protocol):
@@ -63,7 +64,9 @@ class Processes:
         if not isinstance(found, DTensor):
             raise TypeError(f"the result is a {type(found).__name__}, not a DTensor")
         with torch.no_grad():
-            return found.full_tensor()
+            value = found.full_tensor()
+        check_strides(found._local_tensor, found._spec, dist.get_rank())
+        return value
 
     def settle(self, failed: bool) -> bool:
         """Return whether all ranks agree that a trial failed, or that it did not."""

@@ -55,19 +55,19 @@ class Trial:
         """Return the plain answer again, with other random numbers."""
 
         def make(tensor: Tensor, number: int) -> Tensor:
-            whole = tensor.detach().clone()
-            return _turned(whole) if self.sample.variant == "strided" and whole.dim() > 1 else whole
+            order = self._order(tensor)
+            return tensor.detach().permute(order).clone(memory_format=torch.contiguous_format).permute(_inverse(order))
 
         return self.answer(make, lambda value, i: value)
 
     def answer(self, make: Make, cotangent: Make) -> Answer:
         """Return the answer of the call on tensors made by `make`, with cotangents made by `cotangent`."""
         sample = self.sample
-        made = {id(t): make(t, i) for i, t in enumerate(sample.tensors)}
+        made = {id(t): make(self._kept(t), i) for i, t in enumerate(sample.tensors)}
         for original in sample.tensors:
             made[id(original)].requires_grad_(original.requires_grad)
         # PyTorch refuses to write to a leaf that requires grad, so the function gets a tensor computed from it.
-        seen = {key: t.clone() for key, t in made.items()}
+        seen = {id(t): self._given(made[id(t)], t) for t in sample.tensors}
         out = {"out": self._outs(sample, cotangent)} if sample.variant == "out" else {}
         results = called(sample, seen, out)
         wanted = [made[id(t)] for t in sample.tensors if t.requires_grad]
@@ -77,6 +77,23 @@ class Trial:
             weights = [cotangent(_weight(output, self.seed + i), i) for i, output in enumerate(outputs)]
             found = torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
         return Answer(results, list(found), list(seen.values()))
+
+    def _order(self, tensor: Tensor) -> list[int]:
+        """Return the dims of an argument from outermost to innermost in memory."""
+        dims, variant = list(range(tensor.dim())), self.sample.variant
+        if tensor.dim() < 2 or variant not in ("strided", "channels_last"):
+            return dims
+        if variant == "strided":
+            return [*dims[:-2], dims[-1], dims[-2]]
+        return [0, *dims[2:], 1]
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        """Return what an argument is made from: one row of it, if it is to be expanded."""
+        return tensor[:1] if self.sample.variant == "expanded" and tensor.dim() > 1 else tensor
+
+    def _given(self, made: Tensor, original: Tensor) -> Tensor:
+        """Return what the function gets: a copy of the leaf, or an expanded view of it."""
+        return made.expand(original.shape) if made.shape != original.shape else made.clone()
 
     def _outs(self, sample: Sample, make: Make) -> object:
         """Return tensors for `out=`, filled with other numbers."""
@@ -90,9 +107,12 @@ class Trial:
         chooser = random.Random(f"{self.seed} {placements}")
 
         def make(value: Tensor, number: int) -> Tensor:
-            if self.sample.variant == "strided":
-                return _strided(value.detach(), mesh, placements[number], number, side)
-            return side.make(value.detach(), mesh, placements[number], number)
+            if self.sample.variant == "strided" and value.dim() == 1:  # every other element
+                return side.make(torch.stack([value, value], 1).detach(), mesh, placements[number], number)[:, 0]
+            order = self._order(value)
+            moved = [Shard(order.index(p.dim)) if isinstance(p, Shard) else p for p in placements[number]]
+            stored = value.detach().permute(order).contiguous()
+            return side.make(stored, mesh, moved, number).permute(_inverse(order))
 
         def cotangent(value: Tensor, number: int) -> Tensor:
             options = [Replicate(), *(Shard(dim) for dim in range(value.dim()))]
@@ -128,6 +148,9 @@ class Trial:
             value = side.global_value(found).detach()
         if value.shape != wanted.shape or value.dtype != wanted.dtype:
             raise Wrong(f"{what}: {value.dtype}{list(value.shape)} instead of {wanted.dtype}{list(wanted.shape)}")
+        if kind == "results" and not same_strides(wanted, found):
+            strides = f"{list(found.stride())} instead of {list(wanted.stride())}"
+            raise Wrong(f"{what}: strides {strides} for {list(wanted.shape)}")
         tied = self.tied and kind == "results" and index == 1
         if self.random or self.indefinite or tied or _close(value, wanted, *tolerances(wanted.dtype)):
             return
@@ -176,20 +199,8 @@ def _weight(output: Tensor, seed: int) -> Tensor:
     return ((weight * steps).round() / steps).to(kind).to(output.dtype)
 
 
-def _turned(value: Tensor) -> Tensor:
-    """Return the tensor with its last two dims swapped in memory."""
-    return value.mT.contiguous().mT
-
-
-def _strided(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], number: int, side: Side) -> Tensor:
-    """Return the distributed tensor as a view that is not contiguous: transposed, or every other element."""
-    if value.dim() == 0:
-        return side.make(value, mesh, placements, number)
-    if value.dim() == 1:
-        return side.make(torch.stack([value, value], 1), mesh, placements, number)[:, 0]
-    swap = {value.dim() - 1: value.dim() - 2, value.dim() - 2: value.dim() - 1}
-    swapped = [Shard(swap.get(p.dim, p.dim)) if isinstance(p, Shard) else p for p in placements]
-    return side.make(value.mT.contiguous(), mesh, swapped, number).mT
+def _inverse(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def _close(value: Tensor, wanted: Tensor, rtol: float, atol: float) -> bool:
@@ -198,6 +209,12 @@ def _close(value: Tensor, wanted: Tensor, rtol: float, atol: float) -> bool:
     if not wanted.dtype.is_floating_point and not wanted.dtype.is_complex:
         return torch.equal(value, wanted)
     return torch.allclose(value, wanted, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def same_strides(wanted: Tensor, found: Tensor) -> bool:
+    """Return whether two tensors of one shape have the same strides, where these have a meaning."""
+    strides = zip(wanted.shape, wanted.stride(), found.stride(), strict=True)
+    return wanted.numel() == 0 or all(size == 1 or one == other for size, one, other in strides)
 
 
 def _difference(value: Tensor, wanted: Tensor) -> str:

@@ -120,7 +120,7 @@ def _check_function(sample: Sample, effort: Effort, seed: int, report: Report) -
             report.cases += done.cases
         except Exception as error:
             report.failures.append(Failure.of(error, report.entry))
-    for op, plan, _, _ in plans:
+    for op, plan, *_ in plans:
         if plan is not None:
             report.rules.append(op.key)
         elif served_by(op.func, planned=False) == "gathered":

@@ -1,0 +1,44 @@
+"""Local results lie in memory as their specs say.
+
+The strides of a spec are those of PyTorch's meta kernel for the global tensors. What runs on the local shards may lay
+its results out otherwise: a kernel of ours, or an op whose meta kernel and real kernel differ. The first run of a plan
+shows it, and then all runs of this plan put their results into the order of the spec. Other plans cost nothing more.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .._torch import pytree
+from ..sharding.memory_order import lies_as
+from ..sharding.spec import DTensorSpec
+from ..world import RankTensor
+from .call_plan import CallPlan
+from .local_call import ordered_as
+
+
+class FirstRun:
+    """The local code of a plan, for its first run. Afterwards `plan` is what later runs follow."""
+
+    def __init__(self, plan: CallPlan) -> None:
+        self.plan = plan
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Run on local arguments."""
+        specs = [spec for spec in pytree.tree_leaves(self.plan.results) if isinstance(spec, DTensorSpec)]
+        result = self.plan.run_local(*args, **kwargs)
+        tensors = [value for value in pytree.tree_leaves(result) if isinstance(value, Tensor)]
+        if all(map(_lies_as, tensors, specs)):
+            return result
+        self.plan = self.plan._replace(run_local=ordered_as(specs, self.plan.run_local))
+        return ordered_as(specs, lambda: result)()
+
+
+def makes_results(plan: CallPlan) -> bool:
+    """Whether a plan makes new local tensors. Others write what is there, or view it as it lies."""
+    return not plan.writes and not plan.local_view
+
+
+def _lies_as(local: Tensor, spec: DTensorSpec) -> bool:
+    shards = local.shards if isinstance(local, RankTensor) else (local,)
+    return all(lies_as(shard, spec.tensor_meta) for shard in shards)

@@ -1,0 +1,110 @@
+"""The strides of an op's results, where PyTorch's meta kernel does not return those of the op itself.
+
+Some meta kernels are written in Python and lay out results as their own formula does. The record of such an op says how
+the op does it (`Op.strides`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch import pytree
+from .._torch.modes import without_modes
+from ..ops.resolve import ResolvedOp
+from ..sharding.memory_order import TensorMeta, contiguous_stride
+from .result_meta import results_of_zeros
+
+_AS_RUN = 1 << 16  # elements up to which an op is run on zeros to see its strides
+
+
+def with_real_strides(op: ResolvedOp, args: Sequence[object], kwargs: Mapping[str, Any], outputs: Any) -> Any:
+    """The results of a call, as tensors without data, with the strides that the op gives them."""
+    how = op.op.strides
+    if how is None or op.variant != "functional" or op.is_view:
+        return outputs
+    if how == "as run":
+        return _as_run(op, args, kwargs, outputs)
+    operands = [value for value in (*args, *kwargs.values()) if isinstance(value, TensorMeta)]
+    if all(meta.stride == contiguous_stride(meta.shape) for meta in operands) and how != "elementwise":
+        return outputs
+    return pytree.tree_map_only(Tensor, lambda result: _laid_out(result, _LAYOUTS[how](operands, result)), outputs)
+
+
+def _laid_out(result: Tensor, stride: Sequence[int]) -> Tensor:
+    return torch.empty_strided(result.shape, stride, dtype=result.dtype, device="meta")
+
+
+def _elementwise(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
+    """As all ops that iterate over their operands together: the order of the first operand, where it has one."""
+    given = [torch.empty_strided(meta.shape, meta.stride, dtype=torch.float32, device="meta") for meta in operands]
+    with without_modes(), torch.no_grad():
+        if len(given) == 1:
+            made = torch.abs(given[0])
+        elif len(given) == 2:
+            made = torch.add(*given)
+        elif len(given) == 3:
+            made = torch.addcmul(*given)
+        else:
+            return result.stride()
+    return made.stride() if made.shape == result.shape else result.stride()
+
+
+def _row_major(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
+    return contiguous_stride(result.shape)
+
+
+def _channels_last(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
+    """Channels last if the first operand of as many dims is so, else row-major."""
+    given = next((meta for meta in operands if len(meta.shape) == result.dim()), None)
+    if given is None or not _has_channels_last(given.shape, given.stride):
+        return contiguous_stride(result.shape)
+    return _put_channels_last(result.shape)
+
+
+def _convolution(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
+    """Channels last if the input or the weight is so.
+
+    With one spatial dim, PyTorch adds another of size 1 to a row-major copy of the input, and to the weight.
+    """
+    if result.dim() == 3:
+        (rows, channels, length), (row, channel, step), _ = operands[1]
+        wanted = _has_channels_last((rows, channels, 1, length), (row, channel, length * step, step))
+    else:
+        wanted = any(_has_channels_last(meta.shape, meta.stride) for meta in operands[:2])
+    return _put_channels_last(result.shape) if wanted else contiguous_stride(result.shape)
+
+
+def _has_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether strides grow from dim 1 over the spatial dims, last to first, to dim 0: PyTorch asks no more."""
+    if len(shape) not in (4, 5) or stride[1] == 0:
+        return False
+    least = 0
+    for dim in (1, *range(len(shape) - 1, 1, -1), 0):
+        if shape[dim] == 0 or stride[dim] < least or (dim == 0 and least == stride[1]):
+            return False
+        least = stride[dim] * max(shape[dim], 1)
+    return True
+
+
+def _put_channels_last(shape: Sequence[int]) -> Sequence[int]:
+    rows, channels, *spatial = shape
+    packed = contiguous_stride((rows, *spatial, channels))
+    return packed[0], packed[-1], *packed[1:-1]
+
+
+_LAYOUTS: dict[str, Callable[[list[TensorMeta], Tensor], Sequence[int]]] = {
+    "elementwise": _elementwise,
+    "row-major": _row_major,
+    "channels last": _channels_last,
+    "convolution": _convolution,
+}
+
+
+def _as_run(op: ResolvedOp, args: Sequence[object], kwargs: Mapping[str, Any], outputs: Any) -> Any:
+    """The strides that small tensors of zeros give; large ones keep those of the meta kernel."""
+    found = results_of_zeros(op.func, args, dict(kwargs), _AS_RUN)
+    return outputs if found is None else found

@@ -1,0 +1,45 @@
+"""Ops that address the storage of a tensor: `as_strided`, whose offset counts from the beginning of the storage.
+
+The storage is that of the tensor which is no view itself. Its elements are those of the view, and those around it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import InputError
+from ..ops.resolve import ResolvedOp
+from ..sharding.base import DTensorBase
+from .arguments import Args, Kwargs
+
+
+def on_storage(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
+    """The arguments of such an op, with an offset that counts from the beginning of its first argument.
+
+    Where a view would be left, the first argument is the tensor that it views.
+    """
+    given = op.arguments(args, kwargs)
+    tensor, offset = given["self"], given["storage_offset"]
+    if not isinstance(tensor, DTensorBase):
+        return tuple(given[name] for name in op.names)
+    begin = tensor.storage_offset()
+    offset = begin if offset is None else offset
+    same = tuple(given["size"]) == tuple(tensor.shape) and tuple(given["stride"]) == tensor.stride()
+    if not (same and offset == begin):
+        tensor = _whole(op, tensor) if op.is_view else tensor
+        begin = tensor.storage_offset()
+        if offset < begin or not tensor._spec.dense:
+            raise InputError(
+                f"{op.func} of a view of {tensor._spec!r} reaches memory that the tensor does not hold",
+                "call it on the tensor that owns the memory",
+            )
+    given |= {"self": tensor, "storage_offset": offset - begin}
+    return tuple(given[name] for name in op.names)
+
+
+def _whole(op: ResolvedOp, tensor: Tensor) -> Any:
+    """The tensor that owns the memory of a view; the view itself where nobody knows it."""
+    base = tensor._base
+    return base if isinstance(base, DTensorBase) and base.dtype == tensor.dtype else tensor
