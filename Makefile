@@ -6,7 +6,7 @@ READY  := .venv/.ready
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: demo test lint verify rules coverage reference bench clean help
+.PHONY: demo test lint verify rules coverage fuzz reference bench clean help
 
 demo: $(READY)  ## train a small GPT on 8 simulated ranks and compare it with one device
 	@$(BIN)/python examples/train.py --simulate 8
@@ -32,6 +32,9 @@ rules: $(READY)  ## find rules of ops without one by probing; write them to ops/
 
 coverage: $(READY)  ## compare PyTorch's operator database with one device, about 15 minutes; ARGS="--quick", ARGS="--gloo"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m shardwise.testing.coverage $(ARGS)
+
+fuzz: $(READY)  ## compare 1,000 random programs with one device; ARGS="--programs 20000 --jobs 2", ARGS="--programs 300 --gloo"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m shardwise.testing.fuzz $(ARGS)
 
 reference: $(READY)  ## the same for torch.distributed.tensor on four processes, about 30 minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.testing.reference $(ARGS)

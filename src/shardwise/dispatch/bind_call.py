@@ -117,9 +117,11 @@ class _Binding:
     def run(self) -> BoundCall:
         resolved = self.resolved
         self._refuse_data_dependent()
+        self._refuse_other_out()
         key = form_key(resolved, *self.metas)
         cached = cached_results(resolved, key, resolved.tensors(self.call))
         self.outputs = self._outputs() if cached is None else cached
+        self._refuse_broadcast_target()
         rule = resolved.rule(self.call)
         if rule is None:
             raise NoRule(f"{self.func} has no rule for this call")
@@ -164,6 +166,31 @@ class _Binding:
         # Only a rule that sees the call can know that the results of this one do not.
         if resolved.needs_data and (not callable(resolved.op.rule) or resolved.rule(self.call) is None):
             raise NoRule(f"the result of {self.func} depends on data")
+
+    def _refuse_other_out(self) -> None:
+        """Raise `NoRule` if a result does not fit the `out=` tensor that it is written to, which is then resized."""
+        if self.resolved.variant != "out":
+            return
+        args, kwargs = self.metas
+        named = {name: value for name, value in kwargs.items() if name not in self.written}
+        try:
+            results = result_metas(self.func.overloadpacket, args, named)
+        except Exception:  # there is no such variant, or the op has an error of its own
+            return
+        for where, result in zip(self.written, tensors_in(results), strict=False):
+            target = self._at(where)
+            if target.spec is None or (result.shape, result.dtype) != (target.meta.shape, target.meta.dtype):
+                raise NoRule(f"a result of {self.func} does not fit its out= tensor")
+
+    def _refuse_broadcast_target(self) -> None:
+        """Raise an error if a result is larger than the tensor that the op writes in place."""
+        if self.resolved.variant != "inplace" or self.lists:
+            return
+        for where, result in zip(self.written, tensors_in(self.outputs), strict=False):
+            shape = self._at(where).meta.shape
+            if result.shape != shape:
+                problem = f"shape {list(shape)} doesn't match the broadcast shape {list(result.shape)}"
+                raise RuntimeError(f"output with {problem}")
 
     def _written(self) -> list[Where]:
         """The arguments that are written, without those that were not passed."""

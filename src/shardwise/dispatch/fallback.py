@@ -22,6 +22,7 @@ from .arguments import Args, Kwargs, Written, distributed, written_arguments
 from .explicit import refuse_gathering
 from .formulas import as_replicated
 from .gather_cache import after_write
+from .into_out import run_into_out
 from .modes import modes
 from .outside import returns_tensors, run_outside
 from .view_call import ViewCall
@@ -38,6 +39,8 @@ def run_without_plan(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTen
     if outside and not returns_tensors(op):
         return run_outside(op, args, kwargs, kind)
     if op.decomposition is not None and (result := op.decomposition(*args, **kwargs)) is not NotImplemented:
+        return result
+    if op.variant == "out" and (result := run_into_out(op, args, kwargs)) is not NotImplemented:
         return result
     if op.in_place_view is not None:
         args[0].data = op.in_place_view(*args, **kwargs)

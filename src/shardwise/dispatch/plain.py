@@ -44,6 +44,8 @@ def with_replicas(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
     for name, tensor in named:
         if not is_plain(tensor) or (like := meets(name)) is None:
             continue
+        if op.variant == "out" and tensor in written and not tensor.numel():
+            continue  # takes the global result, the same on all ranks
         if not (tensor.is_meta or _is_number(tensor) or taken_as_replicated(tensor) or _is_index(op, name)):
             raise mixed_tensors(op, name, tensor)
         if tensor not in written and name not in op.op.updates:

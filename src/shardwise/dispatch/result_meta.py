@@ -46,6 +46,7 @@ def result_metas(func: OpOverload, args: Sequence[object], kwargs: dict[str, obj
 
 
 _OWN_ERRORS = 1 << 24  # elements up to which a call that fails is made with real tensors
+_FEW = 1 << 12  # elements up to which an op that is not called on all ranks is run once, to see its errors
 _REAL_RESULTS = 1 << 24  # elements up to which an op without a meta kernel is run for the shapes of its results
 
 
@@ -85,11 +86,19 @@ def _own_error(func: OpOverload, args: Sequence[object], kwargs: dict[str, objec
 
 
 def refuse_what_fails(func: OpOverload, args: Sequence[object], kwargs: dict[str, Any]) -> None:
-    """Raise the error of a call that its meta kernel accepts and the op does not: dtypes that do not go together."""
+    """Raise the error of a call that its meta kernel accepts and the op does not.
+
+    These are dtypes that do not go together, or that the op does not take.
+    """
     metas = [value for value in (*args, *kwargs.values()) if _is_meta(value)]
-    if len({meta.dtype for meta in metas if meta.dtype.is_floating_point or meta.dtype.is_complex}) > 1:
+    mixed = len({meta.dtype for meta in metas if meta.dtype.is_floating_point or meta.dtype.is_complex}) > 1
+    few = sum(meta.shape.numel() for meta in metas) <= _FEW and torch.Tag.nondeterministic_seeded not in func.tags
+    if mixed or few:
         error = _own_error(func, args, kwargs)
-        if error is not None:
+        # Other errors may be due to the zeros, or to an op that has no kernel for CPUs.
+        empty = not any(meta.shape.numel() for meta in metas)
+        refused = isinstance(error, NotImplementedError) and "Could not run" not in str(error)
+        if error is not None and (mixed or refused or (empty and not isinstance(error, NotImplementedError))):
             raise error
 
 

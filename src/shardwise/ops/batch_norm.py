@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..notation.build import join
 from .call import Call
-from .kernel import Cut, Kernel, KernelRun, LocalCall, Reduce
+from .kernel import Cut, Kernel, KernelRun, LocalCall, LocalResult, Reduce
 from .norm import TRAFFIC, cast_results, kernel_clause
 from .op import Local
 from .reduce import wide
@@ -78,11 +78,19 @@ def batch_norm(call: LocalCall, cut: Cut) -> KernelRun:
     return cast_results(results, call.dtypes)
 
 
+def _local_batch_norm(call: LocalCall) -> LocalResult:
+    """The op where no factor with a kernel is sharded: on CPUs its statistics have another dtype than is declared."""
+    if not call["input"].numel():
+        return tuple(call.zeros(call["input"], result) for result in range(len(call.dtypes)))
+    return cast_results(call.run(), call.dtypes)
+
+
 define(
     ("aten::_native_batch_norm_legit.no_stats", "aten::_native_batch_norm_legit_functional"),
     _training_rule,
     kernels={"k": Kernel(batch_norm, traffic=TRAFFIC, joint=True)},
     strides="channels last",
+    local=Local(_local_batch_norm),
 )
 
 
@@ -140,8 +148,11 @@ def _local_backward(call: LocalCall) -> tuple[Tensor | None, ...]:
     """The gradients where no factor with a kernel is sharded; the op does not take empty shards, nor save nothing."""
     gradient, x = call["grad_out"], call["input"]
     if call["train"] and x.numel():
-        found: tuple[Tensor | None, ...] = call.run()
-        return found
+        weight = call["weight"]
+        dtype = x.dtype if weight is None else weight.dtype  # in which CPUs take the statistics
+        dtype = dtype if x.device.type == "cpu" else call["save_mean"].dtype
+        saved = {name: call[name].to(dtype) for name in ("save_mean", "save_invstd")}
+        return cast_results(call.run(**saved), call.dtypes)
     mean, rstd = (torch.zeros_like(x[:0].flatten()),) * 2
     if not call["train"]:
         mean, rstd = call["running_mean"], (call["running_var"] + call["eps"]).rsqrt()

@@ -44,6 +44,8 @@ _define(3, "linear 0+1", ["lerp"])
 _define(3, "linear 0+1 | 0+2", ["addcmul"])
 define(("aten::sgn", "aten::mvlgamma"), pointwise(1), derivative_makes_tensors=True)
 define(("aten::copysign", "aten::nextafter"), pointwise(2), derivative_makes_tensors=True, strides="elementwise")
+# Written in place, a comparison has a gradient: zeros.
+define([f"aten::{name}_" for name in ("eq", "ne", "lt", "le", "gt", "ge")], pointwise(2), derivative_makes_tensors=True)
 
 
 def neg(call: Call) -> str:
@@ -119,7 +121,7 @@ def _halved(ndim: int, dim: int) -> str:
 define("aten::isin", isin)
 define("aten::log_sigmoid_backward", log_sigmoid_backward)
 define("aten::glu", glu)
-define("aten::glu_backward", glu_backward, strides="row-major")
+define("aten::glu_backward", glu_backward, derivative_makes_tensors=True, strides="row-major")
 define("aten::pow.Scalar", "b?.. -> b..", strides="row-major")
 define("aten::log_sigmoid_forward", "b?.. -> b.., b..", strides="row-major")
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.above_autograd import Keys, call_with_autograd
+from .._torch.above_autograd import Keys, call_original, call_with_autograd
 from .._torch.autograd import QuickFunction, in_backward
 from .._torch.ops import OpOverload
 from .._torch.transforms import anything_transforms
 from ..errors import InputError
 from ..sharding.base import DTensorBase
-from .above_autograd import call, is_watched, needs_grad, new_op
+from .above_autograd import call, is_watched, needs_grad, new_op, where_distributed
 from .call import Call
 from .indexing import free, kept, shifted
 from .kernel import Cut, LocalCall, no_summand, without_communication
@@ -117,6 +117,24 @@ def limit_rows(table: Tensor, rows: Tensor, max_norm: float, norm_type: float) -
     return table.mul_(scale)
 
 
+def _one_hot(func: OpOverload) -> Callable[..., object]:
+    """The override of one_hot. For tensor classes PyTorch compares with all classes, which accepts any number; writing
+    ones where the classes say raises for a class out of range."""
+
+    def run(keys: Keys, classes: Tensor, num_classes: int = -1) -> object:
+        if classes.dtype is not torch.int64:
+            return call_original(func, keys, classes, num_classes)  # raises the error
+        if num_classes == -1 and not classes.numel():
+            raise RuntimeError("one_hot cannot infer the number of classes from an empty tensor: pass num_classes")
+        count = int(classes.max()) + 1 if num_classes == -1 else num_classes
+        if count < 1:
+            raise RuntimeError(f"one_hot with {count} classes: classes are at least 0, and num_classes at least 1")
+        zeros = torch.zeros_like(classes).unsqueeze(-1).expand(*classes.shape, count)
+        return zeros.scatter(-1, classes.unsqueeze(-1), 1)
+
+    return where_distributed(func, run)
+
+
 define("aten::embedding", "v d, i.. -> i.. d ; linear 0 ; kernel v", kernels=free(embedding), override=_override)
 define("aten::embedding_dense_backward", embedding_backward_rule, kernels=free(embedding_backward))
 define(
@@ -126,7 +144,7 @@ define(
     gradient_of="weight",
 )
 define("aten::embedding_renorm_", decomposition=limit_rows)
-define("aten::one_hot", makes_tensors=True)
+define("aten::one_hot", override=_one_hot)
 
 # ---- bags of rows ---------------------------------------------------------------------------------------------------
 

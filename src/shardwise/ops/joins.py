@@ -51,6 +51,9 @@ def without_empty(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 def block_diagonal(tensors: Sequence[Tensor]) -> Tensor:
     """Matrices along a diagonal: each with zeros left and right of it, one below the other."""
+    for index, tensor in enumerate(tensors):
+        if tensor.dim() > 2:
+            raise RuntimeError(f"block_diag takes tensors of at most 2 dims; number {index} has {tensor.dim()}")
     blocks = [tensor if tensor.dim() == 2 else tensor.view(1, -1) for tensor in tensors]
     total, rows, left = sum(block.shape[1] for block in blocks), [], 0
     for block in blocks:
@@ -94,5 +97,5 @@ def repeat(call: Call) -> str:
 
 
 define("aten::stack", stack)
-define("aten::repeat", repeat)
+define("aten::repeat", repeat, derivative_makes_tensors=True)  # zeros, for no copies at all
 define("aten::combinations", makes_tensors=True)

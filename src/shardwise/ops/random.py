@@ -53,6 +53,8 @@ def _normal(call: LocalCall, out: Tensor | None) -> Tensor:
     """`normal_`, and `normal` with tensors, which scale and shift the numbers drawn."""
     mean, std = call["mean"], call["std"]
     shift, scale = isinstance(mean, Tensor), isinstance(std, Tensor)
+    if scale:
+        _require(std >= 0, "normal expects all elements of std >= 0.0")
     drawn = _numbers(call, "normal_", (0.0 if shift or scale else mean, 1.0 if scale else std), out=out)
     if scale:
         drawn = drawn.mul_(std)
@@ -65,8 +67,15 @@ def _bernoulli(call: LocalCall, out: Tensor | None) -> Tensor:
     chance = call["self"] if chance is None else chance
     if not isinstance(chance, Tensor):
         return _numbers(call, "bernoulli_", (chance,), out=out)
+    _require((chance >= 0) & (chance <= 1), "Expected p_in >= 0 && p_in <= 1 to be true, but got false")
     dtype = torch.float64 if chance.dtype == torch.float64 else torch.float32
     return _numbers(call, "uniform_", (0.0, 1.0), dtype=dtype) < chance
+
+
+def _require(condition: Tensor, message: str) -> None:
+    """Raise an error unless a condition holds everywhere on this rank. An accelerator is not waited for."""
+    if condition.device.type == "cpu" and not bool(condition.all()):
+        raise RuntimeError(message)
 
 
 def _random(call: LocalCall, out: Tensor | None) -> Tensor:
@@ -150,6 +159,7 @@ def multinomial(
     Without replacement, as in PyTorch: those with the largest quotients of weights and exponential numbers. With
     replacement: those where uniform numbers fall in the running sum of the weights.
     """
+    _check_weights(weights, num_samples, replacement)
     if not replacement or num_samples == 1:
         race = weights / torch.empty_like(weights).exponential_(1.0, generator=generator)
         return race.argmax(-1, keepdim=True) if num_samples == 1 else race.topk(num_samples, -1).indices
@@ -158,6 +168,18 @@ def multinomial(
     sums = weights.cumsum(-1)
     levels = sums.new_empty((*weights.shape[:-1], num_samples)).uniform_(generator=generator) * sums[..., -1:]
     return torch.searchsorted(sums, levels, right=True).clamp(max=weights.shape[-1] - 1)
+
+
+def _check_weights(weights: Tensor, num_samples: int, replacement: bool) -> None:
+    """Raise the errors of `multinomial` on one device, which reads the weights, too."""
+    if weights.dim() not in (1, 2) or not weights.is_floating_point() or not weights.shape[-1]:
+        problem = f"weights of shape {list(weights.shape)} and dtype {weights.dtype}"
+        raise RuntimeError(f"multinomial expects one or two dims of a floating-point dtype, not {problem}")
+    if num_samples <= 0 or not (replacement or num_samples <= weights.shape[-1]):
+        raise RuntimeError(f"cannot draw {num_samples} of {weights.shape[-1]} indices without replacement")
+    valid = (weights >= 0) & (weights < torch.inf)
+    if not bool(valid.all(-1).logical_and(weights.sum(-1) > 0).all()):
+        raise RuntimeError("weights that are negative, infinite or NaN, or whose sum is not positive")
 
 
 def rrelu_with_noise(

@@ -8,8 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .._torch.above_autograd import Keys, call_original
+from .._torch.ops import OpOverload
 from ..notation import dims_text, replicated_dims
 from ..notation.build import normalized
+from .above_autograd import where_distributed
 from .call import Call
 from .kernel import Cut, Gather, Kernel, KernelRun, LocalCall, Steps
 from .registry import definitions_in
@@ -42,8 +45,9 @@ def gather_both(one: Tensor, other: Tensor) -> Steps[tuple[Tensor, Tensor]]:
 
 def _seen_as(raw: Tensor, like: Tensor) -> Tensor:
     shape = (raw.shape[0], *like.shape)
-    # PyTorch cannot view an empty tensor as another dtype.
-    return raw.contiguous().view(like.dtype).view(shape) if raw.numel() else like.new_empty(shape)
+    # PyTorch cannot view an empty tensor as another dtype, nor bytes that start in the middle of a number: copy them.
+    raw = raw.clone(memory_format=torch.contiguous_format)
+    return raw.view(like.dtype).view(shape) if raw.numel() else like.new_empty(shape)
 
 
 def cumulate(start: float, combine: Combine) -> Callable[[LocalCall, Cut], KernelRun]:
@@ -137,6 +141,27 @@ define(
     kernels={"k": Kernel(cumulate_extreme(False), traffic=_ROWS)},
     derivative_makes_tensors=True,
 )
+
+# ---- functions that PyTorch composes of other ops -------------------------------------------------------------------
+
+
+def _vander(func: OpOverload) -> Callable[..., object]:
+    """The override of `torch.vander`: PyTorch writes the powers into a plain tensor."""
+
+    def run(keys: Keys, x: Tensor, N: int | None = None, increasing: bool = False) -> object:
+        count = x.shape[0] if x.dim() == 1 and N is None else N
+        if x.dim() != 1 or count is None or count < 0:
+            return call_original(func, keys, x, N, increasing)  # raises the error
+        base = x.to(torch.promote_types(x.dtype, torch.int64)).unsqueeze(1)
+        factors = torch.cat([torch.ones_like(base), base.expand(-1, max(count - 1, 0))], 1)
+        powers = factors.narrow(1, 0, count).cumprod(1)
+        return powers if increasing else powers.flip(1)
+
+    return where_distributed(func, run)
+
+
+define("aten::vander", override=_vander)
+define(("aten::trapezoid", "aten::trapz"), makes_tensors=True)  # zeros, of nothing
 
 # ---- segments -------------------------------------------------------------------------------------------------------
 

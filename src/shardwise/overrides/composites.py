@@ -12,17 +12,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import Tensor
+
+from .._torch import pytree
 from .._torch.above_autograd import Keys, call_original
 from .._torch.ops import OpOverload
+from ..dispatch.formulas import as_replicated
 from ..dispatch.modes import implicit_replication
 from ..ops.above_autograd import where_distributed
+from ..sharding.base import DTensorBase
 
 
 def taking_plain_as_replicated(func: OpOverload) -> Callable[..., object]:
-    """The kernel that runs a composite function with the plain tensors that it makes taken as replicated."""
+    """The kernel that runs a composite function with the plain tensors that it makes taken as replicated.
+
+    A result that it makes from sizes alone, such as the integral of nothing, is replicated, too.
+    """
 
     def run(keys: Keys, *args: object, **kwargs: object) -> object:
         with implicit_replication():
-            return call_original(func, keys, *args, **kwargs)
+            result = call_original(func, keys, *args, **kwargs)
+        like = next(v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, DTensorBase))
+        return pytree.tree_map_only(
+            Tensor, lambda t: t if isinstance(t, DTensorBase) else as_replicated(t, like), result
+        )
 
     return where_distributed(func, run)

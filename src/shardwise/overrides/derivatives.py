@@ -34,9 +34,11 @@ def marking_formulas(func: OpOverload) -> Callable[..., object]:
             return call(func, *args)  # autograd has nothing to do
         with _unpacking_outside_formulas():
             result = call_with_autograd(func, keys, *args, **kwargs)
-        for node in {_node_of(tensor, in_place) for tensor in _tensors(result)}:
+        for tensor in _tensors(result):
+            node = _node_of(tensor, in_place)
             if node is not None:
                 mark_formula(node)
+                break  # all results of a call have one node
         return result
 
     return kernel

@@ -15,6 +15,7 @@ from torch import Tensor
 from .._torch import pytree
 from .._torch.above_autograd import Keys
 from .._torch.ops import OpOverload
+from ..dispatch.into_out import store
 from ..errors import InputError
 from ..ops.above_autograd import where_distributed
 
@@ -30,14 +31,7 @@ def copying_into_out(func: OpOverload) -> Callable[..., object]:
             raise InputError(f"{func} with gradients: they do not flow through out=", "leave it, or use no_grad")
         results = func.overloadpacket(*args, **kwargs)
         for out, result in zip(outs, [results] if isinstance(results, Tensor) else results, strict=True):
-            _copy(func, result, out)
+            store(func, result, out)
         return outs[0] if len(outs) == 1 else tuple(outs)
 
     return where_distributed(func, run)
-
-
-def _copy(func: OpOverload, result: Tensor, out: Tensor) -> None:
-    if out.shape != result.shape or not torch.can_cast(result.dtype, out.dtype):
-        problem = f"{result.dtype}{list(result.shape)} into {out.dtype}{list(out.shape)}"
-        raise InputError(f"{func} would write {problem}", "write into a tensor of the result's shape and dtype")
-    out.copy_(result)

@@ -26,6 +26,7 @@ from ..comm.on_ranks import shard_outside
 from ..comm.plan import SpecPlan
 from ..comm.redistribute import plan_redistribution, redistribute_local
 from ..dispatch.dispatcher import OpDispatcher
+from ..dispatch.formulas import as_replicated
 from ..dispatch.modes import modes
 from ..dispatch.view_call import ViewCall
 from ..dispatch.watch import mark_exposed
@@ -287,7 +288,16 @@ class DTensor(DTensorBase):
 
     def tolist(self) -> Any:
         """Return the global tensor as nested lists."""
-        return self.full_tensor().tolist()
+        with torch.no_grad():
+            return self.full_tensor().tolist()
+
+    def new_tensor(self, data: Any, *args: Any, **options: Any) -> Tensor:
+        """Return a tensor with this data and, unless the options say otherwise, this dtype: replicated on the mesh.
+
+        Numbers and lists of them are the same on all ranks, a plain tensor need not be: it stays plain.
+        """
+        made = super().new_tensor(data, *args, **options)
+        return made if isinstance(data, Tensor) else as_replicated(made, self).requires_grad_(made.requires_grad)
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the global tensor as a numpy array."""

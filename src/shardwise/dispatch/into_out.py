@@ -1,0 +1,77 @@
+"""Calls with `out=` whose results do not fit the tensors given: these take the shape of the results, as on one device.
+
+>>> out = x.new_empty(0)
+>>> torch.add(x, y, out=out)             # out has the shape and placements of the sum now
+>>> torch.add(x, y, out=torch.empty(0))  # a plain tensor without elements gets the global value
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch import pytree
+from .._torch.ops import OpOverload
+from ..comm.redistribute import redistribute_local
+from ..errors import InputError
+from ..notation.schema import overloads, packet_name, variant_of
+from ..ops.resolve import ResolvedOp
+from ..sharding.base import DTensorBase
+from .arguments import Args, Kwargs
+from .gather_cache import after_write
+
+
+def run_into_out(op: ResolvedOp, args: Args, kwargs: Kwargs) -> object:
+    """Run the op without `out=` and store its results; NotImplemented if it has no such variant."""
+    names = [op.names[position] for position in op.writes]
+    functional = any(variant_of(other) == "functional" for other in overloads(packet_name(op.func)))
+    if not functional or not all(name in kwargs for name in names):
+        return NotImplemented
+    outs: list[Tensor] = [kwargs[name] for name in names]
+    given = {name: value for name, value in kwargs.items() if name not in names}
+    if "dtype" in op.names and given.get("dtype") is None:
+        given["dtype"] = outs[0].dtype  # a sum is computed in the dtype that it is written in
+    found = pytree.tree_leaves(op.func.overloadpacket(*args, **given))
+    if len(found) != len(outs):
+        return NotImplemented
+    for out, result in zip(outs, found, strict=True):
+        store(op.func, result, out)
+    return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+def store(func: OpOverload, result: Tensor, out: Tensor) -> None:
+    """Write a result into the tensor given as `out=`, which takes the shape of the result."""
+    if not torch.can_cast(result.dtype, out.dtype):
+        raise RuntimeError(f"result type {_name(result)} can't be cast to the desired output type {_name(out)}")
+    resized = out.shape != result.shape
+    if resized and out.numel():
+        warnings.warn(
+            f"{func} changes the shape of its out= tensor from {list(out.shape)} to {list(result.shape)}; "
+            "PyTorch will refuse this one day: resize it to zero elements first, out.resize_(0)",
+            stacklevel=2,
+        )
+    if not isinstance(out, DTensorBase):
+        _fill_plain(func, result, out)
+    elif resized:
+        out.data = result.detach().to(out.dtype)
+        after_write(out)
+    else:
+        out.copy_(result)
+
+
+def _fill_plain(func: OpOverload, result: Any, out: Tensor) -> None:
+    if out.numel():
+        raise InputError(
+            f"{func} would write a distributed result into a plain tensor of shape {list(out.shape)}",
+            "write into a DTensor, or take the result's full_tensor()",
+        )
+    spec = result._spec
+    out.resize_(result.shape)
+    out.copy_(redistribute_local(result._local_tensor, spec, spec.replicated()))
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.").capitalize()

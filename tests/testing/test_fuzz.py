@@ -1,0 +1,132 @@
+"""Random programs: a quick part of `make fuzz`, a sample on processes, and faults on purpose that it must find."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from shardwise.ops.registry import registry
+from shardwise.testing.fuzz import Program, generate, replay
+from shardwise.testing.fuzz.__main__ import main, text_of
+from shardwise.testing.fuzz.batch import Report, batches, run_batch
+from shardwise.testing.fuzz.compare import Failure, close
+from shardwise.testing.fuzz.draw import GLOO_MESHES
+from shardwise.testing.fuzz.processes import Found, Held, compare_rank, different
+from shardwise.testing.fuzz.program import reads, renamed, target, without
+from shardwise.testing.fuzz.shrink import shrink
+from shardwise.testing.fuzz.trial import alone
+from tests.processes.pool import on_processes
+
+IGNORED = ("stride", "offset")
+BATCHES = batches(range(200, 500))
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=[f"{len(batch)} from seed {batch[0]}" for batch in BATCHES])
+def test_programs(batch: tuple[int, ...]) -> None:
+    answer = run_batch(batch, IGNORED)
+    assert not answer.reports, "\n".join(map(text_of, answer.reports))
+
+
+@on_processes
+def test_programs_on_processes() -> None:
+    compare_rank([generate(seed, GLOO_MESHES) for seed in range(12)])
+
+
+def test_a_seed_is_a_program() -> None:
+    assert generate(5) == generate(5)
+    assert generate(5) != generate(6)
+
+
+# ---- faults on purpose ----------------------------------------------------------------------------------------------
+
+WRONG = Program(
+    3,
+    (2, 2),
+    (
+        'x0 = leaf((4, 3), torch.float32, [Partial("sum"), Shard(0)], seed=1, grad=True)',
+        "x1 = leaf((3,), torch.float32, [Replicate(), Replicate()], seed=2)",
+        "x2 = x0 * x1",
+        "x3 = x2.sin()",
+        "x4 = x3.transpose(0, 1)",
+        "(x4.cos().sum()).backward()",
+    ),
+)
+
+
+def test_a_wrong_rule_is_found_and_the_program_is_shrunk(capsys: pytest.CaptureFixture[str]) -> None:
+    assert alone(WRONG, IGNORED) is None
+    with registry.restored():
+        registry.register("aten::sin", "x.. -> x.. ; linear 0")  # a sum of sines is not the sine of a sum
+        failure = alone(WRONG, IGNORED)
+        assert failure is not None
+        assert failure.kind == "value"
+        smallest, found = shrink(WRONG, failure, lambda program: alone(program, IGNORED))
+        assert len(smallest.lines) == 2
+        assert smallest.mesh == (2,)
+        assert "Partial" in smallest.lines[0]
+        assert ".sin()" in smallest.lines[1]
+        exec(text_of(Report(3, found, smallest)), {})
+    shown = capsys.readouterr().out
+    assert "---- distributed tensors" in shown
+    assert "---- value of x3" in shown
+
+
+def test_errors_are_compared() -> None:
+    raising = Program(0, (2,), ("x0 = leaf((3,), torch.float32, [Shard(0)], seed=1)", "x1 = x0.view(5)"))
+    assert alone(raising) is None
+    wrong = dataclasses.replace(raising, lines=(*raising.lines, "x2 = x0.to_local()"))
+    failure = alone(wrong)
+    assert failure is not None
+    assert failure.kind == "error"
+
+
+def test_rounding_is_no_difference() -> None:
+    """0.1 in thirds: the floor of a sum that is an integer on one device may be the integer before."""
+    assert (
+        replay(
+            (3,),
+            0,
+            """
+        x0 = leaf((3,), torch.float32, [Shard(0)], seed=1)
+        x1 = torch.full_like(x0, 0.1) * 10 / 3
+        x2 = x1.sum().floor()
+    """,
+        )
+        is None
+    )
+
+
+def test_numbers_are_compared_up_to_their_precision() -> None:
+    value = torch.tensor([1.0, 1000.0, float("nan"), float("inf")])
+    assert close(value * (1 + 1e-6), value)
+    assert not close(value * (1 + 1e-3), value)
+    assert not close(torch.tensor([1, 2]), torch.tensor([1, 3]))
+
+
+def test_lines() -> None:
+    lines = ("x0 = leaf((), torch.float32, [], seed=0)", "x1 = x0 + x0", "x0.zero_()", "x2 = x1 * 2")
+    assert target(lines[1]) == "x1"
+    assert target(lines[2]) is None
+    assert reads(lines[1]) == {"x0"}
+    assert renamed(lines[3], "x1", "x0") == "x2 = x0 * 2"
+    assert without(lines, 1) == (lines[0], lines[2])
+
+
+def test_processes_are_compared_bit_by_bit() -> None:
+    one, other = torch.tensor([1.0]), torch.tensor([1.0 + 2**-23])
+    simulated, found = Found({}, {"x0": Held("", one)}), Found({}, {"x0": Held("", other)})
+    assert not different([simulated, simulated], simulated)
+    assert different([simulated, simulated], found)
+    assert not different([simulated, found], found)  # depends on the order of a sum
+    assert different([simulated], Found({0: "RuntimeError"}, {}))
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--programs", "4", "--seed", "0", "--ignore", "stride,offset"]) == 0
+    assert "4 programs from seed 0: all as on one device" in capsys.readouterr().out
+
+
+def test_reports_are_scripts() -> None:
+    text = text_of(Report(7, Failure("value", "x1", "..."), Program(7, (2,), ("x0 = 1",)), history=(3, 5)))
+    assert text.startswith("# seed 7: value of x1: ...\n# only after the programs with the seeds [3, 5]\n")
+    compile(text, "script", "exec")
