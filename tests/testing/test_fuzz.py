@@ -17,7 +17,7 @@ from shardwise.testing.fuzz.shrink import shrink
 from shardwise.testing.fuzz.trial import alone
 from tests.processes.pool import on_processes
 
-IGNORED = ("stride", "offset")
+IGNORED: tuple[str, ...] = ()
 BATCHES = batches(range(200, 500))
 
 

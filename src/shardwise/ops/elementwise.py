@@ -118,7 +118,7 @@ def _halved(ndim: int, dim: int) -> str:
     return " ".join("_" if d == dim % ndim else f"x{d}" for d in range(ndim))
 
 
-define("aten::isin", isin)
+define("aten::isin", isin, strides="row-major")
 define("aten::log_sigmoid_backward", log_sigmoid_backward)
 define("aten::glu", glu)
 define("aten::glu_backward", glu_backward, derivative_makes_tensors=True, strides="row-major")

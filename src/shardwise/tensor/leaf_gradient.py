@@ -62,7 +62,9 @@ class LeafGradient:
 
     def _target(self, grad: DTensorSpec) -> DTensorSpec:
         """The spec that a gradient is brought to when it arrives."""
-        wanted = self.spec.cotangent().with_dtype(grad.dtype)
+        leaf_spec = self.spec.cotangent()
+        # With the strides it has: on one device, `torch.autograd.grad` returns the gradient of a sum expanded.
+        wanted = leaf_spec.derived(grad.tensor_meta, lambda: leaf_spec.with_meta(grad.tensor_meta))
         if not (self.deferred or _accumulating.get()) or not grad.layout.partial:
             return wanted
         leaf = accumulating_leaf()
