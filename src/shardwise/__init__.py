@@ -17,7 +17,7 @@ extending     register_sharding, local_map; shardwise.rules.explain shows the ru
 from . import experimental, random, rules
 from .comm.cost import CostModel, cost_model, set_cost_model, using_cost_model
 from .dispatch.modes import explicit, implicit_replication, strict_ops
-from .dropin import find_table_modules, install, uninstall
+from .dropin import find_table_modules, install, table_module, uninstall
 from .extend import local_map, register_sharding
 from .nn import distribute_module, shard_parameters
 from .sharding.mesh import DeviceMesh, init_device_mesh
@@ -85,3 +85,8 @@ __all__ = [
 
 _DTensorSpec = DTensorSpec  # by this name, other parts of PyTorch import it from torch.distributed.tensor
 find_table_modules()
+
+
+def __getattr__(name: str) -> object:
+    """`shardwise._random` and others: modules made from the table of `dropin`, without being imported first."""
+    return table_module(name)

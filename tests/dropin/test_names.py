@@ -55,6 +55,12 @@ def test_classes_mean_ours():
     assert ColwiseParallel.__module__.startswith("shardwise.parallel")
 
 
+def test_a_module_of_the_table_is_an_attribute_without_an_import():
+    command = [sys.executable, "-c", "import shardwise; shardwise._random.manual_seed; shardwise._nothing"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "AttributeError: module 'shardwise' has no attribute '_nothing'" in found.stderr
+
+
 def test_import_star_takes_the_public_names():
     namespace: dict = {}
     exec("from shardwise._api import *", namespace)

@@ -17,13 +17,12 @@ from shardwise.testing.fuzz.shrink import shrink
 from shardwise.testing.fuzz.trial import alone
 from tests.processes.pool import on_processes
 
-IGNORED: tuple[str, ...] = ()
 BATCHES = batches(range(200, 500))
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=[f"{len(batch)} from seed {batch[0]}" for batch in BATCHES])
 def test_programs(batch: tuple[int, ...]) -> None:
-    answer = run_batch(batch, IGNORED)
+    answer = run_batch(batch, ())
     assert not answer.reports, "\n".join(map(text_of, answer.reports))
 
 
@@ -54,13 +53,13 @@ WRONG = Program(
 
 
 def test_a_wrong_rule_is_found_and_the_program_is_shrunk(capsys: pytest.CaptureFixture[str]) -> None:
-    assert alone(WRONG, IGNORED) is None
+    assert alone(WRONG, ()) is None
     with registry.restored():
         registry.register("aten::sin", "x.. -> x.. ; linear 0")  # a sum of sines is not the sine of a sum
-        failure = alone(WRONG, IGNORED)
+        failure = alone(WRONG, ())
         assert failure is not None
         assert failure.kind == "value"
-        smallest, found = shrink(WRONG, failure, lambda program: alone(program, IGNORED))
+        smallest, found = shrink(WRONG, failure, lambda program: alone(program, ()))
         assert len(smallest.lines) == 2
         assert smallest.mesh == (2,)
         assert "Partial" in smallest.lines[0]

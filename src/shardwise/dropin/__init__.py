@@ -11,6 +11,6 @@
 """
 
 from .install import install, installed, uninstall
-from .modules import find_table_modules
+from .modules import find_table_modules, table_module
 
-__all__ = ["find_table_modules", "install", "installed", "uninstall"]
+__all__ = ["find_table_modules", "install", "installed", "table_module", "uninstall"]

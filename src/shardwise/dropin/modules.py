@@ -69,3 +69,10 @@ def find_table_modules() -> None:
     """Let `import shardwise._api` and the like find the modules of the table, after those that are files."""
     if _finder not in sys.meta_path:
         sys.meta_path.append(_finder)
+
+
+def table_module(name: str) -> ModuleType:
+    """The module of the table with this name, directly below the package; an AttributeError if there is none."""
+    if name not in MODULES:
+        raise AttributeError(f"module {PACKAGE!r} has no attribute {name!r}")
+    return importlib.import_module(f"{PACKAGE}.{name}")
