@@ -481,7 +481,8 @@ ROWS: dict[str, Row] = {
         lambda w: set_data(w.x, w.whole),
         errors.InputError,
         "the data of a DTensor was set to a plain tensor",
-        "distribute it first",
+        "distribute it first, or take plain tensors as replicated inside `with "
+        "shardwise.experimental.implicit_replication():`",
     ),
     "a local tensor with gradients": Row(
         lambda w: DTensor(w.whole.clone().requires_grad_(), w.x._spec),

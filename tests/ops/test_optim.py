@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import DTensor, Partial, Placement, Replicate, Shard
-from shardwise.errors import InputError
+from shardwise.errors import MixedTensorError
 from shardwise.world import common
 from tests.ops.helpers import check_case, communication, no_communication, on, r, ranks, table, whole
 
@@ -133,8 +133,8 @@ def test_partial_gradients_are_reduced_before_a_fused_step() -> None:
 
 
 def test_a_distributed_result_is_not_written_into_a_plain_tensor() -> None:
-    with ranks(2) as mesh, pytest.raises(InputError, match="plain tensor"):
-        torch._foreach_add_([torch.tensor(1.0)], [on(mesh, torch.tensor(1.0), Replicate())])
+    with ranks(2) as mesh, pytest.raises(MixedTensorError, match="plain tensor"):
+        torch._foreach_add_([torch.ones(2)], [on(mesh, torch.ones(2), Replicate())])
 
 
 def test_changing_numbers_make_no_new_plans() -> None:

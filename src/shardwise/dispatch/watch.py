@@ -15,9 +15,6 @@ from torch import Tensor
 
 from ..world import RankTensor
 
-_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-"""The watches in use: one or two for each cache of a world."""
-
 
 class Watch:
     """Remembers which memory a local shard is and how often it was written, and its data once it is handed out."""
@@ -27,8 +24,12 @@ class Watch:
     def __init__(self, local: Tensor) -> None:
         self._local = weakref.ref(local)
         self._state = _state(local)
-        self._copies: list[Tensor | None] = [shard.clone() if _is_exposed(shard) else None for shard in _shards(local)]
-        _watches.add(self)
+        shards = _shards(local)
+        for storage in [shard.untyped_storage() for shard in shards]:
+            # On the storage, as a tuple that is replaced: other threads may read it at any moment.
+            live = [ref for ref in _watches_of(storage) if ref() is not None]
+            storage._watches_of_shardwise = (*live, weakref.ref(self))  # type: ignore[attr-defined]
+        self._copies: list[Tensor | None] = [shard.clone() if _is_exposed(shard) else None for shard in shards]
 
     def unchanged(self, local: Tensor) -> bool:
         """Whether this is the same memory with the same data as when it was watched first."""
@@ -50,8 +51,13 @@ def mark_exposed(local: Tensor) -> None:
         storage = shard.untyped_storage()
         if not getattr(storage, "_exposed_by_shardwise", False):
             storage._exposed_by_shardwise = True  # type: ignore[attr-defined]
-            for watch in list(_watches):
-                watch.before_exposure(storage)
+            for ref in _watches_of(storage):
+                if (watch := ref()) is not None:
+                    watch.before_exposure(storage)
+
+
+def _watches_of(storage: torch.UntypedStorage) -> tuple[weakref.ref[Watch], ...]:
+    return getattr(storage, "_watches_of_shardwise", ())
 
 
 def _is_exposed(shard: Tensor) -> bool:

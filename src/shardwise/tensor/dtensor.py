@@ -146,7 +146,7 @@ class DTensor(DTensorBase):
         if mesh_info.outside:
             data = shard_outside(spec.ndim, spec.dtype, data.device)
         elif run_check:
-            data = copy_to_replicas(data, mesh_info, spec.placements)
+            data = copy_to_replicas(data, spec)
         mark_exposed(data)  # the caller holds it
         if torch.is_grad_enabled() and local.requires_grad:
             return FromLocal.apply(local, data, spec, grad_spec_of_local(spec, grad_placements))

@@ -18,6 +18,7 @@ from .._torch.fake_tensors import is_fake
 from ..comm.exchange import broadcast_move
 from ..comm.transport import check_reducible
 from ..errors import InputError, ShapeError
+from ..sharding.memory_order import in_memory_order, memory_order
 from ..sharding.mesh import MeshInfo
 from ..sharding.placement import Partial, Placement, Placements, Replicate
 from ..sharding.runtime import Runtime, WorldCache, active_runtime, on_activate
@@ -71,12 +72,14 @@ def without_grad(tensor: Tensor) -> Tensor:
     return tensor.detach() if type(tensor) in (Tensor, Parameter, RankTensor) or tensor.requires_grad else tensor
 
 
-def copy_to_replicas(local: Tensor, mesh_info: MeshInfo, placements: Sequence[Placement]) -> Tensor:
+def copy_to_replicas(local: Tensor, spec: DTensorSpec) -> Tensor:
     """Along every replicated axis, what its first rank holds."""
-    for axis, placement in enumerate(placements):
+    mesh_info, sent = spec.mesh_info, local
+    for axis, placement in enumerate(spec.placements):
         if isinstance(placement, Replicate) and mesh_info.sizes[axis] > 1:
-            local = broadcast_move(axis, 0, mesh_info, local.dtype)(local)
-    return local
+            sent = broadcast_move(axis, 0, mesh_info, local.dtype)(sent)
+    # What arrives is row-major, whatever lay in memory how on the sender.
+    return local if sent is local else in_memory_order(sent, memory_order(spec.tensor_meta))
 
 
 # ---- the spec -------------------------------------------------------------------------------------------------------
