@@ -1,5 +1,6 @@
 """shardwise in the place of torch.distributed.tensor, in processes of its own."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -144,5 +145,7 @@ def test_programs_run_unmodified_on_four_processes(program, tmp_path):
         pytest.importorskip("transformers")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     command += ["-m", "shardwise.run", str(PROGRAMS / program), str(tmp_path)]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    # The programs run on CPUs; transformers would take the GPU whose number is that of the rank.
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    found = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert found.stdout.count("all equal to one device, with shardwise.tensor.dtensor") == 4, found.stderr[-3000:]

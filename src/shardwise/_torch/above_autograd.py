@@ -72,7 +72,8 @@ def call_with_autograd(func: OpOverload, keys: Keys, *args: object, **kwargs: ob
         return dispatch_to_subclass(func, args, kwargs)
     if not _NEEDS_SNAPSHOT or _transforms_active():  # transforms dispatch anew what they have unwrapped
         return func.redispatch(below, *args, **kwargs)
-    entered = next(value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor))
+    tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    entered = next((tensor for tensor in tensors if _dispatches(type(tensor))), tensors[0])
     results: list[object] = []
     before = getattr(_call, "run", None)
     _call.run = lambda: results.append(func.redispatch(below, *args, **kwargs))
@@ -104,7 +105,7 @@ def dispatch_to_subclass(func: OpOverload, args: tuple[object, ...], kwargs: dic
     A kernel above autograd cannot leave this to PyTorch 2.11, which fails for want of a snapshot of its dispatch state.
     """
     classes = dict.fromkeys(type(value) for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor))
-    types = tuple(cls for cls in classes if cls.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl)
+    types = tuple(filter(_dispatches, classes))
     if count_modes():
         with pop_mode() as mode:
             result = mode.__torch_dispatch__(func, types, args, kwargs)
@@ -112,3 +113,8 @@ def dispatch_to_subclass(func: OpOverload, args: tuple[object, ...], kwargs: dic
             return result
     most_derived = next(cls for cls in types if not any(issubclass(other, cls) for other in types if other is not cls))
     return most_derived.__torch_dispatch__(func, types, args, kwargs)
+
+
+def _dispatches(cls: type[Tensor]) -> bool:
+    """Whether ops on tensors of this class come to its `__torch_dispatch__`; a plain tensor takes no snapshot."""
+    return cls.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl

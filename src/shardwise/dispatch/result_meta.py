@@ -29,7 +29,9 @@ def result_metas(func: OpOverload, args: Sequence[object], kwargs: dict[str, obj
     """The results of the call on tensors without data: shapes, strides and dtypes, or the op's own error."""
     with without_modes(), torch.no_grad():
         try:
-            return func(*map(_on_meta, args), **{n: _on_meta(v, n) for n, v in kwargs.items()})
+            results = func(*map(_on_meta, args), **{n: _on_meta(v, n) for n, v in kwargs.items()})
+            is_new = not func.is_view and not func._schema.is_mutable
+            return pytree.tree_map_only(Tensor, _not_expanded, results) if is_new else results
         except NotImplementedError as error:
             found = results_of_zeros(func, args, kwargs)
             if found is None:
@@ -43,6 +45,12 @@ def result_metas(func: OpOverload, args: Sequence[object], kwargs: dict[str, obj
             if found is None:
                 raise
             return found
+
+
+def _not_expanded(result: Tensor) -> Tensor:
+    """A new tensor is never expanded, though the meta kernels of some ops say so for expanded operands."""
+    expanded = any(step == 0 and size > 1 for size, step in zip(result.shape, result.stride(), strict=True))
+    return torch.empty_like(result, memory_format=torch.contiguous_format) if expanded else result
 
 
 _OWN_ERRORS = 1 << 24  # elements up to which a call that fails is made with real tensors
