@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._torch import pytree
-from .._torch.above_autograd import Keys, call_original, dispatch_to_subclass
+from .._torch.above_autograd import Keys, call_with_autograd, dispatch_to_subclass
 from .._torch.modes import count_modes, expects_pytorch_ops
 from .._torch.ops import OpOverload
 from .._torch.transforms import anything_transforms
@@ -74,6 +74,6 @@ def where_distributed(func: OpOverload, run: Callable[..., object]) -> Callable[
         plain = [tensor for tensor in tensors if not isinstance(tensor, DTensorBase)]
         if len(plain) < len(tensors) and (modes.implicit_replication or all(tensor.numel() == 1 for tensor in plain)):
             return run(keys, *args, **kwargs)
-        return call_original(func, keys, *args, **kwargs)
+        return call_with_autograd(func, keys, *args, **kwargs)
 
     return kernel
