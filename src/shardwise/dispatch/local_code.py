@@ -45,11 +45,14 @@ class LocalCode:
             run = on_each(mesh_info, self._bind_arguments(None), lambda call, at: draw(call))
             return drawing(run, mesh_info, tensors_in(self.found.outputs)[0]), 0
         if self.kernel_factors:
+            self._refuse_what_fails(skips_empty=False)
             return self._kernel_run(self.kernel_factors[0])
         if record.local is not None and self._needs_local():
+            self._refuse_what_fails(skips_empty=False)
             local = record.local.run
             return on_each(mesh_info, self._bind_arguments(None), lambda call, at: local(call)), 0
         if self._must_skip_empty():
+            self._refuse_what_fails(skips_empty=True)
             return self._skipping_empty(structure), 0
         return self.op.python or self.func, 0
 
@@ -60,6 +63,11 @@ class LocalCode:
         if local.when == "partial sum":
             return any(layout.partial for layout in self.decision.results)
         return local.when == "always" or self._has_empty_shard()
+
+    def _refuse_what_fails(self, skips_empty: bool) -> None:
+        """Raise the error of the op itself where it is not called, or not on all ranks."""
+        if not self.in_list:
+            refuse_what_fails(self.func, *self.found.metas, self.mesh_info.device_type == "cpu", skips_empty)
 
     # ---- empty shards -------------------------------------------------------------------------------------------
 
@@ -82,9 +90,6 @@ class LocalCode:
     def _skipping_empty(self, structure: object) -> LocalRun:
         layouts, dtypes = self.decision.results, [t.dtype for t in tensors_in(self.found.outputs)]
         identities = [fill(layout, dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
-        if self.op.variant == "functional":
-            # Ranks with empty shards do not call the op, so an error that only the data shows must be raised before.
-            refuse_what_fails(self.func, *self.found.metas)
         return skipping_empty(self.op, self.mesh_info, layouts, identities, dtypes, structure)
 
     # ---- kernels ------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def _not_expanded(result: Tensor) -> Tensor:
 
 
 _OWN_ERRORS = 1 << 24  # elements up to which a call that fails is made with real tensors
-_FEW = 1 << 12  # elements up to which an op that is not called on all ranks is run once, to see its errors
+_FEW = 1 << 12  # elements up to which an op that is not called on all ranks is run once; larger tensors are shrunk
 _REAL_RESULTS = 1 << 24  # elements up to which an op without a meta kernel is run for the shapes of its results
 
 
@@ -87,27 +87,46 @@ def _own_error(func: OpOverload, args: Sequence[object], kwargs: dict[str, objec
 
     try:
         given, named = pytree.tree_map(_zeros, (list(args), kwargs), is_leaf=_is_meta)
-        func(*given, **{name: value for name, value in named.items() if name != "device"})
+        with without_modes(), torch.no_grad():
+            func(*given, **{name: value for name, value in named.items() if name != "device"})
     except Exception as error:
         return error
     return None
 
 
-def refuse_what_fails(func: OpOverload, args: Sequence[object], kwargs: dict[str, Any]) -> None:
-    """Raise the error of a call that its meta kernel accepts and the op does not.
+def refuse_what_fails(
+    func: OpOverload, args: Sequence[object], kwargs: dict[str, Any], on_cpu: bool, skips_empty: bool
+) -> None:
+    """Raise the error of a call that its meta kernel accepts and the op does not, if not all ranks would.
 
-    These are dtypes that do not go together, or that the op does not take.
+    That is so where other code replaces the op (a kernel, or its local implementation), and where `skips_empty`: ranks
+    with empty shards do not call it. These are errors of dtypes that do not go together, or that the op does not take,
+    and of tensors without elements. Other errors may be due to the zeros that the op is called with here.
     """
     metas = [value for value in (*args, *kwargs.values()) if _is_meta(value)]
     mixed = len({meta.dtype for meta in metas if meta.dtype.is_floating_point or meta.dtype.is_complex}) > 1
-    few = sum(meta.shape.numel() for meta in metas) <= _FEW and torch.Tag.nondeterministic_seeded not in func.tags
-    if mixed or few:
-        error = _own_error(func, args, kwargs)
-        # Other errors may be due to the zeros, or to an op that has no kernel for CPUs.
-        empty = not any(meta.shape.numel() for meta in metas)
-        refused = isinstance(error, NotImplementedError) and "Could not run" not in str(error)
-        if error is not None and (mixed or refused or (empty and not isinstance(error, NotImplementedError))):
+    few = sum(meta.shape.numel() for meta in metas) <= _FEW
+    empty = any(meta.shape.numel() == 0 for meta in metas)
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        small, named = (args, kwargs) if few else pytree.tree_map(_shrunk, (list(args), kwargs), is_leaf=_is_meta)
+        error = _own_error(func, small, named)
+        if isinstance(error, NotImplementedError):
+            if on_cpu and "not implemented for" in str(error):  # other devices take other dtypes
+                raise error
+        elif error is not None and few and empty and not isinstance(error, torch.linalg.LinAlgError):
             raise error
+    if mixed and skips_empty:
+        error = _own_error(func, args, kwargs)
+        if error is not None:
+            raise error
+
+
+def _shrunk(value: object) -> object:
+    """A row-major tensor of the same dtype with sizes of at most 2; other values unchanged."""
+    if not isinstance(value, TensorMeta):
+        return value
+    shape = torch.Size([min(size, 2) for size in value.shape])
+    return TensorMeta(shape, contiguous_stride(shape), value.dtype)
 
 
 def _is_meta(value: object) -> bool:

@@ -100,6 +100,7 @@ define("aten::_linalg_check_errors", "[b..] -> ")  # an error in one matrix of t
 define("aten::lu_unpack", lu_unpack)
 define(("aten::linalg_ldl_solve", "aten::ormqr"), columns)
 define(("aten::linalg_matrix_rank", "aten::linalg_matrix_power", "aten::linalg_pinv"), makes_tensors=True)
+define(("aten::linalg_matrix_norm", "aten::linalg_cond"), makes_tensors=True)  # zeros, of nothing
 define("aten::linalg_lstsq", decomposition=least_squares)
 define("aten::linalg_cross", cross)
 define(("aten::_fft_r2c", "aten::_fft_c2r", "aten::_fft_c2c"), transform, strides="as run")
