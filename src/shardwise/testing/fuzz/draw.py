@@ -33,6 +33,8 @@ class Draw:
         self.random = Random(seed)
         self.mesh = self.one(meshes)
         self.variables: dict[str, object] = {}
+        self.inexact: set[str] = set()
+        """Variables made from NaN or from sums of Partial tensors: their bits depend on the order of operations."""
         self.sizes = self.random.sample((2, 3, 4, 5, 6, 8), 3)
         if self.chance(0.1):
             self.sizes.append(0)
@@ -98,6 +100,19 @@ class Draw:
         return self.tensor(
             lambda t: t.dtype is torch.int64 and bool((t < max(size, 1)).all()) and bool((t >= -size).all())
         )
+
+    def memory(self, name: str) -> int:
+        """Return where the storage of a variable begins."""
+        return self.value(name).untyped_storage().data_ptr()
+
+    def overlaps(self, name: str) -> bool:
+        """Return whether a variable has more elements than the memory that it spans."""
+        value = self.value(name)
+        return value.numel() > 1 + sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+
+    def elsewhere(self, name: str, written: str) -> str:
+        """Return a variable, or a copy if it lies in the memory of another that is written while it is read."""
+        return f"{name}.clone()" if self.memory(name) == self.memory(written) else name
 
     # ---- dims and sizes -------------------------------------------------------------------------------------------
 

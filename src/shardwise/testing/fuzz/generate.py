@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from .statements.making import leaf
 LARGEST = 1e4  # of numbers: larger ones lose what they were made from
 MOST = 2000  # elements
 KEPT_ERRORS = 0.2
+_INEXACT = re.compile(r'Partial\("(sum|avg|product)"\)|special=True')
 _WEIGHTS = list(accumulate(entry.weight for entry in TABLE))
 
 
@@ -78,7 +80,16 @@ class State:
                 del self.namespace[name]
                 return
             self.draw.variables[name] = value
+        self._mark_inexact(line)
         self._add(line, bare)
+
+    def _mark_inexact(self, line: str) -> None:
+        """Mark the variables of a line, and those in their memory, if the bits of one of them may be undefined."""
+        draw, used = self.draw, set(names(line)) & self.draw.variables.keys()
+        if _INEXACT.search(line) or used & draw.inexact:
+            tensors = {name for name, value in draw.variables.items() if isinstance(value, Tensor)}
+            memory = {draw.memory(name) for name in used & tensors}
+            draw.inexact |= {name for name in tensors if draw.memory(name) in memory}
 
     def _values(self, line: str) -> list[Tensor]:
         used = [self.draw.variables.get(name) for name in sorted(set(names(line)))]

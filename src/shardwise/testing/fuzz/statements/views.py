@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..draw import Draw
+from ..draw import Draw, NoChoice
 from .table import expression
 
 
@@ -122,7 +122,10 @@ def strange_view(draw: Draw) -> str:
         f"{x}.view_as({x})",
         f"{x}.clone(memory_format=torch.contiguous_format)",
     )
-    return draw.one(kinds)
+    kind = draw.one(kinds)
+    if "view(torch." in kind and (x in draw.inexact or not bool(draw.value(x).isfinite().all())):
+        raise NoChoice
+    return kind
 
 
 @expression(3)

@@ -68,7 +68,11 @@ def in_place_of_two(draw: Draw) -> str:
     """A write of another tensor to a tensor."""
     x = draw.tensor()
     target = _view(draw, x) if draw.chance(0.4) else x
-    return f"{target}.{_call(draw.one(BINARY), draw.broadcastable(x) if draw.chance(0.8) else draw.number())}"
+    name = draw.one(BINARY)
+    if draw.chance(0.2):
+        return f"{target}.{_call(name, draw.number())}"
+    y = draw.broadcastable(x)
+    return f"{target}.{_call(name, y if y == target else draw.elsewhere(y, x))}"
 
 
 @line(1)
@@ -87,14 +91,14 @@ def assigned(draw: Draw) -> str:
     kinds = (
         f"{x}[{draw.position(size)}] = {draw.number()}",
         f"{x}[1:] = {draw.number()}",
-        f"{x}[{draw.position(size)}] = {x}[{draw.position(size)}]",
+        f"{x}[{draw.position(size)}] = {x}[{draw.position(size)}]{'.clone()' if draw.overlaps(x) else ''}",
         f"{x}[{x} > 0] = {draw.number()}",
         f"{x}[{index}] = {draw.number()}",
         f"{x}[..., 0] += 1",
         f"{x}[1:] *= 2",
         f"{x}[:-1] += {x}[1:].clone()",
-        f"{x}[...] = {draw.broadcastable(x)}",
-        f"{x}[:, 0] = {draw.broadcastable(x)}[..., 0]",
+        f"{x}[...] = {draw.elsewhere(draw.broadcastable(x), x)}",
+        f"{x}[:, 0] = {draw.elsewhere(draw.broadcastable(x), x)}[..., 0]",
         f"{x}[{index}] += 1",
         f"{x}.T[0] = 1",
         f"{x}[::2] = {x}[::2].clone() * 2",
@@ -110,6 +114,7 @@ def scattered(draw: Draw) -> str:
     index = draw.tensor(lambda t: t.dtype is torch.int64)
     flat = f"{index}.flatten().abs() % {max(draw.size(x, dim), 1)}"
     order = f"{x}.argsort({dim}, stable=True)"
+    source = f"{draw.elsewhere(index, x)}.to({x}.dtype)"
     kinds = (
         f"{x}.index_fill_({dim}, {flat}, 2)",
         f"{x}.scatter_({dim}, {order}, 1)",
@@ -118,7 +123,7 @@ def scattered(draw: Draw) -> str:
         f"{x}.masked_fill_({x} > 1, 1)",
         f"{x}.masked_scatter_({x} > 0, {x} * 2)",
         f"{x}.index_copy_({dim}, {flat}[:1], {x}.narrow({dim}, 0, 1).clone())",
-        f"{x}.put_({index}.abs() % {max(draw.value(x).numel(), 1)}, {index}.to({x}.dtype), accumulate=True)",
+        f"{x}.put_({index}.abs() % {max(draw.value(x).numel(), 1)}, {source}, accumulate=True)",
         f"{x}.resize_({list(draw.value(x).shape)})",
         f"{x}.swapaxes_(0, -1)",
         f"F.relu({x}, inplace=True)",
@@ -133,12 +138,12 @@ def into_out(draw: Draw) -> str:
     x = draw.tensor()
     y = draw.broadcastable(x)
     shape = torch.broadcast_shapes(draw.value(x).shape, draw.value(y).shape)
-    memory = {draw.value(name).untyped_storage().data_ptr() for name in (x, y)}
+    memory = {draw.memory(name) for name in (x, y)}
 
     def out(shape: Sequence[int] | None = None) -> str:
         """A tensor that shares no memory with the operands, mostly of the shape of the result."""
         found = draw.tensor(lambda t: shape is None or tuple(t.shape) == tuple(shape) or draw.chance(0.1))
-        if draw.value(found).untyped_storage().data_ptr() in memory:
+        if draw.memory(found) in memory:
             raise NoChoice
         return found
 
