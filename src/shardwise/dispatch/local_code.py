@@ -67,7 +67,8 @@ class LocalCode:
     def _refuse_what_fails(self, skips_empty: bool) -> None:
         """Raise the error of the op itself where it is not called, or not on all ranks."""
         if not self.in_list:
-            refuse_what_fails(self.func, *self.found.metas, self.mesh_info.device_type == "cpu", skips_empty)
+            on_cpu = self.mesh_info.device_type == "cpu"
+            refuse_what_fails(self.func, *self.found.metas, on_cpu=on_cpu, skips_empty=skips_empty)
 
     # ---- empty shards -------------------------------------------------------------------------------------------
 

@@ -95,7 +95,7 @@ def _own_error(func: OpOverload, args: Sequence[object], kwargs: dict[str, objec
 
 
 def refuse_what_fails(
-    func: OpOverload, args: Sequence[object], kwargs: dict[str, Any], on_cpu: bool, skips_empty: bool
+    func: OpOverload, args: Sequence[object], kwargs: dict[str, Any], *, on_cpu: bool, skips_empty: bool
 ) -> None:
     """Raise the error of a call that its meta kernel accepts and the op does not, if not all ranks would.
 
