@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._torch import pytree
 from .._torch.modes import without_modes
+from ..ops.advanced_indexing import Indexed
 from ..ops.resolve import ResolvedOp
 from ..sharding.memory_order import TensorMeta, contiguous_stride
 from .result_meta import results_of_zeros
@@ -28,8 +29,11 @@ def with_real_strides(op: ResolvedOp, args: Sequence[object], kwargs: Mapping[st
         return outputs
     if how == "as run":
         return _as_run(op, args, kwargs, outputs)
+    if how == "indexed":
+        return _laid_out(outputs, _indexed(outputs, *args))
     operands = [value for value in (*args, *kwargs.values()) if isinstance(value, TensorMeta)]
-    if all(meta.stride == contiguous_stride(meta.shape) for meta in operands) and how != "elementwise":
+    broadcast = how == "elementwise" and len({meta.shape for meta in operands}) > 1
+    if not broadcast and all(meta.stride == contiguous_stride(meta.shape) for meta in operands):
         return outputs
     return pytree.tree_map_only(Tensor, lambda result: _laid_out(result, _LAYOUTS[how](operands, result)), outputs)
 
@@ -40,21 +44,58 @@ def _laid_out(result: Tensor, stride: Sequence[int]) -> Tensor:
 
 def _elementwise(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
     """As all ops that iterate over their operands together: the order of the first operand, where it has one."""
-    given = [torch.empty_strided(meta.shape, meta.stride, dtype=torch.float32, device="meta") for meta in operands]
     with without_modes(), torch.no_grad():
-        if len(given) == 1:
-            made = torch.abs(given[0])
-        elif len(given) == 2:
-            made = torch.add(*given)
-        elif len(given) == 3:
-            made = torch.addcmul(*given)
-        else:
-            return result.stride()
+        computed = _computed_dtype(operands, result.dtype)
+        given = [torch.empty_strided(meta.shape, meta.stride, dtype=torch.float32, device="meta") for meta in operands]
+        # An operand of another dtype is converted first: the copy of an expanded one is not expanded.
+        given = [
+            tensor if meta.dtype == computed else tensor.to(torch.float64).to(torch.float32)
+            for tensor, meta in zip(given, operands, strict=True)
+        ]
+        return _iterated(given, result)
+
+
+def _computed_dtype(operands: list[TensorMeta], result: torch.dtype) -> torch.dtype:
+    """The dtype in which an elementwise op computes, to which it converts its operands."""
+    computed = operands[0].dtype
+    if any(meta.dtype != computed for meta in operands):
+        given = [torch.empty([1] if meta.shape else [], dtype=meta.dtype, device="meta") for meta in operands]
+        computed = sum(given[1:], given[0]).dtype
+    whole = not computed.is_floating_point and not computed.is_complex
+    return result if whole and (result.is_floating_point or result.is_complex) else computed
+
+
+def _iterated(operands: list[Tensor], result: Tensor) -> Sequence[int]:
+    """The strides of the result of an op that iterates over up to three operands of one dtype together."""
+    if len(operands) > 3:
+        return result.stride()
+    made = (torch.abs, torch.add, torch.addcmul)[len(operands) - 1](*operands)
     return made.stride() if made.shape == result.shape else result.stride()
+
+
+def _indexed(result: Tensor, table: TensorMeta, indices: Sequence[TensorMeta | None]) -> Sequence[int]:
+    """As an op that iterates over the table and the indices together, the table expanded along their dims."""
+    given = [index for index in indices if index is not None]
+    if not given or any(index.dtype in (torch.bool, torch.uint8) for index in given):
+        return result.stride()
+    where = Indexed(indices, len(table.shape))
+    steps = [table.stride[dim] for dim in where.others]
+    steps[where.at : where.at] = [0] * where.rank
+    before, after = [1] * where.at, [1] * (len(where.others) - where.at)
+    shape = result.shape[where.at : where.at + where.rank]
+    with without_modes(), torch.no_grad():
+        expanded = {torch.empty_strided(i.shape, i.stride, device="meta").expand(shape).stride(): None for i in given}
+        others = [torch.empty_strided(shape, stride, device="meta") for stride in expanded]
+        placed = [index.reshape([*before, *shape, *after]) for index in others]
+        return _iterated([torch.empty_strided(result.shape, steps, device="meta"), *placed], result)
 
 
 def _row_major(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
     return contiguous_stride(result.shape)
+
+
+def _row_major_if_complex(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
+    return contiguous_stride(result.shape) if operands[0].dtype.is_complex else result.stride()
 
 
 def _channels_last(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
@@ -99,6 +140,7 @@ def _put_channels_last(shape: Sequence[int]) -> Sequence[int]:
 _LAYOUTS: dict[str, Callable[[list[TensorMeta], Tensor], Sequence[int]]] = {
     "elementwise": _elementwise,
     "row-major": _row_major,
+    "row-major if complex": _row_major_if_complex,
     "channels last": _channels_last,
     "convolution": _convolution,
 }

@@ -69,7 +69,7 @@ def index(call: LocalCall, cut: Cut) -> Tensor:
     return kept(hit.reshape(*hit.shape, *[1] * trailing), found)
 
 
-define(("aten::index.Tensor", "aten::_unsafe_index.Tensor"), index_rule, kernels=free(index))
+define(("aten::index.Tensor", "aten::_unsafe_index.Tensor"), index_rule, kernels=free(index), strides="indexed")
 define("aten::_unsafe_masked_index", decomposition=pytorch_decomposition(aten._unsafe_masked_index.default))
 
 # ---- writes ---------------------------------------------------------------------------------------------------------

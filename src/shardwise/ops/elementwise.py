@@ -11,6 +11,7 @@ stay below infinity (`x + inf` is NaN where x is -inf on one rank).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Unpack
 
 import torch
 
@@ -18,7 +19,7 @@ from .._torch.ops import OpOverload
 from ..notation.build import pointwise, replicated_dims
 from ..notation.schema import FOREACH, KINDS, operands_of, overload_key, overloads, packet_name
 from .call import Call
-from .op import Op
+from .op import Facts, Op
 from .registry import definitions_in, registry
 
 define = definitions_in(__name__)
@@ -26,22 +27,23 @@ define = definitions_in(__name__)
 # ---- how Partial operands pass ------------------------------------------------------------------------------------
 
 
-def _define(operands: int, clauses: str, names: Iterable[str]) -> None:
-    define([f"aten::{name}" for name in names], pointwise(operands, clauses))
+def _define(operands: int, clauses: str, names: Iterable[str], **facts: Unpack[Facts]) -> None:
+    define([f"aten::{name}" for name in names], pointwise(operands, clauses), **facts)
 
 
 _define(1, "linear 0 ; monotone 0", ["positive", "zero"])
 _define(1, "linear 0", ["conj_physical", "_conj_physical", "resolve_conj", "resolve_neg", "deg2rad", "rad2deg"])
 _define(1, "monotone 0", ["relu", "relu6", "hardtanh"])
-_define(2, "linear 0+1", ["add", "sub", "rsub", "complex"])
-_define(2, "linear 0 | 1", ["mul"])
+_define(2, "linear 0+1", ["add", "sub", "rsub", "complex"], strides="elementwise")
+_define(2, "linear 0 | 1", ["mul"], strides="elementwise")
 # A maximum passes through `maximum` in both operands together, a minimum does not. fmax and fmin drop NaNs.
-_define(2, "monotone 0 | 1 | 0+1 ; reduce max", ["maximum", "clamp_min"])
-_define(2, "monotone 0 | 1 | 0+1 ; reduce min", ["minimum", "clamp_max"])
+_define(2, "monotone 0 | 1 | 0+1 ; reduce max", ["maximum", "clamp_min"], strides="elementwise")
+_define(2, "monotone 0 | 1 | 0+1 ; reduce min", ["minimum", "clamp_max"], strides="elementwise")
 _define(3, "linear 1+2 ; monotone 1+2", ["where"])
 _define(3, "linear 0+2 ; monotone 0 | 0+2", ["masked_fill"])
 _define(3, "linear 0+1", ["lerp"])
 _define(3, "linear 0+1 | 0+2", ["addcmul"])
+define("aten::angle", pointwise(1), strides="row-major if complex")
 define(("aten::sgn", "aten::mvlgamma"), pointwise(1), derivative_makes_tensors=True)
 define(("aten::copysign", "aten::nextafter"), pointwise(2), derivative_makes_tensors=True, strides="elementwise")
 # Written in place, a comparison has a gradient: zeros.
@@ -71,7 +73,7 @@ def of_gradient(call: Call) -> str:
 
 define("aten::neg", neg)
 define("aten::div", div, strides="elementwise")
-define(("aten::clamp", "aten::clip"), clamp)
+define(("aten::clamp", "aten::clip"), clamp, strides="elementwise")
 # With these, forward derivatives work out the shape of a sum or product of which one operand is known to be zero.
 define(("prims::add", "prims::sub", "prims::mul", "prims::div"), pointwise(2))
 define(

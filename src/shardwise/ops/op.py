@@ -35,9 +35,12 @@ Override = Callable[[OpOverload], Callable[..., object]]
 kernel does not want it passes on with `call_original(func, keys, *args, **kwargs)`."""
 
 
-Strides = Literal["elementwise", "row-major", "channels last", "convolution", "as run"]
-"""How an op lays out its results in memory: as ops do that iterate over their operands together; row-major; channels
-last if its operand is so; as convolutions, where the weight counts, too; or as running it on zeros shows."""
+Strides = Literal[
+    "elementwise", "indexed", "row-major", "row-major if complex", "channels last", "convolution", "as run"
+]
+"""How an op lays out its results in memory: as ops do that iterate over their operands together; as indexing does, over
+the table and the indices; row-major, or so for complex operands; channels last if its operand is so; as convolutions,
+where the weight counts, too; or as running it on zeros shows."""
 
 
 class Local(NamedTuple):

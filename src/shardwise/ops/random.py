@@ -217,5 +217,5 @@ define("aten::rrelu_with_noise_", _decomposed, decomposition=rrelu_with_noise_)
 # ---- on gathered inputs: rarely used, so all ranks draw the global tensor from generators in the same state ---------
 
 define(("aten::_sample_dirichlet", "aten::_standard_gamma"), "[x..] -> _..")
-define("aten::poisson", "[x..] -> _..", derivative_makes_tensors=True)
+define("aten::poisson", "[x..] -> _..", derivative_makes_tensors=True, strides="row-major")
 define("aten::binomial", "[x..], [y..] -> _..")

@@ -69,10 +69,12 @@ class Redistribute(QuickFunction):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[object, ...]:
         """Redistribute the gradient, in `backward_dtype` if there is one."""
-        wanted: DTensorSpec = ctx.source.cotangent()
-        distributed = as_distributed_gradient(grad, wanted)
-        dtype = ctx.backward_dtype or grad.dtype
-        moved = to_spec(distributed, wanted.with_dtype(grad.dtype), ctx.async_op, dtype)
+        source: DTensorSpec = ctx.source.cotangent()
+        distributed = as_distributed_gradient(grad, source)
+        dtype, meta = ctx.backward_dtype or grad.dtype, distributed._spec.tensor_meta
+        # With the strides it has: on one device, where nothing moves, the gradient of a sum stays expanded.
+        wanted = source.derived(meta, lambda: source.with_meta(meta))
+        moved = to_spec(distributed, wanted, ctx.async_op, dtype)
         return moved.to(ctx.source.dtype), None, None, None, None
 
 
