@@ -59,7 +59,7 @@ def _wrong(func: OpOverload, calls: Iterator[list[Any]] | list[list[Any]], **kwa
     for args in calls:
         try:
             wanted = func(*_zeros(args), **kwargs)
-        except RuntimeError:
+        except (RuntimeError, IndexError):
             continue  # shapes that do not broadcast, dtypes that do not go together
         found = with_real_strides(resolve(func), args, kwargs, result_metas(func, args, kwargs))
         count += 1

@@ -96,8 +96,8 @@ def _variable(name: str, wanted: object, have: object) -> Failure | None:
         return Failure("meta", name, f"requires_grad={wanted.requires_grad} expected")
     if _strides(wanted) != _strides(have):
         return Failure("stride", name, f"{wanted.stride} expected, {have.stride} found, of {_meta(wanted)}")
-    # Whether `.grad` of a leaf is a view of another gradient or a copy depends on who else holds it: on autograd, not on
-    # the program.
+    # Whether `.grad` of a leaf is a view of another gradient or a copy depends on who else holds that gradient inside
+    # autograd, not on the program.
     if wanted.offset != have.offset and 0 not in wanted.shape and not name.endswith(".grad"):
         return Failure("offset", name, f"{wanted.offset} expected, {have.offset} found")
     return None
