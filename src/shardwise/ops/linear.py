@@ -65,7 +65,9 @@ _linear = torch.ops.aten.linear.default
 class _Linear(QuickFunction):
     @staticmethod
     def forward(ctx: Any, input: DTensorBase, weight: DTensorBase, bias: DTensorBase | None) -> DTensorBase:
-        ctx.save_for_backward(input, weight)
+        # Only what the gradients need: what is not saved may be written before the backward pass.
+        for_input, for_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(input if for_weight else None, weight if for_input else None)
         return call(_linear, input, weight, bias) if bias is not None else call(_linear, input, weight)
 
     @staticmethod
