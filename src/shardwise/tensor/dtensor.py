@@ -253,7 +253,7 @@ class DTensor(DTensorBase):
             del self._shard
             self._source = source
         if self._leaf_gradient is not None:
-            self._leaf_gradient.spec = other._spec
+            self._leaf_gradient.change(other._spec)
 
     def _distributed_data(self, plain: Tensor) -> DTensor:
         """A plain tensor with the placements of this one, where plain tensors are known to be replicated."""

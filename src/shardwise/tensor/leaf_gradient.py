@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._torch.autograd import accumulating_leaf, run_first
@@ -43,16 +44,28 @@ def accumulate_gradients(enabled: bool = True) -> Iterator[None]:
 class LeafGradient:
     """How an incoming gradient of a leaf is reduced, and whether that is deferred."""
 
-    __slots__ = ("deferred", "spec")
+    __slots__ = ("deferred", "earlier", "spec")
 
     def __init__(self, spec: DTensorSpec) -> None:
         self.spec, self.deferred = spec, False
+        self.earlier: dict[torch.Size, DTensorSpec] = {}
+        """The last spec of each other shape that the leaf has had."""
+
+    def change(self, spec: DTensorSpec) -> None:
+        """Note that the leaf has another spec. Its shape may differ: `x.unsqueeze_(0)`, `x.data = y`."""
+        if spec.shape != self.spec.shape:
+            self.earlier[self.spec.shape] = self.spec
+        self.spec = spec
+
+    def of_shape(self, shape: torch.Size) -> DTensorSpec:
+        """The spec of the leaf when it had this shape, which is that of an op's gradient recorded at that time."""
+        return self.spec if shape == self.spec.shape else self.earlier.get(shape, self.spec)
 
     def hook(self, grad: Tensor | None) -> Tensor | None:
         """The tensor hook of the leaf: the gradient with the leaf's placements, or None if it has them already."""
         if grad is None:
             return None
-        wanted = self.spec.cotangent()
+        wanted = self.of_shape(grad.shape).cotangent()
         if not isinstance(grad, DTensorBase):
             return to_spec(as_distributed_gradient(grad, wanted), wanted.with_dtype(grad.dtype))
         if grad._spec.layout is wanted.layout:
@@ -62,7 +75,7 @@ class LeafGradient:
 
     def _target(self, grad: DTensorSpec) -> DTensorSpec:
         """The spec that a gradient is brought to when it arrives."""
-        leaf_spec = self.spec.cotangent()
+        leaf_spec = self.of_shape(grad.shape).cotangent()
         # With the strides it has: on one device, `torch.autograd.grad` returns the gradient of a sum expanded.
         wanted = leaf_spec.derived(grad.tensor_meta, lambda: leaf_spec.with_meta(grad.tensor_meta))
         if not (self.deferred or _accumulating.get()) or not grad.layout.partial:
@@ -79,7 +92,7 @@ class LeafGradient:
 def reduce_gradient_of(leaf: Any) -> None:
     """Let the gradient of a leaf be reduced to the leaf's own placements when it arrives."""
     if leaf._leaf_gradient is not None:  # it was frozen for a while, and has its hook
-        leaf._leaf_gradient.spec = leaf._spec
+        leaf._leaf_gradient.change(leaf._spec)
         return
     # The hook lives on the leaf and must not keep it alive; a weak reference would keep modules from swapping it.
     leaf._leaf_gradient = LeafGradient(leaf._spec)
@@ -96,7 +109,7 @@ def _reduce_after_backward(leaf: Any, gradient: LeafGradient) -> None:
         gradient.deferred = False
         grad = leaf.grad
         if isinstance(grad, DTensorBase) and grad._spec.layout.partial:
-            leaf.grad = to_spec(grad, gradient.spec.cotangent().with_dtype(grad.dtype))
+            leaf.grad = to_spec(grad, gradient.of_shape(grad.shape).cotangent().with_dtype(grad.dtype))
 
     handle = leaf.register_post_accumulate_grad_hook(reduce)
     run_first(leaf, handle)  # the user's own hooks see a gradient with the leaf's placements
