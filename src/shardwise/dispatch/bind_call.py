@@ -27,7 +27,7 @@ from ..sharding.spec import TensorMeta
 from .arguments import Argument, Where
 from .local_call import tensors_in
 from .propagate import Operand, Result
-from .result_meta import NoRule, cache_form, cached_results, form_key, result_metas
+from .result_meta import NoRule, cache_form, cached_results, form_key, result_metas, with_real_dtypes
 from .result_strides import with_real_strides
 
 Place = tuple[Where, int | None]
@@ -212,7 +212,8 @@ class _Binding:
             return tuple(torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="meta") for m in metas)
         if self.lists and self.resolved.returns:
             return element_result(self.func, *self.metas, self.lists)
-        return with_real_strides(self.resolved, *self.metas, result_metas(self.func, *self.metas))
+        outputs = with_real_dtypes(self.resolved, *self.metas, result_metas(self.func, *self.metas))
+        return with_real_strides(self.resolved, *self.metas, outputs)
 
     def _bind(self, rule: Rule) -> Bound:
         if any(tensor.is_complex() for tensor in tensors_in(self.outputs)):

@@ -18,7 +18,7 @@ from .._torch.ops import OpOverload
 from ..notation import Bound, BoundTensor
 from ..notation.patterns import Pattern
 from ..ops.resolve import ResolvedOp
-from ..sharding.memory_order import TensorMeta, contiguous_stride
+from ..sharding.memory_order import TensorMeta, contiguous_meta, contiguous_stride
 
 
 class NoRule(Exception):
@@ -73,6 +73,36 @@ def results_of_zeros(
     except Exception:
         return None
     return pytree.tree_map_only(Tensor, _without_data, result)
+
+
+def with_real_dtypes(op: ResolvedOp, args: Sequence[object], kwargs: dict[str, object], outputs: Any) -> Any:
+    """The results of a call on mixed dtypes, as tensors without data, with the dtypes that the op gives them.
+
+    Some meta kernels promote where the op itself does not: `huber_loss` has the dtype of its first operand. The op is
+    run on zeros with sizes of 1, which dtypes do not depend on.
+    """
+    given, tags = (list(args), kwargs), op.func.tags
+    dtypes = {value.dtype for value in pytree.tree_leaves(given, is_leaf=_is_meta) if _is_meta(value)}
+    if torch.Tag.pointwise not in tags:  # integers are indices there, and zeros may not be valid ones
+        dtypes = {dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
+    if len(dtypes) < 2 or op.variant != "functional" or torch.Tag.nondeterministic_seeded in tags:
+        return outputs
+    found = results_of_zeros(op.func, *pytree.tree_map(_small, given, is_leaf=_is_meta))
+    flat, tree = pytree.tree_flatten(outputs)
+    real = pytree.tree_leaves(found)
+    if found is None or len(real) != len(flat):
+        return outputs
+    return pytree.tree_unflatten(list(map(_with_dtype_of, flat, real)), tree)
+
+
+def _small(value: object) -> object:
+    return contiguous_meta([min(n, 1) for n in value.shape], value.dtype) if isinstance(value, TensorMeta) else value
+
+
+def _with_dtype_of(output: Any, real: Any) -> Any:
+    if not isinstance(output, Tensor) or not isinstance(real, Tensor) or output.dtype == real.dtype:
+        return output
+    return torch.empty_strided(output.shape, output.stride(), dtype=real.dtype, device="meta")
 
 
 def _without_data(tensor: Tensor) -> Tensor:
