@@ -54,6 +54,11 @@ def in_order(local: Tensor, order: MemoryOrder | None) -> Tensor:
     return in_memory_order(local, order)
 
 
+def copied(local: Tensor, spec: DTensorSpec) -> Tensor:
+    """A copy of a local shard, expanded where its spec is."""
+    return local.clone() if spec.dense else in_order(local.clone(), memory_order(spec.tensor_meta))
+
+
 def fill(layout: Layout, dtype: torch.dtype) -> object:
     """What a rank without data contributes: the identity of the reduction, or nothing at all."""
     ops = [op for _, op in layout.partial]

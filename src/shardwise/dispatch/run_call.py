@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..comm.redistribute import redistribute_local
 from ..errors import InputError
 from ..sharding.base import DTensorBase
-from ..sharding.memory_order import memory_order
 from ..sharding.spec import DTensorSpec
 from .arguments import Args, Kwargs, Where, localize
 from .call_plan import CallPlan
-from .gather_cache import after_write, assign
-from .local_call import in_order
+from .gather_cache import after_write, assign, root_of
+from .local_call import copied
 from .view_call import ViewCall
+
+_copy = torch.ops.aten.copy_.default
 
 
 def run_call(plan: CallPlan, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> object:
@@ -59,6 +61,8 @@ def _run_writing(plan: CallPlan, args: Args, kwargs: Kwargs, local_args: list[An
     def at(where: Where, given: Any, named: Kwargs) -> Any:
         return given[where] if isinstance(where, int) else named[where]
 
+    if plan.func is _copy and _is_same(args[0], args[1]):
+        return args[0]
     if not plan.in_place:
         # The op writes into copies, which are then brought to where the targets are.
         for where, _ in plan.writes:
@@ -82,8 +86,14 @@ def _run_writing(plan: CallPlan, args: Args, kwargs: Kwargs, local_args: list[An
 
 def _copy_of(local: Tensor, target: Any) -> Tensor:
     """A copy for the op to write into, expanded where the target is: most ops refuse that, as on one device."""
-    expanded = isinstance(target, DTensorBase) and not target._spec.dense
-    return in_order(local.clone(), memory_order(target._spec.tensor_meta)) if expanded else local.clone()
+    return copied(local, target._spec) if isinstance(target, DTensorBase) else local.clone()
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two tensors are the same elements of one: copying them does nothing, even if they are expanded."""
+    if not isinstance(one, DTensorBase) or not isinstance(other, DTensorBase) or one._spec is not other._spec:
+        return False
+    return root_of(one) is root_of(other) and one.storage_offset() == other.storage_offset()
 
 
 def _copy_results(plan: CallPlan, targets: list[DTensorBase], result: Any) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from .._torch.wrapper import make_wrapper
 from ..comm.redistribute import redistribute_local
 from ..dispatch.gather_cache import assign
+from ..dispatch.local_call import copied
 from ..dispatch.view_call import ViewCall
 from ..dispatch.writes import State, watch, writes_to
 from ..sharding.base import DTensorBase
@@ -83,7 +84,8 @@ class Replayed:
         """Write the root of the view, and the root's root."""
         root = self.view.root
         if isinstance(root._source, Replayed):
-            self.cached = self.cached.clone()  # it may share memory with the root's shard, which is made again below
+            # It may share memory with the root's shard, which is made again below.
+            self.cached = copied(self.cached, tensor._spec)
         written = self.view.put(root, type(tensor).wrap(self.cached, tensor._spec))
         if written is None:
             written = self._put_into_gathered(tensor)

@@ -1,0 +1,55 @@
+"""Short programs that once gave other results than one device."""
+
+import pytest
+
+from shardwise.testing.fuzz import Program
+from shardwise.testing.fuzz.trial import alone
+
+FOUND = {
+    "a leaf changes its shape after it was used": (
+        "x1 = leaf((1,), torch.float32, [Replicate()], seed=183, grad=True)",
+        "x3 = move(x1, [Replicate()])",
+        "with torch.no_grad(): x1.unsqueeze_(0)",
+        "x4 = torch.autograd.grad((x3 * x3.detach()).sum() + (x3 * 0.5).sum(), x1, allow_unused=True)[0]",
+    ),
+    "linear needs its weight for the gradient of its input alone": (
+        "x3 = leaf((1, 1), torch.float32, [Replicate()], seed=584, grad=True)",
+        "x7 = F.linear(x3.detach() * 2, x3)",
+        "with torch.no_grad(): x3.neg_()",
+        "((x7 * x7).sum()).backward()",
+    ),
+    "an integer times a power of a 0-d tensor": (
+        "x0 = leaf((1, 1), torch.int64, P(None, None), seed=18)",
+        "x1 = leaf((), torch.bfloat16, [Replicate()], seed=557)",
+        "x5 = torch.ldexp(x0, x1)",
+    ),
+    "a loss of mixed dtypes": (
+        "x0 = leaf((2,), torch.float64, [Shard(0)], seed=277)",
+        "x1 = leaf((2,), torch.float32, [Replicate()], seed=278)",
+        'x2 = F.huber_loss(x1, x0, reduction="none")',
+        'x3 = F.soft_margin_loss(x1, x0, reduction="none")',
+    ),
+    "the gradient of a loss of mixed dtypes, with empty shards": (
+        "x0 = leaf((1,), torch.float32, [Shard(0)], seed=943)",
+        "x1 = leaf((1,), torch.bfloat16, P(None), seed=665, grad=True)",
+        'x2 = F.smooth_l1_loss(x0, x1, reduction="none")',
+        "(x2.sum()).backward()",
+    ),
+    "a write to a slice of an expanded slice": (
+        "x1 = leaf((2,), torch.int64, [Shard(0)], seed=252)",
+        "x2 = x1.tensor_split(3, 0)[1]",
+        "x4 = x2.expand([2, 1])",
+        "x4[1:] *= 2",
+    ),
+    "expanded elements are copied to themselves": (
+        'x1 = leaf((1, 1, 1), torch.float32, [Partial("max")], seed=985)',
+        "x4 = x1.any(2)",
+        "x7 = x4.unsqueeze(-1).expand([6, 8, 3])",
+        "x7[-5] = x7[1]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_as_on_one_device(name: str) -> None:
+    assert alone(Program(1, (2,), FOUND[name]), ()) is None
