@@ -143,7 +143,7 @@ def refuse_what_fails(
         if isinstance(error, NotImplementedError):
             if on_cpu and "not implemented for" in str(error):  # other devices take other dtypes
                 raise error
-        elif error is not None and few and empty and not isinstance(error, torch.linalg.LinAlgError):
+        elif error is not None and few and empty and not isinstance(error, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
             raise error
     if mixed and skips_empty:
         error = _own_error(func, args, kwargs)
