@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import DeviceMesh, init_device_mesh, simulate
@@ -15,6 +17,16 @@ NAMES = ("a", "b", "c", "d")
 def mesh_of(*sizes: int, names: Sequence[str] = NAMES) -> Iterator[DeviceMesh]:
     with simulate(math.prod(sizes)):
         yield init_device_mesh("cpu", sizes, mesh_dim_names=tuple(names[: len(sizes)]))
+
+
+@contextmanager
+def lone_rank() -> Iterator[DeviceMesh]:
+    """One rank of four, with a process group that moves nothing: enough for comparing with PyTorch and for counting."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    finally:
+        dist.destroy_process_group()
 
 
 class Recorder(TorchDispatchMode):

@@ -6,18 +6,15 @@ What they see with plain tensors and with torch.distributed.tensor is the measur
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.tensor as torch_tensor
 import torch.nn.functional as F
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -25,19 +22,10 @@ import shardwise
 from shardwise import Replicate, Shard, init_device_mesh
 from tests.ops.helpers import on, r, ranks, whole
 from tests.processes.pool import on_processes
+from tests.worlds import lone_rank
 
 aten = torch.ops.aten
 Make = Callable[..., Tensor]
-
-
-@contextmanager
-def lone_rank() -> Iterator[Any]:
-    """One rank of four, with a process group that moves nothing: enough for counting."""
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    try:
-        yield init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    finally:
-        dist.destroy_process_group()
 
 
 def matrix(make: Make) -> Tensor:

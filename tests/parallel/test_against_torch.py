@@ -5,32 +5,20 @@ One rank of four, with a process group that moves nothing: enough for types, pla
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.tensor as torch_tensor
 import torch.distributed.tensor.parallel as torch_parallel
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise
-from shardwise import init_device_mesh, parallel
+from shardwise import parallel
 from tests.parallel.models import Attention, Half, Mlp
+from tests.worlds import lone_rank
 
 IN, OUT = 16, 64
-
-
-@contextmanager
-def lone_rank() -> Iterator[Any]:
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    try:
-        yield init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    finally:
-        dist.destroy_process_group()
 
 
 def described(value: Any) -> Any:

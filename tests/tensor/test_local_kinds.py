@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise
 from shardwise import DTensor, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
@@ -20,17 +17,7 @@ from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_mod
 from shardwise.world import RankTensor
 from tests.ops.helpers import r, ranks, whole
 from tests.processes.pool import on_processes
-
-
-@contextmanager
-def lone_rank() -> Iterator[Any]:
-    """One rank of four, with a process group that moves nothing."""
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    try:
-        yield init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    finally:
-        dist.destroy_process_group()
-
+from tests.worlds import lone_rank
 
 # ---- subclasses -----------------------------------------------------------------------------------------------------
 

@@ -85,7 +85,7 @@ def context_parallel(
     buffer_seq_dims: list[int] | None = None,
     no_restore_buffers: set[Tensor] | None = None,
 ) -> Iterator[None]:
-    """Inside, the buffers are shards of a sequence, and attention of plain tensors is over the whole sequence.
+    """Inside, the buffers are shards of a sequence, and attention of plain tensors is that of the global sequence.
 
     Each buffer is sharded over `mesh` in its dim of `buffer_seq_dims`, in place, and restored at the end unless it is
     in `no_restore_buffers`.

@@ -54,7 +54,7 @@ class _PhiloxState:
 
 
 class OffsetBasedRNGTracker:
-    """Stands where PyTorch keeps generator offsets by shard; the generator of the device is the only state here."""
+    """A tracker without state of its own: random numbers come from the generator of the device alone."""
 
     def __init__(self, device_mesh: DeviceMesh, run_state_sync: bool = True) -> None:
         self.device_mesh = device_mesh

@@ -78,7 +78,7 @@ def compute_local_tensor_info(
 def compute_global_tensor_info(
     tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[list[int], list[int]]:
-    """The shape and strides of the global tensor of which `tensor` is one of equal local shards."""
+    """The shape and strides of the global tensor, if `tensor` is one of its local shards and all have equal sizes."""
     shape = list(tensor.shape)
     for placement, size in zip(placements, mesh.shape, strict=True):
         if isinstance(placement, Shard):

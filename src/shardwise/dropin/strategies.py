@@ -289,7 +289,7 @@ def register_inductor_prims() -> None:
 
 
 class ShardingPropagator:
-    """Stands where PyTorch keeps strategies by op; `register_op_strategy` registers one here."""
+    """Registers strategies, as `register_op_strategy` does. Strategies are kept as rules, not here."""
 
     def register_op_strategy(
         self, op_overload: OpOverload, strategy_func: Strategy, schema_info: RuntimeSchemaInfo | None = None

@@ -26,7 +26,7 @@ from .._torch.autograd import QuickFunction
 from .._torch.ops import OpOverload
 from ..errors import InputError
 from ..sharding.layout import Run
-from .above_autograd import needs_grad, where_distributed
+from .above_autograd import needs_grad, new_op, where_distributed
 from .kernel import LocalCall
 from .op import Local
 from .registry import definitions_in
@@ -138,19 +138,8 @@ def _local_outer(call: LocalCall) -> Tensor:
     return torch.cat(products) if products else call.zeros(left)
 
 
-_library = torch.library.Library("shardwise", "FRAGMENT")
-
-
-def _new_op(signature: str, run: Callable[..., Tensor]) -> OpOverload:
-    name = signature.partition("(")[0]
-    _library.define(signature)
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    op: OpOverload = getattr(torch.ops.shardwise, name).default
-    return op
-
-
-_product = _new_op("grouped_mm(Tensor rows, Tensor matrices, Tensor ends) -> Tensor", grouped_mm)
-_outer = _new_op(
+_product = new_op("grouped_mm(Tensor rows, Tensor matrices, Tensor ends) -> Tensor", grouped_mm)
+_outer = new_op(
     "grouped_outer(Tensor left, Tensor right, Tensor ends, Tensor? like=None) -> Tensor",
     grouped_outer,
 )

@@ -98,7 +98,7 @@ class Shard(Placement):
     def _split_tensor(
         self, tensor: Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
     ) -> tuple[list[Tensor], list[int]]:
-        """The shards of a plain tensor, padded with zeros to one size unless told otherwise, and how much each is."""
+        """The shards of a plain tensor, and how many zeros pad each of them to the size of the first."""
         sizes = [self.local_shard_size_and_offset(tensor.shape[self.dim], num_chunks, i) for i in range(num_chunks)]
         shards = [tensor.narrow(self.dim, first, size) for size, first in sizes]
         padding = [sizes[0][0] - size for size, _ in sizes] if with_padding else []

@@ -118,7 +118,7 @@ class LocalShapes:
                 others = [rank for rank in known if self.fingerprints[rank] != self.fingerprints[known[0]]]
                 if others:
                     raise ShapeError(
-                        f"from_local was told that the local tensors are replicated over {mesh_info.names[axis]}, but "
+                        f"from_local got local tensors as replicated over {mesh_info.names[axis]}, but "
                         f"rank {others[0]} holds other values than rank {known[0]}",
                         "pass the placements that they have, or run_check=True, which copies the first rank's data",
                     )
