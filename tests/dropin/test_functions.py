@@ -138,7 +138,7 @@ def test_context_parallel_is_attention_over_the_whole_sequence(is_causal, rotate
             torch.testing.assert_close(gradient, reference.grad)
 
 
-def test_saved_activations_are_sharded_by_input_reshard():
+def test_input_reshard_does_not_change_gradients():
     from shardwise.parallel.input_reshard import input_reshard
 
     torch.manual_seed(0)

@@ -22,6 +22,7 @@ from ..errors import InputError, ShapeError
 from ..sharding.placement import Shard
 from ..tensor.creation import distribute_tensor
 from ..tensor.dtensor import DTensor
+from ..world import RankTensor
 
 _SEQUENCE_DIM = 2
 """The sequence dim of queries, keys and values."""
@@ -123,7 +124,13 @@ def _shard(mesh: DeviceMesh, buffer: Tensor, dim: int) -> Tensor:
         raise ShapeError(
             f"a sequence of {buffer.shape[dim]} over {mesh.size()} ranks", "pad it to a multiple of the mesh's size"
         )
-    return distribute_tensor(buffer.detach(), mesh, [Shard(dim)] * mesh.ndim, src_data_rank=None).to_local()
+    shard = distribute_tensor(buffer.detach(), mesh, [Shard(dim)] * mesh.ndim, src_data_rank=None).to_local()
+    if isinstance(shard, RankTensor) and not isinstance(buffer, RankTensor):
+        raise InputError(
+            "context_parallel with plain buffers in a simulated world: one plain tensor cannot become a shard per rank",
+            "distribute them before, and pass no buffers: distribute_tensor(x, mesh, [Shard(dim)]).to_local()",
+        )
+    return shard
 
 
 def context_parallel_unshard(
