@@ -16,6 +16,7 @@ from torch import nn
 
 import shardwise
 from shardwise import DTensor, InterleavedShard, Partial, Replicate, Shard, distribute_tensor
+from shardwise.errors import InputError
 from shardwise.experimental import context_parallel
 from shardwise.placement_types import _StridedShard
 from tests.worlds import mesh_of
@@ -136,6 +137,15 @@ def test_context_parallel_is_attention_over_the_whole_sequence(is_causal, rotate
         for leaf, reference in zip(placed, plain, strict=True):
             (gradient,) = context_parallel_unshard(mesh, [leaf.grad], [2])
             torch.testing.assert_close(gradient, reference.grad)
+
+
+def test_plain_buffers_of_context_parallel_are_refused_when_simulated():
+    with (
+        mesh_of(4) as mesh,
+        pytest.raises(InputError, match="one plain tensor cannot become a shard per rank"),
+        context_parallel(mesh, buffers=[torch.ones(2, 8)], buffer_seq_dims=[1]),
+    ):
+        pass
 
 
 def test_input_reshard_does_not_change_gradients():
