@@ -20,13 +20,20 @@ def mesh_of(*sizes: int, names: Sequence[str] = NAMES) -> Iterator[DeviceMesh]:
 
 
 @contextmanager
-def lone_rank() -> Iterator[DeviceMesh]:
-    """One rank of four, with a process group that moves nothing: enough for comparing with PyTorch and for counting."""
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+def fake_group(ranks: int) -> Iterator[None]:
+    """Rank 0 of a process group that moves nothing."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
-        yield init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def lone_rank() -> Iterator[DeviceMesh]:
+    """One rank of four, with a process group that moves nothing: enough for comparing with PyTorch and for counting."""
+    with fake_group(4):
+        yield init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
 
 
 class Recorder(TorchDispatchMode):
@@ -38,7 +45,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "_c10d_functional":
-            self.calls.append((func._schema.name.removeprefix("_c10d_functional::"), args[0].dtype))
+            first = args[0][0] if isinstance(args[0], list) else args[0]
+            self.calls.append((func._schema.name.removeprefix("_c10d_functional::"), first.dtype))
         return func(*args, **(kwargs or {}))
 
     @property

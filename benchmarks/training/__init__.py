@@ -94,17 +94,17 @@ def local_outputs(library: str, mesh: Any, device: str) -> Step:
     return step(model, torch.randn(BATCH, LENGTH // mesh.size(), DIM, device=device))
 
 
-def all_distributed(library: str, mesh: Any, device: str) -> Step:
+def all_distributed(library: str, mesh: Any, device: str, blocks: int = BLOCKS) -> Step:
     """Every tensor is distributed, from the input to the loss."""
     lib, styles = importlib.import_module(library), importlib.import_module(f"{library}.parallel")
-    model = styles.parallelize_module(_blocks(device), mesh, plan(library, local=False))
+    model = styles.parallelize_module(_blocks(device, blocks), mesh, plan(library, local=False))
     x = lib.distribute_tensor(torch.randn(BATCH, LENGTH, DIM, device=device), mesh, [lib.Shard(1)])
     return step(model, x)
 
 
-def _blocks(device: str) -> nn.Module:
+def _blocks(device: str, blocks: int = BLOCKS) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(BLOCKS))).to(device)
+    return nn.Sequential(*(Block() for _ in range(blocks))).to(device)
 
 
 def milliseconds(steps: dict[str, Step], device: str, number: int = 5, repeats: int = 12) -> dict[str, float]:

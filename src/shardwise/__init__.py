@@ -8,7 +8,7 @@ tensors       DTensor, distribute_tensor; zeros, ones, empty, full, rand, randn,
 meshes        init_device_mesh: the processes that torchrun started, or simulate(8): 8 ranks in this process
 planning      plan, CostModel
 modes         explicit, implicit_replication, strict_ops
-training      accumulate_gradients
+training      accumulate_gradients; erase: record a step, and run plain local code from then on
 modules       distribute_module, shard_parameters; parallel styles and plans are in shardwise.parallel
 take-over     install: shardwise in the place of torch.distributed.tensor, also `python -m shardwise.run program.py`
 extending     register_sharding, local_map; shardwise.rules.explain shows the rule of an op
@@ -18,6 +18,7 @@ from . import experimental, random, rules
 from .comm.cost import CostModel, cost_model, set_cost_model, using_cost_model
 from .dispatch.modes import explicit, implicit_replication, strict_ops
 from .dropin import find_table_modules, install, table_module, uninstall
+from .erasing import erase
 from .extend import local_map, register_sharding
 from .nn import distribute_module, shard_parameters
 from .sharding.mesh import DeviceMesh, init_device_mesh
@@ -70,6 +71,7 @@ __all__ = [
     "RankTensor",
     "plan",
     "accumulate_gradients",
+    "erase",
     "explicit",
     "implicit_replication",
     "strict_ops",

@@ -49,5 +49,9 @@ class WorldError(ShardwiseError, RuntimeError):
     """Ranks that disagree, or a call that is not valid in the world it was made in."""
 
 
+class EraseError(ShardwiseError, RuntimeError):
+    """A step that cannot be recorded: its Python code depends on data, or keeps what a replay would not make."""
+
+
 class CommunicationError(ShardwiseError, RuntimeError):
     """Communication that is impossible or was not allowed."""

@@ -27,6 +27,11 @@ broadcast = _ops.broadcast.default
 wait = _ops.wait_tensor.default
 """`wait(tensor)`: the same tensor, once the collective that fills it is done."""
 
+all_reduce_coalesced = _ops.all_reduce_coalesced.default
+"""`all_reduce_coalesced(inputs, op, group)`: the same for a list of inputs, in one collective."""
+STARTS = frozenset([all_gather, all_reduce, all_reduce_coalesced, reduce_scatter, all_to_all, broadcast])
+"""The ops that start a collective."""
+
 _resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import _foreach_supported_types as _optimized
 from torch.utils._foreach_utils import _foreach_supported_types as _clipped
@@ -15,3 +16,8 @@ def accept_class(cls: type[Tensor]) -> None:
     for classes in (_optimized, _clipped):
         if cls not in classes:
             classes.append(cls)
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the user has registered functions that run before or after the steps of an optimizer."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

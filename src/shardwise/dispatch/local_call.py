@@ -19,6 +19,7 @@ from ..random import Draw
 from ..sharding.layout import Coordinate, Layout
 from ..sharding.memory_order import MemoryOrder, in_memory_order, memory_order
 from ..sharding.mesh import MeshInfo
+from ..sharding.recording import recorded
 from ..sharding.spec import DTensorSpec, TensorMeta
 from ..world import RankTensor, map_ranks, values_of
 
@@ -104,6 +105,11 @@ def drawing(run: Callable[..., object], mesh_info: MeshInfo, like: Tensor) -> Ca
 
     def draw(*args: object, generator: torch.Generator | None = None, **kwargs: object) -> object:
         device = next(tensor.device for value in (*args, *kwargs.values()) for tensor in tensors_in(value))
+        return recorded(draw_and_run, device, generator, args, kwargs)
+
+    def draw_and_run(
+        device: torch.device, generator: torch.Generator | None, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         return run(*args, **kwargs, generator=Draw(mesh_info, meta, device, generator))
 
     return draw

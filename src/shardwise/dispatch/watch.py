@@ -13,6 +13,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from ..sharding.recording import is_recording
 from ..world import RankTensor
 
 
@@ -33,7 +34,9 @@ class Watch:
 
     def unchanged(self, local: Tensor) -> bool:
         """Whether this is the same memory with the same data as when it was watched first."""
-        return self._state == _state(local) and all(
+        if self._state != _state(local) or (is_recording() and any(copy is not None for copy in self._copies)):
+            return False  # what the data is now says nothing about a replay
+        return all(
             copy is None or _same_bits(copy, shard) for copy, shard in zip(self._copies, _shards(local), strict=True)
         )
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._torch.fake_tensors import has_readable_values
 from ..notation.build import dims_text, join
+from ..sharding.recording import recorded
 from .call import Call
 from .kernel import Cut, Kernel, KernelRun, LocalCall, no_summand, without_communication
 from .registry import definitions_in
@@ -22,13 +23,17 @@ aten = torch.ops.aten
 define = definitions_in(__name__)
 
 
+def _check_range(index: Tensor, least: int, size: int) -> None:
+    """Raise the error of one device for an index that is out of range."""
+    low, high = index.aminmax()
+    if low < least or high >= size:
+        raise IndexError(f"index {int(low if low < 0 else high)} is out of bounds for dimension with size {size}")
+
+
 def shifted(index: Tensor, cut: Cut, wraps: bool = False) -> tuple[Tensor, Tensor]:
     """Indices into this rank's rows, and a mask of those in range. `wraps`: negative ones count from the end."""
     if index.numel() and has_readable_values(index):
-        low, high = index.aminmax()
-        if low < (-cut.size if wraps else 0) or high >= cut.size:
-            wrong = low if low < 0 else high
-            raise IndexError(f"index {int(wrong)} is out of bounds for dimension with size {cut.size}")
+        recorded(_check_range, index, -cut.size if wraps else 0, cut.size)
     if wraps:
         index = torch.where(index < 0, index + cut.size, index)
     index = index - cut.start

@@ -16,6 +16,7 @@ from .._torch.above_autograd import Keys
 from .._torch.fake_tensors import has_readable_values
 from .._torch.ops import OpOverload
 from ..notation.build import pointwise
+from ..sharding.recording import recorded
 from .above_autograd import where_distributed
 from .call import Call
 from .kernel import Cut, Kernel, KernelRun, LocalCall, LocalResult, Reduce, without_communication
@@ -166,15 +167,20 @@ def _nll_backward_rule(call: Call) -> str:
     return f"{_reduced(call, row)}, {scores}, {row}, v, -> {scores} ; linear 0 ; kernel v"
 
 
+def _check_classes(target: Tensor, counted: Tensor, classes: int) -> None:
+    """Raise the error of one device for a target that is no class."""
+    wrong = target[counted & ((target < 0) | (target >= classes))]
+    if wrong.numel():
+        raise IndexError(f"Target {wrong.flatten()[0].item()} is out of bounds.")
+
+
 def _local_targets(call: LocalCall, scores: int) -> Tensor:
     """The targets among this rank's classes, relative to its first class; all others are to be ignored."""
     layout, target = call.given[scores], call["target"]
     dim = min(1, len(layout.dims) - 1)
     counted = target != call["ignore_index"]
     if has_readable_values(target):
-        wrong = target[counted & ((target < 0) | (target >= layout.shape[dim]))]
-        if wrong.numel():
-            raise IndexError(f"Target {wrong.flatten()[0].item()} is out of bounds.")
+        recorded(_check_classes, target, counted, layout.shape[dim])
     local = target - layout.offset(call.at)[dim]
     return torch.where(counted & (local >= 0) & (local < call["self"].shape[dim]), local, _IGNORED)
 

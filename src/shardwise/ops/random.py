@@ -16,6 +16,7 @@ from ..notation import pointwise
 from ..random import is_exact
 from ..random.box import box_of
 from ..random.triton_fill import dropout as fused_dropout
+from ..sharding.recording import recorded
 from .call import Args, Call
 from .kernel import LocalCall
 from .op import Facts
@@ -74,7 +75,12 @@ def _bernoulli(call: LocalCall, out: Tensor | None) -> Tensor:
 
 def _require(condition: Tensor, message: str) -> None:
     """Raise an error unless a condition holds everywhere on this rank. An accelerator is not waited for."""
-    if condition.device.type == "cpu" and not bool(condition.all()):
+    if condition.device.type == "cpu":
+        recorded(_raise_unless, condition, message)
+
+
+def _raise_unless(condition: Tensor, message: str) -> None:
+    if not bool(condition.all()):
         raise RuntimeError(message)
 
 

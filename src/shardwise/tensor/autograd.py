@@ -17,6 +17,7 @@ from ..errors import InputError, MixedTensorError
 from ..sharding.base import DTensorBase
 from ..sharding.memory_order import in_memory_order, memory_order
 from ..sharding.placement import Placements
+from ..sharding.recording import recorded
 from ..sharding.spec import DTensorSpec, contiguous_meta
 from .from_local import on_mesh
 from .sources import pending
@@ -88,13 +89,19 @@ def as_distributed_gradient(grad: Tensor, spec: DTensorSpec) -> DTensorBase:
     if isinstance(grad, DTensorBase):
         return grad
     plain = materialized(grad.detach())
-    if not modes.implicit_replication and not is_fake(plain) and bool(plain.any()):
-        raise MixedTensorError(
-            f"the gradient of {spec!r} is a plain tensor of shape {list(grad.shape)}",
-            "return a DTensor from the hook or autograd function that made it: DTensor.from_local(...)",
-        )
+    if not modes.implicit_replication and not is_fake(plain):
+        recorded(_require_zero, plain, spec)
     replicated = spec.with_dtype(grad.dtype).replicated(row_major=True)
     return DTensorBase.concrete.wrap(on_mesh(plain, spec.mesh_info), replicated)
+
+
+def _require_zero(plain: Tensor, spec: DTensorSpec) -> None:
+    """Raise an error unless a plain gradient is zero."""
+    if bool(plain.any()):
+        raise MixedTensorError(
+            f"the gradient of {spec!r} is a plain tensor of shape {list(plain.shape)}",
+            "return a DTensor from the hook or autograd function that made it: DTensor.from_local(...)",
+        )
 
 
 # ---- from and to local tensors --------------------------------------------------------------------------------------

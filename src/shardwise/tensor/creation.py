@@ -21,9 +21,9 @@ from ..comm.redistribute import redistribute_local
 from ..errors import InputError, PlacementError, ShapeError
 from ..random import Draw
 from ..sharding.from_placements import cutting_sequence, from_placements
-from ..sharding.layout import Coordinate
 from ..sharding.mesh import MeshInfo, current_mesh, mesh_info_of
 from ..sharding.placement import Placement, Placements, Replicate, Shard
+from ..sharding.recording import recorded
 from ..sharding.spec import DTensorSpec, contiguous_meta, normalize_placements
 from .dtensor import DTensor
 from .from_local import check_plain_tensor, check_reductions, on_mesh
@@ -244,7 +244,11 @@ def _filled(
 ) -> DTensor:
     spec = _new_spec(size, dtype, layout, device_mesh, placements)
     device = _device(spec.mesh_info)
-    return _made(spec, lambda at: fill(spec.local_shape(at), dtype=spec.dtype, device=device), requires_grad)
+
+    def filled() -> Tensor:
+        return from_ranks(spec.mesh_info, lambda at: fill(spec.local_shape(at), dtype=spec.dtype, device=device))
+
+    return _made(spec, filled, requires_grad)
 
 
 def _drawn(
@@ -258,13 +262,17 @@ def _drawn(
     arguments: tuple[float, ...] = (0.0, 1.0),
 ) -> DTensor:
     spec = _new_spec(size, dtype, layout, device_mesh, placements)
-    draw = Draw(spec.mesh_info, spec.tensor_meta, _device(spec.mesh_info), None)
-    return _made(spec, lambda at: draw.numbers(spec.cotangent().layout, at, name, arguments), requires_grad)
+
+    def numbers() -> Tensor:
+        draw = Draw(spec.mesh_info, spec.tensor_meta, _device(spec.mesh_info), None)
+        return from_ranks(spec.mesh_info, lambda at: draw.numbers(spec.cotangent().layout, at, name, arguments))
+
+    return _made(spec, lambda: recorded(numbers), requires_grad)
 
 
-def _made(spec: DTensorSpec, make: Callable[[Coordinate], Tensor], requires_grad: bool) -> DTensor:
+def _made(spec: DTensorSpec, make: Callable[[], Tensor], requires_grad: bool) -> DTensor:
     with torch.no_grad():
-        local = _to_partial(from_ranks(spec.mesh_info, make), spec)
+        local = _to_partial(make(), spec)
         if spec.mesh_info.outside:  # what was drawn has advanced the generator, as on the ranks of the mesh
             local = shard_outside(spec.ndim, spec.dtype, local.device)
     return DTensor(local, spec, requires_grad=requires_grad)

@@ -41,6 +41,11 @@ def accumulate_gradients(enabled: bool = True) -> Iterator[None]:
         _accumulating.set(before)
 
 
+def is_accumulating() -> bool:
+    """Whether this thread is inside `accumulate_gradients()`."""
+    return _accumulating.get()
+
+
 class LeafGradient:
     """How an incoming gradient of a leaf is reduced, and whether that is deferred."""
 

@@ -1,0 +1,49 @@
+"""What calls each op of a graph quickest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._torch.bindings import binding, types_key
+from .._torch.collectives import STARTS
+from .effects import is_op
+from .recorder import Meta
+
+
+def bindings_of(graph: fx.Graph) -> dict[fx.Node, Callable[..., object]]:
+    """What calls each op quickest."""
+    known: dict[object, Callable[..., object]] = {}
+    found = {}
+    for node in graph.nodes:
+        if not is_op(node) or node.target in STARTS:
+            continue
+        try:
+            args, kwargs = _samples(list(node.args)), _samples(dict(node.kwargs))
+            key = (node.target, types_key(tuple(args), kwargs))
+            if key not in known:
+                known[key] = binding(node.target, tuple(args), kwargs)
+        except _Unknown:
+            found[node] = node.target._op
+            continue
+        found[node] = known[key]
+    return found
+
+
+class _Unknown(Exception):
+    """An argument of which no sample can be made."""
+
+
+def _samples(value: Any) -> Any:
+    """Arguments with tensors without data in the place of nodes."""
+    if isinstance(value, fx.Node):
+        meta = value.meta.get("tensor")
+        if not isinstance(meta, Meta) or not all(isinstance(size, int) for size in (*meta.shape, *meta.stride)):
+            raise _Unknown
+        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+    if isinstance(value, dict):
+        return {name: _samples(element) for name, element in value.items()}
+    return type(value)(map(_samples, value)) if isinstance(value, (list, tuple)) else value

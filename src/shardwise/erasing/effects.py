@@ -1,0 +1,114 @@
+"""What the nodes of a recording read, write and share memory with: what passes must know to move or remove them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._torch.collectives import STARTS, wait
+from .._torch.ops import OpOverload
+
+Roots = frozenset[fx.Node]
+
+_SHARES_MEMORY = {torch.ops.aten._unsafe_view.default, wait}
+"""Ops whose results are their first argument in other words, although their schemas do not say so."""
+
+
+def is_op(node: fx.Node) -> bool:
+    """Whether a node is an op, and not a function that is called as it is."""
+    return node.op == "call_function" and isinstance(node.target, OpOverload)
+
+
+def starts_collective(node: fx.Node) -> bool:
+    """Whether a node starts a collective, whose result is ready after a wait."""
+    return node.op == "call_function" and node.target in STARTS
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a collective."""
+    return node.target is wait
+
+
+def is_barrier(node: fx.Node) -> bool:
+    """Whether nothing is known of what a node reads and writes."""
+    return node.op == "call_function" and not is_op(node) and not {"pure", "local"} & node.meta.keys()
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an op writes."""
+    if not is_op(node):
+        return [] if "pure" in node.meta else list(node.all_input_nodes)
+    written: list[fx.Node] = []
+    for argument, value in _arguments(node):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += _nodes_in(value)
+    return written
+
+
+def has_effects(node: fx.Node) -> bool:
+    """Whether a node does more than return a result that depends on its arguments alone."""
+    if node.op != "call_function":
+        return True
+    if not is_op(node):
+        return "pure" not in node.meta
+    tags = node.target.tags  # type: ignore[union-attr]
+    return (
+        bool(written_by(node)) or starts_collective(node) or is_wait(node) or torch.Tag.nondeterministic_seeded in tags
+    )
+
+
+class Memory:
+    """Which nodes share memory: each node's roots are the nodes that made the memory it lies in."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._roots: dict[fx.Node, Roots] = {}
+        self.writers: dict[fx.Node, list[fx.Node]] = {}
+        """The nodes that write to the memory of each root, in order."""
+        for node in graph.nodes:
+            self._roots[node] = self._roots_of(node)
+            for written in written_by(node):
+                for root in self.roots(written):
+                    self.writers.setdefault(root, []).append(node)
+
+    def last_uses(self, order: dict[fx.Node, int]) -> dict[fx.Node, int]:
+        """For each root the place in the order of the last node that reads its memory. Inputs are there to the end."""
+        last: dict[fx.Node, int] = {}
+        for node, roots in self._roots.items():
+            end = len(order) if node.op == "placeholder" else max((order[user] for user in node.users), default=0)
+            for root in roots:
+                last[root] = max(last.get(root, 0), end)
+        return last
+
+    def roots(self, node: fx.Node) -> Roots:
+        """The nodes in whose memory the value of a node lies."""
+        return self._roots.get(node, frozenset([node]))
+
+    def _roots_of(self, node: fx.Node) -> Roots:
+        shared = list(self._shared(node)) if node.op == "call_function" else []
+        return frozenset().union(*map(self.roots, shared)) if shared else frozenset([node])
+
+    def _shared(self, node: fx.Node) -> Iterable[fx.Node]:
+        """The arguments in whose memory the result of a node may lie."""
+        if not is_op(node):
+            return node.all_input_nodes if node.meta.get("pure") else ()
+        if node.target in _SHARES_MEMORY:
+            return _nodes_in(node.args[0])
+        return [n for argument, value in _arguments(node) if argument.alias_info is not None for n in _nodes_in(value)]
+
+
+def _arguments(node: fx.Node) -> Iterable[tuple[Any, Any]]:
+    schema = node.target._schema  # type: ignore[union-attr]
+    for argument, value in zip(schema.arguments, node.args, strict=False):
+        yield argument, value
+    named = {argument.name: argument for argument in schema.arguments}
+    for name, value in node.kwargs.items():
+        yield named[name], value
+
+
+def _nodes_in(value: Any) -> list[fx.Node]:
+    if isinstance(value, fx.Node):
+        return [value]
+    return [node for element in value for node in _nodes_in(element)] if isinstance(value, (list, tuple)) else []

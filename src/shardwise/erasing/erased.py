@@ -1,0 +1,134 @@
+"""`erase`: record a step once, and run what it did on local shards from then on."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..errors import EraseError, InputError
+from ..sharding.runtime import WorldCache, all_runtimes, runtime_of_world
+from .guards import Signature, flatten, signature_of
+from .passes import PASSES
+from .record import record
+from .replay import Replay
+
+Table = dict[Signature, list[Replay]]
+
+_RECORDINGS: WorldCache[int, Table] = WorldCache("recordings of erased steps", 256, lambda serial, table: 1)
+"""The recordings of each step, by its number. As all caches, it is emptied when rules or the cost model change."""
+_MOST_SIGNATURES = 16
+_MOST_VARIANTS = 4
+_MOST_ATTEMPTS = 3
+_serial = itertools.count()
+
+
+class Erased:
+    """A step that is recorded at its first call, and replayed from then on. `erase` makes it."""
+
+    def __init__(self, fn: Callable[..., Any], backend: str, passes: tuple[str, ...]) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn, self._backend, self._passes = fn, backend, passes
+        self._serial = next(_serial)
+        self._last: Replay | None = None
+        self._escapes: dict[Signature, int] = {}
+        self.recordings = 0
+        """How often the step was recorded."""
+        weakref.finalize(self, _forget, self._serial).atexit = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, structure = flatten(args, kwargs)
+        signature = signature_of(leaves, structure)
+        for replay in self._table().get(signature, ()):
+            if replay.guards.hold():
+                self._last = replay
+                return replay(leaves)
+        return self._record(args, kwargs, leaves, signature)
+
+    def _table(self) -> Table:
+        cache = _RECORDINGS.of(runtime_of_world())
+        table = cache.get(self._serial)
+        if table is None:
+            table = cache[self._serial] = {}
+        return table
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        """As a decorator of a method: an erased step for each object."""
+        if instance is None:
+            return self
+        bound = Erased(self._fn.__get__(instance, owner), self._backend, self._passes)
+        instance.__dict__[self._fn.__name__] = bound
+        return bound
+
+    @property
+    def code(self) -> str:
+        """The local program that was run last, as Python."""
+        return self._replay().text
+
+    def explain(self) -> str:
+        """What was run last: ops, collectives by axis with bytes, what passes have changed, guards."""
+        return self._replay().explain()
+
+    def _replay(self) -> Replay:
+        if self._last is None:
+            raise EraseError("nothing is recorded yet", "call the step first")
+        return self._last
+
+    def _record(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], signature: Signature) -> Any:
+        recorded, result = record(self._fn, args, kwargs, leaves)
+        self.recordings += 1
+        if recorded.escaped:
+            return self._kept_outside(recorded.escaped, signature, result)
+        replay = Replay(recorded, self._backend, self._passes)
+        self._last = replay
+        table = self._table()
+        known = table.pop(signature, [])
+        while len(table) >= _MOST_SIGNATURES:
+            del table[next(iter(table))]
+        table[signature] = [replay, *known][:_MOST_VARIANTS]
+        return result
+
+    def _kept_outside(self, lines: list[str], signature: Signature, result: Any) -> Any:
+        """The first calls of a step may fill caches. If every call keeps something, it cannot be replayed."""
+        self._escapes[signature] = count = self._escapes.get(signature, 0) + 1
+        if count >= _MOST_ATTEMPTS:
+            raise EraseError(
+                f"{lines[0]}: something outside the step keeps a tensor that it makes, in each of {count} calls; "
+                "a replay would not put it there",
+                "return the tensor, or copy it into one that exists: kept.copy_(value)",
+            )
+        return result
+
+
+def erase(fn: Any = None, *, backend: str = "eager", passes: Iterable[str] = tuple(PASSES)) -> Any:
+    """Record a step at its first call, and run the local ops and collectives of the recording from then on.
+
+    The step is any function of distributed tensors: forward, backward, clipping, an optimizer's step, or a part of it.
+    It is recorded again when specs, shapes, modes, modules or Python values that it uses have changed.
+
+    >>> step = shardwise.erase(train_step)       # or as a decorator
+    >>> loss = step(batch)                       # runs as written, and is recorded
+    >>> loss = step(batch)                       # runs the recording
+    >>> print(step.code)                         # the local program
+    """
+    chosen = tuple(passes)
+    unknown = [name for name in chosen if name not in PASSES]
+    if unknown:
+        raise InputError(f"erase got the passes {unknown}", f"choose from {', '.join(PASSES)}")
+    if backend not in ("eager", "cudagraph", "inductor"):
+        raise InputError(f"erase got the backend {backend!r}", "use 'eager', 'cudagraph' or 'inductor'")
+    if fn is None:
+        return lambda fn: erase(fn, backend=backend, passes=chosen)
+    if not callable(fn):
+        raise InputError(f"erase got {type(fn).__name__}", "pass a function or a module")
+    return Erased(fn, backend, chosen)
+
+
+def _forget(serial: int) -> None:
+    """Drop the recordings of a step that is gone."""
+    for runtime in all_runtimes():
+        table = _RECORDINGS.of(runtime).get(serial)
+        if table is not None:
+            table.clear()

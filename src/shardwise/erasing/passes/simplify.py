@@ -1,0 +1,132 @@
+"""Passes that remove ops: unread results, results that are there already, views that change nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..effects import Memory, has_effects, is_op, written_by
+
+aten = torch.ops.aten
+
+_ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+_RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+_CHANGES_SHAPE = {
+    getattr(aten, name).default
+    for name in ("t_", "transpose_", "squeeze_", "unsqueeze_", "resize_", "as_strided_", "swapaxes_", "set_")
+    if hasattr(getattr(aten, name, None), "default")
+}
+
+
+def remove_dead(graph: fx.Graph) -> int:
+    """Remove ops whose results nobody reads."""
+    removed = 0
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and not has_effects(node):
+            graph.erase_node(node)
+            removed += 1
+    return removed
+
+
+def remove_duplicates(graph: fx.Graph) -> int:
+    """Take the result of an earlier op where it had the same arguments, and they were not written since.
+
+    Only if that result is there anyway: keeping it for longer would cost memory.
+    """
+    memory, removed = Memory(graph), 0
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    last_use = memory.last_uses(order)
+    versions: dict[fx.Node, int] = {}
+    found: dict[object, fx.Node] = {}
+    for node in list(graph.nodes):
+        if is_op(node) and not has_effects(node) and not _is_written(node, memory):
+            key = _key(node, memory, versions)
+            earlier = found.setdefault(key, node) if key is not None else node
+            if earlier is not node and all(last_use[root] >= order[node] for root in memory.roots(earlier)):
+                for root in memory.roots(earlier):
+                    last_use[root] = max(last_use[root], *(last_use[own] for own in memory.roots(node)))
+                node.replace_all_uses_with(earlier)
+                graph.erase_node(node)
+                removed += 1
+                continue
+            if earlier is not node:
+                found[key] = node
+        for written in written_by(node):
+            for root in memory.roots(written):
+                versions[root] = versions.get(root, 0) + 1
+    return removed
+
+
+def simplify_views(graph: fx.Graph) -> int:
+    """Remove views that change nothing, and reshape what a reshape was made from."""
+    if any(node.target in _CHANGES_SHAPE for node in graph.nodes):
+        return 0  # another name of a tensor then has a shape of its own
+    changed = 0
+    for node in list(graph.nodes):
+        if not is_op(node) or not node.args or not isinstance(node.args[0], fx.Node):
+            continue
+        source = node.args[0]
+        if node.target in _ALIASES or _is_same(node, source):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+            changed += 1
+        elif node.target in _RESHAPES and source.target in _RESHAPES and _can_view(source.args[0], node):
+            node.update_arg(0, source.args[0])
+            changed += 1
+        elif node.target is aten.t.default and source.target is aten.t.default:
+            node.replace_all_uses_with(source.args[0])
+            graph.erase_node(node)
+            changed += 1
+    return changed
+
+
+def _is_same(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a view has the shape and strides of what it is a view of."""
+    views = (*_RESHAPES, aten.expand.default, aten.permute.default, aten.transpose.int)
+    if node.target not in views:
+        return False
+    one, other = node.meta.get("tensor"), source.meta.get("tensor")
+    return one is not None and other is not None and one == other
+
+
+def _can_view(base: Any, node: fx.Node) -> bool:
+    """Whether a tensor without gaps is viewed, which can have any shape of its size."""
+    meta = base.meta.get("tensor") if isinstance(base, fx.Node) else None
+    if meta is None or not all(isinstance(size, int) for size in (*meta.shape, *meta.stride)):
+        return False
+    expected = 1
+    for size, stride in reversed(list(zip(meta.shape, meta.stride, strict=True))):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return node.meta.get("tensor") is not None
+
+
+def _is_written(node: fx.Node, memory: Memory) -> bool:
+    return any(root in memory.writers for root in memory.roots(node)) and node in memory.roots(node)
+
+
+def _key(node: fx.Node, memory: Memory, versions: dict[fx.Node, int]) -> object:
+    """What the result of an op depends on; None where that cannot be compared."""
+    state = [
+        sorted((root.name, versions.get(root, 0)) for root in memory.roots(argument))
+        for argument in node.all_input_nodes
+    ]
+    try:
+        key = (node.target, repr(node.args), repr(sorted(node.kwargs.items())), repr(state))
+        hash(key)
+    except TypeError:
+        return None
+    return None if _holds_objects((node.args, node.kwargs)) else key
+
+
+def _holds_objects(value: Any) -> bool:
+    """Whether an argument is something whose text does not say what it is."""
+    if isinstance(value, dict):
+        return any(map(_holds_objects, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_objects, value))
+    plain = (fx.Node, bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+    return value is not None and not isinstance(value, plain)

@@ -1,0 +1,195 @@
+"""From a graph to a Python function: its text, and what it calls.
+
+>>> print(program.text)
+def step(x):                                            # f32[2, 16]
+    # train.py:12  return F.relu(x @ w).sum()
+    mm = aten_mm(x, w)                                  # f32[2, 4]
+    ...
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._torch.below_autograd import below_autograd
+from ..comm.groups import ranks_of_group
+from ..sharding.runtime import active_runtime
+from .effects import is_barrier, is_op, starts_collective
+from .recorder import Constant, Meta
+
+_COLUMN = 72
+_DTYPES = {torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+class Program:
+    """The function that a graph says. `text` is for reading; `run` takes the values of the placeholders."""
+
+    def __init__(
+        self, graph: fx.Graph, bindings: dict[fx.Node, Callable[..., object]], notes: dict[fx.Node, str]
+    ) -> None:
+        self._graph, self._notes = graph, notes
+        self._bindings = bindings
+        self._names: dict[str, object] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
+        self._name_of: dict[int, str] = {}
+        self._groups: dict[str, str] = {}
+        self._last_uses = _last_uses(graph)
+        self._variables = _variables(graph)
+        self._taken = set(self._variables.values())
+        self.text = self._write()
+        names = {**self._names, "below_autograd": below_autograd}
+        exec(compile(self.text, "<erased step>", "exec"), names)
+        self.run: Callable[..., Any] = names["step"]  # type: ignore[assignment]
+
+    def _write(self) -> str:
+        inputs = [node for node in self._graph.nodes if node.op == "placeholder"]
+        lines = [f"def step({', '.join(self._variables[node] for node in inputs)}):"]
+        for node in inputs:
+            lines.append(_with_comment(f"    # {self._variables[node]}", self._comment(node)))
+        inside, line = False, None
+        for node in self._graph.nodes:
+            if node.op == "placeholder":
+                continue
+            if is_barrier(node) or node.op == "output":
+                inside = False
+            elif not inside:
+                lines.append("    with below_autograd():")
+                inside = True
+            indent = "        " if inside else "    "
+            if node.meta.get("line") is not None and node.meta["line"] != line:
+                line = node.meta["line"]
+                lines.append(f"{indent}# {line}  {line.text}".rstrip())
+            lines += self._statement(node, indent)
+        return "\n".join(lines) + "\n"
+
+    def _statement(self, node: fx.Node, indent: str) -> list[str]:
+        if node.op == "output":
+            return [f"{indent}return {self._argument(node.args[0])}"]
+        arguments = [self._argument(value) for value in node.args]
+        if starts_collective(node):
+            arguments[-1] = self._group(node.args[-1])
+        arguments += [f"{name}={self._argument(value)}" for name, value in node.kwargs.items()]
+        call = f"{self._callee(node)}({', '.join(arguments)})"
+        if node.users:
+            call = f"{self._variables[node]} = {call}"
+        lines = [_with_comment(f"{indent}{call}", self._comment(node))]
+        ended = self._last_uses.get(node)
+        if ended:
+            lines.append(f"{indent}del {', '.join(self._variables[value] for value in ended)}")
+        return lines
+
+    def _callee(self, node: fx.Node) -> str:
+        target = self._bindings.get(node, node.target)
+        return self._named(target, _function_name(node))
+
+    def _named(self, value: object, name: str) -> str:
+        found = self._name_of.get(id(value))
+        if found is None:
+            found, count = name, 1
+            while found in self._names or found in self._taken:
+                count += 1
+                found = f"{name}_{count}"
+            self._names[found] = value
+            self._name_of[id(value)] = found
+        return found
+
+    def _group(self, group: Any) -> str:
+        """A process group, by the names of its mesh axes."""
+        if group not in self._groups:
+            name = "_".join(re.findall(r"\w+", axes_of(group)))
+            self._groups[group] = self._named(Group(group), name if name.isidentifier() else f"group_{name}")
+        return self._groups[group]
+
+    def _argument(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return self._variables[value]
+        if isinstance(value, tuple):
+            return f"({', '.join(map(self._argument, value))}{',' if len(value) == 1 else ''})"
+        if isinstance(value, list):
+            return f"[{', '.join(map(self._argument, value))}]"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{name!r}: {self._argument(v)}" for name, v in value.items()) + "}"
+        if isinstance(value, Constant):
+            value = value.value
+        literal = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+        if value is None or (isinstance(value, literal) and not isinstance(value, torch.SymInt)):
+            return repr(value)
+        return self._named(value, "constant")
+
+    def _comment(self, node: fx.Node) -> str:
+        notes = [self._notes[node]] if node in self._notes else []
+        meta = node.meta.get("tensor")
+        return ", ".join([describe(meta), *notes] if isinstance(meta, Meta) else notes)
+
+
+class Group(str):
+    """The name of a process group. Each is an object of its own, unlike equal strings."""
+
+
+def axes_of(group: str) -> str:
+    """The mesh axes of a group, or its ranks."""
+    for _, mesh_info in active_runtime().adopted.values():
+        for axes, name in mesh_info.groups.items():
+            if name == group:
+                return ", ".join(mesh_info.names[axis] for axis in axes)
+    return f"ranks {ranks_of_group(group)}"
+
+
+def describe(meta: Meta) -> str:
+    """A shape and a dtype: `f32[2, 16]`."""
+    return f"{_DTYPES.get(meta.dtype, str(meta.dtype).removeprefix('torch.'))}[{', '.join(map(str, meta.shape))}]"
+
+
+def parameter_names(fn: Callable[..., object]) -> list[str]:
+    """The names of a function's parameters."""
+    try:
+        return list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _with_comment(line: str, comment: str) -> str:
+    return f"{line.ljust(_COLUMN)}  # {comment}" if comment else line
+
+
+def _function_name(node: fx.Node) -> str:
+    """What the function that a node calls is called in the text."""
+    return node.target._schema.name.split("::")[1] if is_op(node) else node.target.__name__  # type: ignore[union-attr]
+
+
+def _variables(graph: fx.Graph) -> dict[fx.Node, str]:
+    """A variable for each value: inputs have their names, results are `mm_1`, `mm_2`."""
+    names = {node: node.name for node in graph.nodes if node.op == "placeholder"}
+    taken = set(names.values())
+    counts: Counter[str] = Counter()
+    for node in graph.nodes:
+        if node.op == "call_function":
+            base = _function_name(node).strip("_")
+            counts[base] += 1
+            while f"{base}_{counts[base]}" in taken:
+                counts[base] += 1
+            names[node] = f"{base}_{counts[base]}"
+    return names
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node the values that nobody reads after it: they are let go there."""
+    seen: set[fx.Node] = set()
+    ended: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            seen.update(node.all_input_nodes)
+            continue
+        for used in node.all_input_nodes:
+            if used not in seen:
+                seen.add(used)
+                if used.op == "call_function":
+                    ended.setdefault(node, []).append(used)
+    return ended

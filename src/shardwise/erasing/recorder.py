@@ -1,0 +1,300 @@
+"""Recording: the ops that reach local tensors while a function runs, as a graph.
+
+The recorder is a dispatch mode. Ops on distributed tensors it leaves to their class, whose ops on local shards come
+back to it: these, and ops on plain tensors, it runs and writes down. So a recording holds what one rank computes and
+communicates. In a simulated world a local tensor is a RankTensor, and the recording holds what all ranks do.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .._torch.collectives import wait
+from .._torch.modes import OwnMode
+from .._torch.ops import OpOverload
+from ..errors import EraseError
+from ..sharding.base import DTensorBase
+from ..sharding.recording import recorder as active_recorder
+from ..world import RankTensor
+from .random_states import RandomStates
+from .source_lines import in_mesh_code, users_line
+
+T = TypeVar("T")
+
+_READS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.item.default,
+}
+"""Ops that return what a tensor holds as a Python value."""
+_DEPENDS_ON_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+_READING_METHODS = {
+    getattr(Tensor, name)
+    for name in ("tolist", "numpy", "__array__", "item", "__bool__", "__int__", "__float__", "__index__")
+}
+"""Methods that read a tensor without an op."""
+
+
+class Meta(NamedTuple):
+    """What is written down of a tensor in a graph."""
+
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: Tensor) -> Meta:
+        return Meta(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of a tensor without gaps; of the first rank's where ranks differ."""
+        count = 1
+        for size in self.shape:
+            count *= int(size) if isinstance(size, int) else 1
+        return count * self.dtype.itemsize
+
+
+class Constant:
+    """An argument that differs between the simulated ranks, which a graph does not take as it is."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+class OpRecorder(OwnMode):
+    """Writes the ops of a function into `graph`. `inputs` are placeholders of tensors that differ from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.state: dict[fx.Node, Tensor] = {}
+        """Tensors that exist before the call and are no arguments: parameters, buffers, constants."""
+        self.owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        """The distributed tensors that were seen with a local shard that no op of the recording has made."""
+        self.first_grads: dict[int, Tensor | None] = {}
+        """The gradients that leaves had when they were seen first, by the ids of the leaves."""
+        self.paused = 0
+        self.random = RandomStates(self)
+        self._nodes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._shards: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._last_input: fx.Node | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, the ops of this thread and of its backward passes are recorded."""
+        before = active_recorder.get()
+        active_recorder.set(self)
+        try:
+            with self, _RefuseReads(self):
+                yield
+        finally:
+            active_recorder.set(before)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside, ops run and are not recorded."""
+        self.paused += 1
+        try:
+            yield
+        finally:
+            self.paused -= 1
+
+    # ---- tensors and nodes ------------------------------------------------------------------------------------------
+
+    def input(self, tensor: Tensor, name: str) -> fx.Node:
+        """A placeholder for a tensor that differs from call to call."""
+        node = self._placeholder(name)
+        self.bind(tensor, node)
+        return node
+
+    def bind(self, tensor: Tensor, node: fx.Node) -> None:
+        """Note that a tensor is the value of a node."""
+        self._nodes[tensor] = node
+        node.meta["tensor"] = Meta.of(tensor)
+        if isinstance(tensor, RankTensor):
+            for rank, shard in enumerate(tensor.shards):
+                self._shards[shard] = (node, rank)
+
+    def node_of(self, tensor: Tensor) -> fx.Node:
+        """The node whose value a tensor is. A tensor that no op has made is state."""
+        node = self.known(tensor)
+        return self._state_node(tensor) if node is None else node
+
+    def known(self, tensor: Tensor) -> fx.Node | None:
+        """The node whose value a tensor is; None for a tensor that the recording has not seen."""
+        node: fx.Node | None = self._nodes.get(tensor)
+        if node is not None:
+            return node
+        if tensor in self.owners:
+            return None
+        if isinstance(tensor, RankTensor):
+            parts = [self.known(shard) for shard in tensor.shards]
+            if all(part is not None for part in parts):
+                return self._make(tensor, RankTensor, (parts,))
+        elif tensor in self._shards:
+            whole, rank = self._shards[tensor]
+            if isinstance(whole, Tensor):
+                whole = self._nodes.get(whole) or self._state_node(whole)
+            return self._make(tensor, shard_of, (whole, rank))
+        return None
+
+    def made(self) -> list[tuple[Tensor, fx.Node]]:
+        """The tensors that ops of the recording have made, and that are still alive."""
+        return [(tensor, node) for tensor, node in self._nodes.items() if node.op == "call_function"]
+
+    def _make(self, tensor: Tensor, target: Callable[..., object], args: tuple[Any, ...]) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta["pure"] = True  # it takes something out of its arguments, or puts them together
+        self.bind(tensor, node)
+        return node
+
+    def _state_node(self, tensor: Tensor) -> fx.Node:
+        node = self._placeholder("state")
+        self.state[node] = tensor
+        self.bind(tensor, node)
+        return node
+
+    def _placeholder(self, name: str) -> fx.Node:
+        """Placeholders stand before everything else, in the order in which they were met."""
+        before = self._last_input.next if self._last_input is not None else next(iter(self.graph.nodes), None)
+        if before is None or before.op == "root":
+            node = self.graph.placeholder(name)
+        else:
+            with self.graph.inserting_before(before):
+                node = self.graph.placeholder(name)
+        self._last_input = node
+        return node
+
+    # ---- ops --------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensorBase) for kind in types):
+            self._note_owners((args, kwargs))
+            return NotImplemented
+        if self.paused:
+            return func(*args, **kwargs)
+        if func in _READS or _DEPENDS_ON_DATA & set(func.tags):
+            refuse_read(str(func))
+            return func(*args, **kwargs)
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if draws:
+            self.random.before_draw()
+        result = func(*args, **kwargs)
+        node = self._write(_waited(func) if func.namespace == "c10d" else func, args, kwargs, result)
+        if draws:
+            self.random.after_draw(node)
+        return result
+
+    def call(self, fn: Callable[..., T], args: tuple[object, ...]) -> T:
+        """Run a function of tensors and constants, and write it down as one op."""
+        if self.paused:
+            return fn(*args)
+        self.random.before_draw()
+        with self.pause():
+            result = fn(*args)
+        node = self._write(fn, args, {}, result)
+        node.meta["local"] = True  # it writes nothing but, perhaps, its arguments
+        self.random.after_draw(node)
+        return result
+
+    def step(self, fn: Callable[..., object], *args: object) -> fx.Node:
+        """Write down a call that is made in each replay, and returns nothing."""
+        return self._write(fn, args, {}, None)
+
+    def _write(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> fx.Node:
+        given, named = self._as_nodes(list(args)), {name: self._as_nodes(value) for name, value in kwargs.items()}
+        node = self.graph.call_function(target, tuple(given), named)
+        node.meta["line"] = users_line()
+        if isinstance(result, Tensor):
+            # An op in place returns its argument; so does a wait, but only its result may be read.
+            if self._nodes.get(result) is None or target is wait:
+                self.bind(result, node)
+            node.meta["tensor"] = Meta.of(result)
+        elif isinstance(result, (list, tuple)):
+            for index, element in enumerate(result):
+                if isinstance(element, Tensor) and self._nodes.get(element) is None:
+                    self._make(element, operator.getitem, (node, index))
+        return node
+
+    def _as_nodes(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.node_of(value)
+        if isinstance(value, dict):
+            return {name: self._as_nodes(element) for name, element in value.items()}
+        if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+            return type(value)([self._as_nodes(element) for element in value])
+        if isinstance(value, torch.Size):
+            return [self._as_nodes(size) for size in value]
+        return Constant(value) if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
+
+    def _note_owners(self, value: Any) -> None:
+        if isinstance(value, DTensorBase):
+            local = getattr(value, "_shard", None)
+            if local is not None and local not in self.owners and self.known(local) is None:
+                self.owners[local] = value
+                for rank, shard in enumerate(local.shards if isinstance(local, RankTensor) else ()):
+                    self._shards[shard] = (local, rank)  # code that goes rank by rank may meet the shards first
+                if value.requires_grad and value.is_leaf:
+                    self.first_grads[id(value)] = value.grad
+        elif isinstance(value, dict):
+            self._note_owners(list(value.values()))
+        elif isinstance(value, (list, tuple)):
+            for element in value:
+                self._note_owners(element)
+
+
+class _RefuseReads(TorchFunctionMode):
+    """Refuses methods that read a tensor without an op."""
+
+    def __init__(self, recorder: OpRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+        if func in _READING_METHODS and not self._recorder.paused:
+            refuse_read(f"Tensor.{func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_read(what: str) -> None:
+    """Raise an error: Python code depends on the data of a tensor."""
+    if in_mesh_code():
+        return
+    raise EraseError(
+        f"{users_line()}: {what} reads a tensor while the step is recorded; a replay would repeat the value it has now",
+        "return the tensor and read it after the step, or write the choice with tensors: torch.where(condition, a, b)",
+    )
+
+
+def _waited(func: OpOverload) -> Callable[..., object]:
+    """A collective of `torch.distributed` that returns when it is done: waiting for its handle is no op."""
+
+    def run(*args: object, **kwargs: object) -> object:
+        *results, work = func(*args, **kwargs)
+        work.wait()
+        return results
+
+    run.__name__ = func.__name__
+    return run
+
+
+def shard_of(tensor: Any, rank: int) -> Tensor:
+    """One rank's shard in a simulated world."""
+    shard: Tensor = tensor.shards[rank]
+    return shard

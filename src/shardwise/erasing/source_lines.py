@@ -1,0 +1,50 @@
+"""Which line of the user's program is running."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+
+import torch
+import torch.distributed.device_mesh
+
+_LIBRARIES = (os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(torch.__file__) + os.sep)
+
+_PYTHON = os.path.dirname(os.__file__) + os.sep
+_MESH = torch.distributed.device_mesh.__file__
+
+
+class Line(str):
+    """`train.py:31`, and the text of the line."""
+
+    text: str
+
+    @staticmethod
+    def at(path: str, number: int) -> Line:
+        """The line with this number of a file."""
+        line = Line(f"{os.path.basename(path)}:{number}")
+        line.text = linecache.getline(path, number).strip()
+        return line
+
+
+def users_line() -> Line:
+    """The innermost line that is not shardwise's, PyTorch's or Python's own."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return Line.at(frame.f_code.co_filename, frame.f_lineno)
+
+
+def in_mesh_code() -> bool:
+    """Whether PyTorch is at work on a DeviceMesh for the user's line: it reads tensors of ranks, which never change."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+        if frame.f_code.co_filename == _MESH:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_library(path: str) -> bool:
+    return path.startswith(_LIBRARIES) or (path.startswith(_PYTHON) and "site-packages" not in path)

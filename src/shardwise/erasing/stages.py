@@ -1,0 +1,123 @@
+"""Backends other than Python: a recording in stages, each a graph that is captured or compiled as one.
+
+Functions that are no ops run between the stages: optimizer steps, draws from generators, checks of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from ..errors import EraseError
+from .callees import bindings_of
+from .effects import is_op
+from .program import Program
+
+Run = Callable[..., tuple[Any, ...]]
+
+
+class Stage(NamedTuple):
+    """Ops in a row, as a graph with its own placeholders and output."""
+
+    graph: fx.Graph
+    inputs: list[fx.Node]
+    """The nodes of the recording whose values it takes."""
+    outputs: list[fx.Node]
+    """The nodes of the recording whose values it returns."""
+
+
+def split(graph: fx.Graph) -> list[Stage | fx.Node]:
+    """The stages of a recording, and the calls between them."""
+    parts: list[list[fx.Node] | fx.Node] = []
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if is_op(node) or ("pure" in node.meta and not any(map(_is_call, node.all_input_nodes))):
+            if not parts or isinstance(parts[-1], fx.Node):
+                parts.append([])
+            parts[-1].append(node)
+        else:
+            parts.append(node)
+    return [part if isinstance(part, fx.Node) else _stage(part) for part in parts]
+
+
+def _is_call(node: fx.Node) -> bool:
+    """Whether a node is a function that runs between stages: what it returns need not be a tensor."""
+    return node.op == "call_function" and not is_op(node) and "pure" not in node.meta
+
+
+def _stage(nodes: list[fx.Node]) -> Stage:
+    inside = set(nodes)
+    inputs = list(dict.fromkeys(used for node in nodes for used in node.all_input_nodes if used not in inside))
+    outputs = [node for node in nodes if any(user not in inside for user in node.users) and "tensor" in node.meta]
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta.update(node.meta)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, lambda used: copies[used])
+    graph.output(tuple(copies[node] for node in outputs))
+    return Stage(graph, inputs, outputs)
+
+
+class Staged:
+    """Runs a recording stage by stage. `prepare` makes a function of each stage's graph, at its first run."""
+
+    def __init__(self, graph: fx.Graph, prepare: Callable[[fx.Graph, list[Any]], Run]) -> None:
+        self._placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        self._results = next(node for node in graph.nodes if node.op == "output").args[0]
+        self._parts = split(graph)
+        self._prepare = prepare
+        self._ready: dict[int, Run] = {}
+
+    def __call__(self, *given: Any) -> tuple[Any, ...]:
+        """The results of the recording."""
+        values: dict[fx.Node, Any] = dict(zip(self._placeholders, given, strict=True))
+        for index, part in enumerate(self._parts):
+            if isinstance(part, fx.Node):
+                args = fx.node.map_arg(part.args, values.__getitem__)
+                values[part] = part.target(*args)  # type: ignore[operator]
+                continue
+            taken = [values[node] for node in part.inputs]
+            if index not in self._ready:
+                self._ready[index] = self._prepare(part.graph, taken)
+            values.update(zip(part.outputs, self._ready[index](*taken), strict=True))
+        return tuple(values[node] for node in self._results)
+
+
+# ---- CUDA graphs ----------------------------------------------------------------------------------------------------
+
+
+def captured(graph: fx.Graph, given: list[Any]) -> Run:
+    """A stage as one CUDA graph. Inputs that come from outside at another address are copied to where they were."""
+    if not all(tensor.is_cuda for tensor in given if isinstance(tensor, Tensor)):
+        raise EraseError("backend='cudagraph' for tensors that are not on a GPU", "use backend='eager'")
+    program = Program(graph, bindings_of(graph), {})
+    static = list(given)
+    cuda_graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(cuda_graph, capture_error_mode="thread_local"):
+        results = program.run(*static)
+
+    def run(*given: Tensor) -> tuple[Any, ...]:
+        for here, tensor in zip(static, given, strict=True):
+            if tensor is not here and tensor.data_ptr() != here.data_ptr():
+                here.copy_(tensor)
+        cuda_graph.replay()
+        return results
+
+    return run
+
+
+# ---- PyTorch's compiler ---------------------------------------------------------------------------------------------
+
+
+def compiled(graph: fx.Graph, given: list[Any]) -> Run:
+    """A stage that PyTorch's compiler has compiled."""
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    run: Run = torch.compile(module, backend="inductor", dynamic=False)
+    return run

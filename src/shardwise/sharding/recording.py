@@ -1,0 +1,39 @@
+"""Code that a recorder of ops takes as one op, because it reads tensors or generators on the host.
+
+A recording (see `erasing/`) holds the ops that ran. A number that Python code has read from a tensor, or drawn from a
+generator, would be frozen in it. Code that reads such a number, and keeps it to itself, runs through `recorded`: the
+recording then calls the code itself.
+
+>>> recorded(_raise_unless, condition, "weights are negative")    # checked again in each replay
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from .._torch.tls import ThreadValue
+
+T = TypeVar("T")
+
+
+class Recorder(Protocol):
+    """What writes down the ops of this thread."""
+
+    def call(self, fn: Callable[..., T], args: tuple[object, ...]) -> T:
+        """Run a function of tensors and constants, and write it down as one op."""
+
+
+recorder: ThreadValue[Recorder | None] = ThreadValue("recorder", None)
+"""The recorder of this thread and its backward passes, if its ops are being recorded."""
+
+
+def recorded(fn: Callable[..., T], *args: object) -> T:
+    """Run `fn(*args)`, which a recorder takes as one op."""
+    active = recorder.get()
+    return fn(*args) if active is None else active.call(fn, args)
+
+
+def is_recording() -> bool:
+    """Whether the ops of this thread are being recorded."""
+    return recorder.get() is not None
