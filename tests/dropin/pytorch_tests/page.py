@@ -1,0 +1,68 @@
+"""The section of docs/differences.md about PyTorch's own tests."""
+
+from collections import Counter
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+
+from .exemptions import Reason
+
+PAGE = Path(__file__).parents[3] / "docs" / "differences.md"
+BEGIN, END = "<!-- pytorch tests: begin -->", "<!-- pytorch tests: end -->"
+
+
+def write_page(counts: Mapping[str, Counter[str]], reasons: list[Reason]) -> None:
+    """Update the rows of the files that were run, and the list of exemptions."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    old, _, after = rest.partition(END)
+    columns = ["ok", "skip", *(reason.key for reason in reasons), "fail"]
+    rows = {**_rows(old, columns), **counts}
+    body = "\n".join([*_table(rows, columns), "", *_list(reasons)])
+    PAGE.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}")
+
+
+def _rows(text: str, columns: list[str]) -> dict[str, Counter[str]]:
+    """The rows of the table on the page, for the files that are not run now."""
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    if not lines:
+        return {}
+    keys = [_KEYS.get(name, name) for name in lines[0]]
+    found = {}
+    for cells in lines[2:]:
+        if cells[0].endswith(".py"):
+            values = dict(zip(keys[2:], cells[2:], strict=True))
+            found[cells[0]] = Counter({key: int(values[key] or 0) for key in columns if values.get(key)})
+    return found
+
+
+_NAMES = {"ok": "pass", "skip": "skipped", "fail": "fail"}
+_KEYS = {name: key for key, name in _NAMES.items()}
+
+
+def _table(rows: Mapping[str, Counter[str]], columns: list[str]) -> list[str]:
+    names = [_NAMES.get(column, column) for column in columns]
+    lines = [f"| file | tests | {' | '.join(names)} |", "|---|" + "--:|" * (len(names) + 1)]
+    for file in sorted(rows):
+        lines.append(_line(file, rows[file], columns))
+    lines.append(_line("total", sum(rows.values(), Counter()), columns))
+    return lines
+
+
+def _line(name: str, row: Counter[str], columns: list[str]) -> str:
+    return f"| {name} | {sum(row.values())} | {' | '.join(str(row[c] or '') for c in columns)} |"
+
+
+def _list(reasons: list[Reason]) -> list[str]:
+    lines: list[str] = []
+    for reason in reasons:
+        lines += [f"**{reason.key}**: {reason.text}", ""]
+        for file, names in groupby(sorted(reason.tests), lambda name: name.partition("::")[0]):
+            tests = (_test(name.partition("::")[2], reason.tests[name]) for name in names)
+            lines.append(f"- {file}: {', '.join(tests)}")
+        lines.append("")
+    return lines
+
+
+def _test(name: str, note: str) -> str:
+    short = f"`{name.rpartition('.')[2]}`"
+    return f"{short} ({note})" if note else short
