@@ -7,9 +7,11 @@ import sys
 import pytest
 
 import shardwise
-from shardwise.dropin.table import FILES, MODULES, names_of
+from shardwise.dropin.table import FILES, MODULES, NO_COUNTERPART, names_of
+from shardwise.errors import InputError
 
-ALL = [(module, name) for module in MODULES for name in names_of(module)]
+LISTED = [(module, name) for module in MODULES for name in names_of(module)]
+ALL = [(module, name) for module, name in LISTED if names_of(module)[name] != NO_COUNTERPART]
 PUBLIC = {
     "": "DTensor distribute_tensor distribute_module Shard Replicate Partial Placement DeviceMesh init_device_mesh "
     "ones empty full rand randn zeros _DTensorSpec",
@@ -17,7 +19,7 @@ PUBLIC = {
     "experimental": "context_parallel implicit_replication local_map register_sharding",
     "parallel": "ColwiseParallel RowwiseParallel SequenceParallel PrepareModuleInput PrepareModuleOutput "
     "PrepareModuleInputOutput ParallelStyle parallelize_module loss_parallel",
-    "debug": "CommDebugMode visualize_sharding",
+    "debug": "CommDebugMode visualize_sharding _clear_sharding_prop_cache",
     "device_mesh": "DeviceMesh init_device_mesh",
 }
 
@@ -74,6 +76,15 @@ def test_a_name_that_is_nowhere_is_refused_with_those_there_are():
         _ = module.einop_rule
     with pytest.raises(ModuleNotFoundError, match=r"shardwise\._nothing"):
         importlib.import_module("shardwise._nothing")
+
+
+@pytest.mark.parametrize(("module", "name"), sorted({*LISTED} - {*ALL}))
+def test_a_name_without_counterpart_can_be_imported_and_not_used(module, name):
+    found = getattr(importlib.import_module(f"shardwise.{module}"), name)
+    assert not isinstance(3, found)
+    for use in (found, lambda: found["view"], lambda: [*found], lambda: found.dim, lambda: "view" in found):
+        with pytest.raises(InputError, match=rf"shardwise\.{module}\.{name} is part of the implementation of PyTorch"):
+            use()
 
 
 def test_importing_shardwise_imports_no_module_of_the_table():

@@ -6,8 +6,14 @@ CommDebugMode         counts and prints the communication in a block, module by 
 check_local_tensors   finds local tensors that are not what from_local, local_map or a style takes them for
 """
 
+from ..sharding.runtime import active_runtime
 from .comm_mode import CommDebugMode
 from .local_check import check_local_tensors
 from .picture import draw, visualize_sharding
 
 __all__ = ["CommDebugMode", "check_local_tensors", "visualize_sharding", "draw"]
+
+
+def _clear_sharding_prop_cache() -> None:
+    """Forget all plans of ops: the name that programs for PyTorch call between worlds."""
+    active_runtime().clear_caches()

@@ -12,9 +12,28 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from .table import MODULES, names_of
+from ..errors import InputError
+from .table import MODULES, NO_COUNTERPART, names_of
 
 PACKAGE = __name__.partition(".")[0]
+
+
+class _NoCounterpart(type):
+    """The type of a name of PyTorch's implementation that has no counterpart: nothing is an instance, no use works."""
+
+    def _refuse(cls, *args: object, **kwargs: object) -> object:
+        raise InputError(
+            f"{cls.__module__}.{cls.__name__} is part of the implementation of PyTorch's DTensor, "
+            "without a counterpart in shardwise",
+            "use a public name: register_sharding, x.redistribute(), x.placements",
+        )
+
+    __call__ = __getitem__ = __iter__ = __len__ = __contains__ = _refuse
+
+    def __getattr__(cls, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls._refuse()
 
 
 class TableModule(ModuleType):
@@ -29,7 +48,11 @@ class TableModule(ModuleType):
                 f"{self.__name__} has no {name!r}: it is a private name of PyTorch's DTensor without a counterpart "
                 f"in shardwise. It has {', '.join(homes) or 'none'}."
             )
-        value = getattr(importlib.import_module(f"{PACKAGE}.{homes[name]}"), name)
+        value: object
+        if homes[name] == NO_COUNTERPART:
+            value = _NoCounterpart(name, (), {"__module__": self.__name__})
+        else:
+            value = getattr(importlib.import_module(f"{PACKAGE}.{homes[name]}"), name)
         setattr(self, name, value)
         return value
 
