@@ -10,14 +10,16 @@ that imports them beside others starts; whatever uses one gets an error that say
 
 from __future__ import annotations
 
+NO_COUNTERPART = "(none)"
+
 _PLACEMENTS = {"sharding.placement": "Placement Shard Replicate Partial"}
 _SPECS = {"sharding.spec": "DTensorSpec TensorMeta", "sharding.placement": "ShardOrder ShardOrderEntry"}
 _CONTEXT_PARALLEL = {
     "dropin.attention": "context_parallel context_parallel_unshard set_rotate_method _RotateMethod _cp_options "
-    "_LoadBalancer _HeadTailLoadBalancer _context_parallel_shard"
+    "_LoadBalancer _HeadTailLoadBalancer _context_parallel_shard",
+    NO_COUNTERPART: "_CausalBehavior _ContextParallel _disable_context_parallel_dispatcher "
+    "_enable_context_parallel_dispatcher _is_causal_behavior _PerDocumentHeadTailLoadBalancer _PTRRLoadBalancer",
 }
-
-NO_COUNTERPART = "(none)"
 
 MODULES: dict[str, dict[str, str]] = {
     "_api": {
@@ -86,7 +88,7 @@ MODULES: dict[str, dict[str, str]] = {
     "_redistribute": {
         "dropin.tensors": "redistribute_local_tensor use_min_cost_redistribution_plan "
         "disable_redistribute_transform_optimization _get_flattened_mesh_by_layout_impl",
-        NO_COUNTERPART: "_gen_transform_infos",
+        NO_COUNTERPART: "_gen_transform_infos _optimize_transform_infos _FlattenedTransformInfo _TransformInfo",
     },
     "_sharding_prop": {"dropin.strategies": "ShardingPropagator", NO_COUNTERPART: "_select_min_cost_strategy"},
     "_shards_wrapper": {},
@@ -97,12 +99,18 @@ MODULES: dict[str, dict[str, str]] = {
         "dropin.tensors": "ExplicitRedistributionContext",
     },
     "debug._comm_mode": {"debug": "CommDebugMode"},
+    "debug._op_coverage": {NO_COUNTERPART: "get_inductor_decomp_graphs"},
     "debug._visualize_sharding": {"debug": "visualize_sharding"},
     "experimental._attention": _CONTEXT_PARALLEL,
     "experimental._context_parallel": _CONTEXT_PARALLEL,
     "experimental._context_parallel._attention": _CONTEXT_PARALLEL,
+    "experimental._context_parallel._cp_custom_ops": {NO_COUNTERPART: "flex_cp_allgather"},
+    "experimental._context_parallel._sharding_rules": {
+        NO_COUNTERPART: "register_cp_sharding_rules unregister_cp_sharding_rules"
+    },
     "experimental._func_map": {"extend": "local_map", "dropin.tensors": "_local_map_wrapped"},
     "experimental._register_sharding": {"extend": "register_sharding"},
+    "experimental._tp_transform": {NO_COUNTERPART: "tensor_parallel_transformation"},
     "parallel._data_parallel_utils": {"dropin.data_parallel": "_flatten_tensor _unflatten_tensor"},
     "parallel.api": {"parallel": "parallelize_module"},
     "parallel.ddp": {"dropin.data_parallel": "_pre_dp_module_transform _localize_dtensor _reconstruct_dtensor"},
