@@ -9,13 +9,23 @@ from shardwise._redistribute import redistribute_local_tensor
 from shardwise._utils import (
     _compute_local_shape_and_global_offset,
     compute_global_tensor_info,
+    compute_global_tensor_shape,
     compute_local_stride,
 )
 from shardwise.experimental._attention import context_parallel_unshard, set_rotate_method
 from torch import nn
 
 import shardwise
-from shardwise import DTensor, InterleavedShard, Partial, Replicate, Shard, distribute_tensor
+from shardwise import (
+    DTensor,
+    DTensorSpec,
+    InterleavedShard,
+    Partial,
+    Replicate,
+    Shard,
+    ShardOrderEntry,
+    distribute_tensor,
+)
 from shardwise.errors import InputError
 from shardwise.experimental import context_parallel
 from shardwise.placement_types import _StridedShard
@@ -46,6 +56,22 @@ def test_global_info_of_local_tensors():
     assert compute_local_stride((3, 1), (2, 3)) == (3, 1)
 
 
+def test_global_shape_of_shards_of_any_sizes():
+    with mesh_of(2, 2) as mesh:
+        assert compute_global_tensor_shape((4, 3), mesh, [Shard(0), Shard(1)]) == (8, 6)
+        assert compute_global_tensor_shape((4, 3), mesh, [Replicate(), Partial()]) == (4, 3)
+
+
+def test_placements_in_short():
+    order = (ShardOrderEntry(0, (1, 0)),)
+    assert DTensorSpec.format_shard_order_str((Shard(0), Shard(0)), order) == "S(0)[1]S(0)[0]"
+    assert DTensorSpec.format_shard_order_str((Replicate(), InterleavedShard(1, 3), Partial("max")), None) == (
+        "R_S(1, 3)P(max)"
+    )
+    assert not DTensorSpec.is_default_device_order(order)
+    assert DTensorSpec.is_default_device_order(())
+
+
 def test_sizes_of_shards_as_pytorch_says_them():
     from torch.distributed.tensor import Shard as TorchShard
 
@@ -66,6 +92,18 @@ def test_split_tensor_as_pytorch_does(with_padding):
         theirs = TorchShard(dim)._split_tensor(tensor, 4, with_padding=with_padding, contiguous=True)
         assert ours[1] == theirs[1]
         assert all(torch.equal(a, b) for a, b in zip(ours[0], theirs[0], strict=True))
+
+
+@pytest.mark.parametrize("with_padding", [True, False])
+def test_split_tensor_of_interleaved_shards_as_pytorch_does(with_padding):
+    from torch.distributed.tensor.placement_types import _StridedShard as TorchStridedShard
+
+    for rows, blocks in ((8, 2), (12, 3)) if with_padding else ((8, 2), (12, 3), (10, 2), (7, 2)):
+        tensor = torch.arange(rows * 2.0).view(rows, 2)
+        ours = _StridedShard(0, split_factor=blocks)._split_tensor(tensor, 4, with_padding=with_padding)
+        theirs = TorchStridedShard(0, split_factor=blocks)._split_tensor(tensor, 4, with_padding=with_padding)
+        assert [shard.tolist() for shard in ours[0]] == [shard.tolist() for shard in theirs[0]]
+        assert ours[1] == theirs[1]
 
 
 def test_a_strided_shard_is_an_interleaved_one():

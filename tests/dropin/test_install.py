@@ -49,6 +49,21 @@ def test_every_spelling_gives_shardwise():
     )
 
 
+def test_a_graph_prints():
+    found = run("""
+        import shardwise
+        shardwise.install()
+        import torch
+        from torch.fx.experimental.proxy_tensor import make_fx
+        graph = make_fx(lambda x: x.sin())(torch.ones(3))
+        with shardwise.simulate(4):
+            x = shardwise.zeros(4, device_mesh=shardwise.init_device_mesh("cpu", (4,)), placements=[shardwise.Shard(0)])
+            next(node for node in graph.graph.nodes if node.op == "placeholder").meta["val"] = x
+            print(graph.print_readable(print_output=False))
+        """)
+    assert 'x_1: "DTensor(f32[4], S(0))"' in found
+
+
 def test_uninstall_puts_pytorch_back():
     run("""
     import shardwise

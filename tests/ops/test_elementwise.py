@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise import Partial, Replicate, Shard
+from shardwise.errors import InputError
 from tests.ops.helpers import check_case, communication, no_communication, on, r, ranks, table, whole
 
 x, y, row = r(5, 4), r(5, 4, seed=1), r(4, seed=2)
@@ -114,6 +115,21 @@ def test_writing_in_place(fn: Any, args: Any) -> None:
 def test_writing_into_out(op: Any) -> None:
     args = (x, r(4, 3), r(5, 3)) if op is torch.mm else (x, row, y)
     check_case(lambda a, b, out: op(a, b, out=out), args, limit=12, grad=False, meshes=((3,), (2, 2)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_a_factory_makes_is_written_into_out(dtype: torch.dtype) -> None:
+    with ranks(2, 2) as mesh:
+        for placements in ((Shard(0), Shard(1)), (Shard(1), Shard(1)), (Replicate(), Replicate())):
+            square = on(mesh, r(6, 5).to(dtype), *placements)
+            torch.nn.init.eye_(square)
+            assert torch.equal(whole(square), torch.eye(6, 5, dtype=dtype))
+            assert square.placements == placements
+            line = square.new_empty(7)
+            assert torch.linspace(0, 1, 7, out=line) is line
+            assert torch.equal(whole(line), torch.linspace(0, 1, 7, dtype=dtype))
+            with pytest.raises(InputError, match=r"out.uniform_\(\)"):
+                torch.rand(6, 5, out=square)
 
 
 def test_errors_of_type_promotion_are_the_one_device_ones() -> None:

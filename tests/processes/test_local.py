@@ -194,6 +194,9 @@ def test_run_check_compares_dtypes_and_copies_to_replicas() -> None:
     longer = torch.ones(4 if dist.get_rank() == 2 else 3)
     with pytest.raises(ShapeError, match=r"rank 2 holds \[4\] instead of \[3\]"):
         DTensor.from_local(longer, mesh, [Replicate(), Replicate()], run_check=True)
+    local = torch.zeros(3, requires_grad=dist.get_rank() != 1)
+    with pytest.raises(ShapeError, match="rank 1 holds one with requires_grad=False, rank 2 holds one with requires"):
+        DTensor.from_local(local, mesh, [Shard(0), Shard(0)], run_check=True)
     dist.barrier()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise import DTensor, InterleavedShard, OrderedShard, P, Partial, Replicate, Shard
+from shardwise import DTensor, InterleavedShard, OrderedShard, P, Partial, Replicate, Shard, distribute_tensor
 from shardwise.errors import InputError, LayoutError, PlacementError
 from shardwise.sharding.from_placements import default_order
 from shardwise.testing import assemble, make_dtensor
@@ -74,6 +74,35 @@ def test_uneven_shards_in_another_order() -> None:
                 x.redistribute(placements=wrong)
         with pytest.raises(InputError, match="place='b'"):
             OrderedShard(0, "b")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 9, 10, 15])
+def test_blocks_that_are_the_uneven_shards_of_axes_to_the_right(size: int) -> None:
+    whole = torch.arange(float(size))
+    with ranks(3, 2) as mesh:  # as fully_shard over a writes what is tensor parallel over b
+        x = distribute_tensor(whole, mesh, [InterleavedShard(0, 2), Shard(0)])
+        assert x._spec.layout is make_dtensor(whole, mesh, P(("b", "a")), seed=0)._spec.layout
+        assert torch.equal(assemble(x), whole)
+        given = DTensor.from_local(x.to_local(), mesh, [InterleavedShard(0, 2), Shard(0)], shape=(size,), stride=(1,))
+        assert torch.equal(assemble(given), whole)
+        assert torch.equal(assemble(x.redistribute(placements=[Shard(0), Replicate()])), whole)
+        if size % 2:
+            for blocks in (2, 4):
+                with pytest.raises(LayoutError, match=f"{blocks} blocks"):
+                    distribute_tensor(whole, mesh, [InterleavedShard(0, blocks), Replicate()])
+
+
+def test_three_axes_each_inside_the_next() -> None:
+    whole = torch.arange(23.0)
+    with ranks(2, 2, 2) as mesh:
+        for placements, order in (
+            ([InterleavedShard(0, 4), InterleavedShard(0, 2), Shard(0)], ("c", "b", "a")),
+            ([InterleavedShard(0, 2), Shard(0), Shard(0)], ("b", "a", "c")),
+            ([Shard(0), InterleavedShard(0, 2), Shard(0)], ("a", "c", "b")),
+        ):
+            x = distribute_tensor(whole, mesh, placements)
+            assert x._spec.layout is make_dtensor(whole, mesh, P(order), seed=0)._spec.layout
+            assert torch.equal(assemble(x), whole)
 
 
 def test_a_style_of_local_function_compares_layouts() -> None:

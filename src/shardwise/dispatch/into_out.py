@@ -21,6 +21,7 @@ from ..notation.schema import overloads, packet_name, variant_of
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
 from .arguments import Args, Kwargs
+from .formulas import as_replicated
 from .gather_cache import after_write
 
 
@@ -32,6 +33,8 @@ def run_into_out(op: ResolvedOp, args: Args, kwargs: Kwargs) -> object:
         return NotImplemented
     outs: list[Tensor] = [kwargs[name] for name in names]
     given = {name: value for name, value in kwargs.items() if name not in names}
+    if not any(isinstance(value, Tensor) for value in pytree.tree_leaves((args, given))):
+        return _fill(op, args, given, outs[0])
     if "dtype" in op.names and given.get("dtype") is None:
         given["dtype"] = outs[0].dtype  # a sum is computed in the dtype that it is written in
     found = pytree.tree_leaves(op.func.overloadpacket(*args, **given))
@@ -40,6 +43,15 @@ def run_into_out(op: ResolvedOp, args: Args, kwargs: Kwargs) -> object:
     for out, result in zip(outs, found, strict=True):
         store(op.func, result, out)
     return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+def _fill(op: ResolvedOp, args: Args, kwargs: Kwargs, out: Any) -> object:
+    """Write what a factory makes, as `torch.eye(8, out=out)` does: every rank makes all of it, and keeps its shard."""
+    if torch.Tag.nondeterministic_seeded in op.func.tags:  # each rank would draw numbers of its own
+        raise InputError(f"{op.func} with a distributed out=", "use an in-place op: out.uniform_(), out.normal_()")
+    made = op.func.overloadpacket(*args, **{**kwargs, "dtype": out.dtype, "device": out.device})
+    store(op.func, as_replicated(made, out), out)
+    return out
 
 
 def store(func: OpOverload, result: Tensor, out: Tensor) -> None:

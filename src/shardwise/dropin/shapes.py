@@ -6,17 +6,17 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import MeshError
+from ..errors import MeshError, ShapeError
 from ..sharding.base import DTensorBase
-from ..sharding.from_placements import default_order, from_placements
+from ..sharding.from_placements import default_order, resolve_placements
 from ..sharding.layout import Layout
 from ..sharding.memory_order import TensorMeta, memory_order
-from ..sharding.placement import Partial, Placement, Shard
+from ..sharding.placement import Partial, Placement, Replicate, Shard
 from ..sharding.spec import DTensorSpec
-from ..tensor.dtensor import DTensor
 
 Coordinate = Sequence[int] | Callable[[int], int] | None
 
@@ -80,9 +80,11 @@ def compute_global_tensor_info(
 ) -> tuple[list[int], list[int]]:
     """The shape and strides of the global tensor, if `tensor` is one of its local shards and all have equal sizes."""
     shape = list(tensor.shape)
-    for placement, size in zip(placements, mesh.shape, strict=True):
+    for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            shape[placement.dim] *= size
+            shape[placement.dim] *= mesh.size(axis)
+        elif not isinstance(placement, (Replicate, Partial)):
+            raise RuntimeError(f"the placement of axis {axis} is {placement!r}: use Shard, Replicate or Partial")
     order = memory_order(TensorMeta(torch.Size(tensor.shape), tensor.stride(), tensor.dtype))
     dims = range(len(shape)) if order is None or order.expanded else order.dims
     stride, step = [0] * len(shape), 1
@@ -92,8 +94,24 @@ def compute_global_tensor_info(
 
 
 def compute_global_tensor_shape(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Size:
-    """The global shape from this rank's local shape. The ranks exchange their shapes, so shards may be uneven."""
-    return DTensor.from_local(torch.empty(tuple(shape)), mesh, placements, run_check=True).shape
+    """The global shape from this rank's local shape: along each sharding axis, the sum of what its ranks hold.
+
+    The ranks exchange their shapes, so shards may have any sizes.
+    """
+    sizes = torch.tensor(tuple(shape), device=mesh.device_type)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            held = [torch.empty_like(sizes) for _ in range(mesh.size(axis))]
+            dist.all_gather(held, sizes, group=mesh.get_group(axis))
+            table = torch.stack(held)
+            for dim in range(len(shape)):
+                if dim != placement.dim and not bool((table[:, dim] == table[0, dim]).all()):
+                    raise ShapeError(
+                        f"the local shapes {table.tolist()} differ in dim {dim}, which is not sharded",
+                        "all ranks must hold the same size of it",
+                    )
+            sizes[placement.dim] = table[:, placement.dim].sum()
+    return torch.Size(sizes.tolist())
 
 
 def normalize_to_torch_size(size: Sequence[int] | Sequence[Sequence[int]] | int) -> torch.Size:
@@ -157,4 +175,4 @@ def is_tensor_evenly_shardable(shape: Sequence[int], spec: DTensorSpec) -> bool:
 def _layout(global_shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]) -> Layout:
     ndim = len(global_shape)
     normal = tuple(type(p)(p.dim % ndim) if type(p) is Shard else p for p in placements)
-    return from_placements(tuple(mesh_shape), tuple(global_shape), normal, default_order(normal))
+    return resolve_placements(tuple(mesh_shape), tuple(global_shape), normal, default_order(normal))[0]

@@ -74,6 +74,46 @@ def from_placements(
     return Layout.make(sizes, dims, tuple(partial))
 
 
+def resolve_placements(
+    sizes: Sizes, shape: Sequence[int], placements: tuple[Placement, ...], order: ShardOrder
+) -> tuple[Layout, tuple[Placement, ...], ShardOrder]:
+    """The layout of these placements, and the placements and shard order to describe it by.
+
+    An axis interleaved by as many blocks as the axes to its right make shards is one that shards inside these shards.
+    So it is where the blocks have unequal sizes: `fully_shard` writes the shards of tensor-parallel ones in this way.
+
+    >>> resolve_placements((2, 2), (15,), (InterleavedShard(0, 2), Shard(0)), order)
+    (Layout(15@(1, 0)), (Shard(dim=0), Shard(dim=0)), (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),))
+    """
+    try:
+        return from_placements(sizes, shape, placements, order), placements, order
+    except LayoutError:
+        nested = _nested_order(sizes, placements) if order == default_order(placements) else None
+        if nested is None:
+            raise
+        plain = tuple(Shard(p.dim) if isinstance(p, InterleavedShard) else p for p in placements)
+        return from_placements(sizes, shape, plain, nested), plain, nested
+
+
+def _nested_order(sizes: Sizes, placements: Sequence[Placement]) -> ShardOrder | None:
+    """The shard order in which each axis shards inside its blocks, which are the shards of axes to its right.
+
+    None if the blocks of some axis are no such shards.
+    """
+    order = []
+    for entry in default_order(placements):
+        axes: list[int] = []
+        for axis in reversed(entry.mesh_dims):
+            placement = placements[axis]
+            blocks = placement.blocks if isinstance(placement, InterleavedShard) else 1
+            outer = next((i for i in range(len(axes) + 1) if pieces(sizes, axes[:i]) == blocks), None)
+            if outer is None:
+                return None
+            axes.insert(outer, axis)
+        order.append(entry._replace(mesh_dims=tuple(axes)))
+    return tuple(order)
+
+
 def cutting_sequence(mesh_ndim: int, order: ShardOrder) -> list[int]:
     """All axes, ordered so that each dim's axes come major to minor."""
     ordered = [axis for entry in order for axis in entry.mesh_dims]

@@ -101,12 +101,7 @@ class Shard(Placement):
         """The shards of a plain tensor, and how many zeros pad each of them to the size of the first."""
         sizes = [self.local_shard_size_and_offset(tensor.shape[self.dim], num_chunks, i) for i in range(num_chunks)]
         shards = [tensor.narrow(self.dim, first, size) for size, first in sizes]
-        padding = [sizes[0][0] - size for size, _ in sizes] if with_padding else []
-        for i, missing in enumerate(padding):
-            if missing:
-                shape = list(tensor.shape)
-                shape[self.dim] = missing
-                shards[i] = torch.cat([shards[i], tensor.new_zeros(shape)], self.dim)
+        shards, padding = _padded(shards, self.dim) if with_padding else (shards, [])
         return [shard.contiguous() if contiguous else shard for shard in shards], padding
 
     def _shard_tensor(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, src_data_rank: int | None = 0) -> Tensor:
@@ -116,6 +111,17 @@ class Shard(Placement):
             dist.broadcast(tensor, group=mesh.get_group(mesh_dim), group_src=src_data_rank)
         shards, _ = self._split_tensor(tensor, mesh.size(mesh_dim), with_padding=False)
         return shards[mesh.get_local_rank(mesh_dim)]
+
+
+def _padded(shards: list[Tensor], dim: int) -> tuple[list[Tensor], list[int]]:
+    """The shards with zeros appended up to the size of the first, and how many zeros each got."""
+    padding = [shards[0].shape[dim] - shard.shape[dim] for shard in shards]
+    for i, missing in enumerate(padding):
+        if missing:
+            shape = list(shards[i].shape)
+            shape[dim] = missing
+            shards[i] = torch.cat([shards[i], shards[i].new_zeros(shape)], dim)
+    return shards, padding
 
 
 class InterleavedShard(Shard):
@@ -142,6 +148,15 @@ class InterleavedShard(Shard):
     def split_factor(self) -> int:
         """The number of blocks, by PyTorch's name."""
         return self.blocks
+
+    def _split_tensor(
+        self, tensor: Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
+    ) -> tuple[list[Tensor], list[int]]:
+        """The shards of a plain tensor, each the shards of all blocks one after another."""
+        blocks = tensor.chunk(self.blocks, self.dim)
+        pieces = [Shard(self.dim)._split_tensor(block, num_chunks, with_padding=False)[0] for block in blocks]
+        shards = [torch.cat(shard, self.dim) for shard in zip(*pieces, strict=True)]
+        return _padded(shards, self.dim) if with_padding else (shards, [])
 
     def __repr__(self) -> str:
         return f"InterleavedShard(dim={self.dim}, blocks={self.blocks})"

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import LayoutError
-from .from_placements import default_order, from_placements, in_mesh_order, to_placements, with_order
+from .from_placements import default_order, in_mesh_order, resolve_placements, to_placements, with_order
 from .layout import Coordinate, Factor, Layout, dim_axes
 from .memory_order import TensorMeta as TensorMeta
 from .memory_order import contiguous_meta as contiguous_meta
@@ -24,7 +24,7 @@ from .mesh import MeshDescription, MeshInfo, mesh_description, mesh_info_of, mes
 from .normalize import normalize_placements as normalize_placements
 from .once import making
 from .placement import P, Placement, Placements, Replicate, ShardOrder
-from .spec_text import spec_text
+from .spec_text import placements_text, spec_text
 
 _MAX_DERIVED = 256
 """How many specs one spec caches: one for each placement list, dtype and the like that its tensors are brought to."""
@@ -74,7 +74,7 @@ class DTensorSpec:
     ) -> DTensorSpec:
         normal, order = normalize_placements(mesh_info, placements, len(tensor_meta.shape), shard_order)
         try:
-            layout = from_placements(mesh_info.sizes, tensor_meta.shape, normal, order)
+            layout, normal, order = resolve_placements(mesh_info.sizes, tensor_meta.shape, normal, order)
         except LayoutError as error:
             where = f"{list(normal)} on shape {list(tensor_meta.shape)} over {mesh_info}"
             raise LayoutError(f"{where}: {error.problem}", error.fix) from None
@@ -119,6 +119,13 @@ class DTensorSpec:
 
     def __deepcopy__(self, memo: dict[int, object]) -> DTensorSpec:
         return self
+
+    format_shard_order_str = staticmethod(placements_text)  # torch.fx prints distributed tensors in a graph by it
+
+    @staticmethod
+    def is_default_device_order(shard_order: ShardOrder) -> bool:
+        """Whether the axes shard every dim from left to right."""
+        return all(list(axes) == sorted(axes) for _, axes in shard_order)
 
     # ---- properties ---------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import torch
 
 from .layout import Factor, Layout
 from .mesh import names_text
+from .placement import InterleavedShard, Partial, Placement, Shard, ShardOrder
 
 DTYPE_NAMES = {
     torch.float64: "f64",
@@ -39,3 +40,26 @@ def spec_text(layout: Layout, dtype: torch.dtype, names: Sequence[str]) -> str:
     dtype_name = DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
     partial = "".join(f" {op}({names[axis]})" for axis, op in layout.partial)
     return f"{dtype_name}[{', '.join(dims)}]{partial}"
+
+
+def placements_text(placements: Sequence[Placement], order: ShardOrder | None = None) -> str:
+    """Placements in PyTorch's short form, with the place of an axis in the shard order if that is not left to right.
+
+    >>> placements_text([Replicate(), Shard(1), Partial()])
+    'RS(1)P(sum)'
+    >>> placements_text([Shard(0), Shard(0)], (ShardOrderEntry(0, (1, 0)),))
+    'S(0)[1]S(0)[0]'
+    """
+    places = {}
+    for _, axes in order or ():
+        if list(axes) != sorted(axes):
+            places.update({axis: f"[{place}]" for place, axis in enumerate(axes)})
+    return "".join(f"{_short(placement)}{places.get(axis, '')}" for axis, placement in enumerate(placements))
+
+
+def _short(placement: Placement) -> str:
+    if isinstance(placement, InterleavedShard):
+        return f"_S({placement.dim}, {placement.blocks})"
+    if isinstance(placement, Shard):
+        return f"S({placement.dim})"
+    return f"P({placement.reduce_op})" if isinstance(placement, Partial) else "R"

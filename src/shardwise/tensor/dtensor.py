@@ -129,9 +129,9 @@ class DTensor(DTensorBase):
         """Make the distributed tensor whose shard on this rank is `local_tensor`. Differentiable.
 
         Without `shape`, the shards of all ranks are taken to be alike, and nothing is communicated. With
-        `run_check=True` the ranks compare shapes and dtypes, so that uneven shards are put together right, and copy the
-        first rank's data along replicated axes. `grad_placements` are those of the gradient that goes back to
-        `local_tensor`.
+        `run_check=True` the ranks compare shapes, dtypes and requires_grad, so that uneven shards are put together
+        right, and copy the first rank's data along replicated axes. `grad_placements` are those of the gradient that
+        goes back to `local_tensor`.
         """
         local = check_plain_tensor(local_tensor, "from_local")
         if isinstance(local, DTensor):
@@ -142,7 +142,7 @@ class DTensor(DTensorBase):
             return from_local_transformed(local, mesh, {"placements": placements, **given})
         mesh_info = adopt(device_mesh if device_mesh is not None else current_mesh())
         data = on_mesh(without_grad(local), mesh_info)
-        spec = spec_of_local(data, mesh_info, placements, shape, stride, run_check)
+        spec = spec_of_local(data, mesh_info, placements, shape, stride, run_check, local)
         if mesh_info.outside:
             data = shard_outside(spec.ndim, spec.dtype, data.device)
         elif run_check:

@@ -91,6 +91,7 @@ class _Given(NamedTuple):
     placements: Placements | None
     shape: Sequence[int] | None
     stride: Sequence[int] | None
+    source: Tensor
 
 
 _SPECS: WorldCache[object, DTensorSpec] = WorldCache("specs of local tensors", 8 << 20)
@@ -128,8 +129,9 @@ def spec_of_local(
     shape: Sequence[int] | None,
     stride: Sequence[int] | None,
     run_check: bool,
+    source: Tensor,
 ) -> DTensorSpec:
-    """The spec of the global tensor whose shard each rank holds."""
+    """The spec of the global tensor whose shard each rank holds; `source` is that shard before it was detached."""
     if type(placements) is list:
         placements = tuple(placements)
     if type(shape) is list:
@@ -141,7 +143,7 @@ def spec_of_local(
         key = found = None
     if found is not None:
         return found
-    found = _make_spec(local, mesh_info, _Given(placements, shape, stride), run_check)
+    found = _make_spec(local, mesh_info, _Given(placements, shape, stride, source), run_check)
     if key is not None and not run_check and not mesh_info.simulated:
         _SPECS.of(mesh_info.runtime)[key] = found
     return found
@@ -153,9 +155,9 @@ def _make_spec(local: Tensor, mesh_info: MeshInfo, given: _Given, run_check: boo
     shape = _checked_shape(local, given)
     checking = _Active.checking
     if checking:
-        shards = LocalShapes(local, mesh_info, True, shape, _fingerprint)
+        shards = LocalShapes(local, mesh_info, True, shape, given.source.requires_grad, _fingerprint)
     else:
-        shards = LocalShapes(local, mesh_info, run_check, shape)
+        shards = LocalShapes(local, mesh_info, run_check, shape, given.source.requires_grad)
     if run_check or checking:
         shards.check_alike()
     assumed = shape is None and not (run_check and shards.knows_all())

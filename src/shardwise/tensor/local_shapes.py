@@ -16,7 +16,7 @@ from torch import Tensor
 from .._torch.fake_tensors import in_fake_mode
 from ..comm.exchange import all_gather_ranks
 from ..errors import LayoutError, ShapeError
-from ..sharding.from_placements import from_placements
+from ..sharding.from_placements import resolve_placements
 from ..sharding.memory_order import contiguous_stride
 from ..sharding.mesh import MeshInfo
 from ..sharding.placement import Placement, Replicate, Shard, ShardOrder
@@ -29,8 +29,9 @@ _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, t
 class LocalShapes:
     """The local shapes of all ranks that this process knows: all when simulated or asked for, else its own.
 
-    `given` is the global shape that the caller of this rank says, if any. `fingerprint` makes a number of a local
-    tensor's data; the ranks exchange it, too, so that replicas can be compared.
+    `given` is the global shape that the caller of this rank says, if any, and `requires_grad` whether the local tensor
+    does, before it was detached. `fingerprint` makes a number of a local tensor's data; the ranks exchange it, too, so
+    that replicas can be compared.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class LocalShapes:
         mesh_info: MeshInfo,
         ask: bool,
         given: Sequence[int] | None = None,
+        requires_grad: bool = False,
         fingerprint: Callable[[Tensor], int] = lambda local: 0,
     ) -> None:
         self.mesh_info = mesh_info
         self.given: dict[int, tuple[int, ...]] = {}
         self.fingerprints: dict[int, int] = {}
+        self.requires_grad: dict[int, bool] = {}
         if isinstance(local, RankTensor):
             self.shapes = {rank: tuple(shard.shape) for rank, shard in enumerate(local.shards)}
             self.dtypes = dict.fromkeys(self.shapes, local.dtype)
@@ -51,16 +54,16 @@ class LocalShapes:
             self.fingerprints = {rank: fingerprint(shard) for rank, shard in enumerate(local.shards)}
         elif ask and mesh_info.backend != "fake" and not mesh_info.outside and not in_fake_mode():
             # The fake backend and fake tensors have no peers to ask.
-            self._ask(local, given, fingerprint(local))
+            self._ask(local, given, requires_grad, fingerprint(local))
         else:
             self.shapes = {dist.get_rank(): tuple(local.shape)}
             self.dtypes = {dist.get_rank(): local.dtype}
             self.memory_order = _memory_order(local)
 
-    def _ask(self, local: Tensor, given: Sequence[int] | None, fingerprint: int) -> None:
+    def _ask(self, local: Tensor, given: Sequence[int] | None, requires_grad: bool, fingerprint: int) -> None:
         """Exchange what is known of the local tensors with the other ranks of the mesh."""
         lists = [local.shape, _memory_order(local), given or ()]
-        row = [_DTYPES.index(local.dtype), fingerprint]
+        row = [_DTYPES.index(local.dtype), fingerprint, int(requires_grad)]
         for values in lists:
             row += [len(values), *values, *[0] * (_MAX_DIMS - len(values))]
         device = local.device if not local.is_meta else self.mesh_info.device_type
@@ -69,8 +72,9 @@ class LocalShapes:
         instance = next(ranks for ranks in self.mesh_info.instances.flatten(1).tolist() if rank in ranks)
         self.dtypes = {rank: _DTYPES[row[0]] for rank, row in zip(instance, table, strict=True)}
         self.fingerprints = {rank: row[1] for rank, row in zip(instance, table, strict=True)}
+        self.requires_grad = {rank: bool(row[2]) for rank, row in zip(instance, table, strict=True)}
         shapes, orders, given_shapes = (
-            {rank: _list_at(row, 2 + i * (1 + _MAX_DIMS)) for rank, row in zip(instance, table, strict=True)}
+            {rank: _list_at(row, 3 + i * (1 + _MAX_DIMS)) for rank, row in zip(instance, table, strict=True)}
             for i in range(len(lists))
         )
         self.shapes, self.given = shapes, given_shapes
@@ -78,13 +82,16 @@ class LocalShapes:
         self.memory_order = orders[instance[0]]
 
     def check_alike(self) -> None:
-        """Refuse ranks whose dtype, number of dims or given global shape differs from the others'."""
+        """Refuse ranks whose dtype, number of dims, given global shape or requires_grad differs from the others'."""
         kinds = {rank: f"{self.dtypes[rank]} of {len(shape)} dims" for rank, shape in self.shapes.items()}
         if len(set(kinds.values())) > 1:
             raise ShapeError(
                 f"the local tensors differ in dtype or number of dims: {_by_rank(kinds)}",
                 "make them alike on all ranks",
             )
+        if len(set(self.requires_grad.values())) > 1:
+            kinds = {rank: f"one with requires_grad={required}" for rank, required in self.requires_grad.items()}
+            raise ShapeError(f"the local tensors differ: {_by_rank(kinds)}", "make them alike on all ranks")
         if len(set(self.given.values())) > 1:
             shapes = ", ".join(f"{list(shape)} on rank {rank}" for rank, shape in sorted(self.given.items()))
             raise ShapeError(f"from_local got different shapes for one tensor: {shapes}", "pass the same on all ranks")
@@ -133,14 +140,14 @@ class LocalShapes:
         packed = contiguous_stride([shape[dim] for dim in self.memory_order])
         return tuple(packed[self.memory_order.index(dim)] for dim in range(len(shape)))
 
-    def check(self, shape: torch.Size, placements: Sequence[Placement], order: ShardOrder, assumed: bool) -> None:
+    def check(self, shape: torch.Size, placements: tuple[Placement, ...], order: ShardOrder, assumed: bool) -> None:
         """Refuse local shapes that these placements of this global shape do not give.
 
         `assumed`: nobody gave the shape; it follows from one shard, if the others are like it.
         """
         mesh_info = self.mesh_info
         try:
-            layout = from_placements(mesh_info.sizes, shape, placements, order)
+            layout = resolve_placements(mesh_info.sizes, shape, placements, order)[0]
         except LayoutError as error:
             where = f"{list(placements)} on shape {list(shape)} over {mesh_info!r}"
             raise ShapeError(f"{where}: {error.problem}", error.fix) from None
