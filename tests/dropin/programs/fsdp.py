@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 HIDDEN = 16
+INNER = 63  # uneven over 2 and 4 ranks
 
 
 def new_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        *[nn.Sequential(nn.Linear(HIDDEN, 4 * HIDDEN), nn.GELU(), nn.Linear(4 * HIDDEN, HIDDEN)) for _ in range(2)]
+        *[nn.Sequential(nn.Linear(HIDDEN, INNER), nn.GELU(), nn.Linear(INNER, HIDDEN)) for _ in range(2)]
     )
 
 
