@@ -30,11 +30,11 @@ def exemptions() -> list[Reason]:
             key, _, text = line[1:].partition("] ")
             reasons.append(Reason(key, text))
             continue
-        name, _, note = line.partition(": ")
+        name, _, note = f"{line} ".partition(": ")
         if "::" not in name or not reasons or name in listed:
             raise ValueError(
                 f"exempt.txt, line {number}: write `file::Class.test: note` once, below a [key] of a reason"
             )
         listed.add(name)
-        reasons[-1].tests[name] = note
+        reasons[-1].tests[name] = note.strip()
     return reasons
