@@ -57,8 +57,14 @@ def _list(reasons: list[Reason]) -> list[str]:
     for reason in reasons:
         lines += [f"**{reason.key}**: {reason.text}", ""]
         for file, names in groupby(sorted(reason.tests), lambda name: name.partition("::")[0]):
-            tests = (_test(name.partition("::")[2], reason.tests[name]) for name in names)
-            lines.append(f"- {file}: {', '.join(tests)}")
+            by_note: dict[str, list[str]] = {}
+            for name in names:
+                by_note.setdefault(reason.tests[name], []).append(name.partition("::")[2])
+            groups = [
+                ", ".join([*(_test(name, "") for name in tests[:-1]), _test(tests[-1], note)])
+                for note, tests in by_note.items()
+            ]
+            lines.append(f"- {file}: {'; '.join(groups)}")
         lines.append("")
     return lines
 
