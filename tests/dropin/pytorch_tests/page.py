@@ -17,8 +17,18 @@ def write_page(counts: Mapping[str, Counter[str]], reasons: list[Reason]) -> Non
     old, _, after = rest.partition(END)
     columns = ["ok", "skip", *(reason.key for reason in reasons), "fail"]
     rows = {**_rows(old, columns), **counts}
-    body = "\n".join([*_table(rows, columns), "", *_list(reasons)])
+    body = "\n".join([_summary(rows), "", *_table(rows, columns), "", *_list(reasons)])
     PAGE.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}")
+
+
+def _summary(rows: Mapping[str, Counter[str]]) -> str:
+    total = sum(rows.values(), Counter())
+    public = total["ok"] + total["fail"]
+    strict = public + total["collectives"] + total["contract"]
+    return (
+        f"{total['ok']} of {public} tests of public behaviour pass ({total['ok'] / public:.1%}), or of {strict} with "
+        f"those of the columns collectives and contract ({total['ok'] / strict:.1%})."
+    )
 
 
 def _rows(text: str, columns: list[str]) -> dict[str, Counter[str]]:
