@@ -374,3 +374,9 @@ def test_same_names_and_signatures_as_pytorch() -> None:
         parameters = inspect.signature(getattr(theirs, name)).parameters
         ours = inspect.signature(getattr(CommDebugMode, name)).parameters
         assert [(p.name, p.default) for p in parameters.values()] == [(p.name, p.default) for p in ours.values()]
+
+
+def test_the_counts_of_all_modules_are_there_without_a_collective():
+    with simulate(2), CommDebugMode() as comm:
+        distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Replicate()], src_data_rank=None) + 1
+    assert sum(comm.comm_module_counts["Global"]["forward"].values()) == 0

@@ -173,3 +173,53 @@ def test_an_interleaved_cut_is_followed_as_it_is() -> None:
 def test_a_maximum_does_not_become_complex(fn: Any) -> None:
     """Complex numbers have no order, so the maximum is taken before."""
     check_case(fn, (r(5, 3),), partial=("max", "min"), limit=20)
+
+
+PRIMS_OF_ONE = "abs bessel_i0e bessel_i1 bessel_j0 cbrt erfcx exp ndtri spherical_bessel_j0"
+
+
+def test_prims_are_elementwise_as_the_ops_they_stand_for() -> None:
+    with ranks(2) as mesh:
+        a, b = (on(mesh, value, Shard(0)) for value in (unit, positive))
+        for name in PRIMS_OF_ONE.split():
+            op = getattr(torch.ops.prims, name)
+            with no_communication():
+                found = op(a)
+            torch.testing.assert_close(whole(found), op(unit))
+        for name in ("div", "ne", "fmod", "pow", "gt"):
+            op = getattr(torch.ops.prims, name)
+            with no_communication():
+                found = op(a, b)
+            assert found.placements == (Shard(0),)
+            torch.testing.assert_close(whole(found), op(unit, positive))
+
+
+def test_an_alias_by_prims_shares_memory() -> None:
+    with ranks(2) as mesh:
+        a = on(mesh, x, Shard(0))
+        alias = torch.ops.prims.view_of(a)
+        assert alias.placements == (Shard(0),)
+        alias.zero_()
+        torch.testing.assert_close(whole(a), torch.zeros_like(x))
+
+
+NEW: list[Any] = [
+    ("zeros_like", torch.zeros_like),
+    ("ones_like", torch.ones_like),
+    ("empty_like", torch.empty_like),
+    ("new_empty", lambda a: a.new_empty(a.shape)),
+    ("new_empty_strided", lambda a: a.new_empty_strided(a.shape, a.stride())),
+    ("new_zeros of another shape", lambda a: a.new_zeros(3)),
+]
+
+
+@pytest.mark.parametrize("reduction", ["sum", "avg", "max", "min"])
+@pytest.mark.parametrize(("name", "make"), NEW, ids=[name for name, _ in NEW])
+def test_new_tensors_like_a_partial_one_communicate_nothing(name: str, make: Any, reduction: str) -> None:
+    with ranks(2) as mesh:
+        like = on(mesh, x, Partial(reduction))
+        with no_communication():
+            made = make(like)
+        assert made.shape == make(x).shape
+        if "empty" not in name:
+            torch.testing.assert_close(whole(made), make(x))

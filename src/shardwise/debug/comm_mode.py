@@ -38,7 +38,7 @@ from ..world import RankTensor
 from .collectives import group_of, public_op, received_bytes
 from .comm_record import Collective, ModuleRecord, OpCounts, Operation, counts, received
 from .comm_table import draw_table, json_tree, list_modules
-from .module_calls import ModuleCalls
+from .module_calls import ROOT, ModuleCalls
 
 
 class CommDebugMode(OwnMode):
@@ -122,8 +122,11 @@ class CommDebugMode(OwnMode):
 
     @property
     def comm_module_counts(self) -> dict[str, dict[str, OpCounts]]:
-        """The collectives of each module that has any: `{"Model.layer": {"forward": counts, "backward": counts}}`."""
-        found: dict[str, dict[str, list[Collective]]] = {}
+        """The collectives of each module that has any: `{"Model.layer": {"forward": counts, "backward": counts}}`.
+
+        "Global" is always there, and counts those outside of modules as well.
+        """
+        found: dict[str, dict[str, list[Collective]]] = {ROOT: {"forward": [], "backward": []}}
         for collective in self.collectives:
             for module in collective.moment.modules:
                 passes = found.setdefault(module, {"forward": [], "backward": []})

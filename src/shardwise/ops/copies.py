@@ -34,7 +34,7 @@ def cast(call: Call) -> str:
     return SAME if same else "x.. -> x.. ; linear 0"
 
 
-define(("aten::detach", "aten::alias"), SAME, put=put_itself)
+define(("aten::detach", "aten::alias", "prims::view_of"), SAME, put=put_itself)
 define(("aten::clone", "aten::lift_fresh"), SAME)
 define("aten::_to_copy", cast)
 define("aten::copy", "b.., b?.. -> b.. ; linear 0+1")
@@ -58,10 +58,10 @@ def new_empty_strided(call: LocalCall) -> Tensor:
     return made.permute([order.index(dim) for dim in range(len(shape))])
 
 
-define("aten::zeros_like", "x.. -> x.. ; linear 0")
+define("aten::zeros_like", SAME)
 define(("aten::ones_like", "aten::empty_like", "aten::full_like"), "x.. -> x..", reads_shape_only=True)
 define(("aten::new_zeros", "aten::new_ones", "aten::new_empty", "aten::new_full"), new, reads_shape_only=True)
-define("aten::new_empty_strided", new, local=Local(new_empty_strided))
+define("aten::new_empty_strided", new, local=Local(new_empty_strided), reads_shape_only=True)
 
 # ---- shapes that change in place ------------------------------------------------------------------------------------
 #

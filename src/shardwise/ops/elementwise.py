@@ -74,8 +74,6 @@ def of_gradient(call: Call) -> str:
 define("aten::neg", neg)
 define("aten::div", div, strides="elementwise")
 define(("aten::clamp", "aten::clip"), clamp, strides="elementwise")
-# With these, forward derivatives work out the shape of a sum or product of which one operand is known to be zero.
-define(("prims::add", "prims::sub", "prims::mul", "prims::div"), pointwise(2))
 define(
     [
         f"aten::{name}_backward"
@@ -132,8 +130,9 @@ define("aten::log_sigmoid_forward", "b?.. -> b.., b..", strides="row-major")
 _UNTAGGED = (
     *("hardswish", "leaky_relu", "floor_divide", "fill", "nan_to_num", "polar", "float_power"),
     *("_prelu_kernel", "_prelu_kernel_backward", "frexp", "rrelu_with_noise_backward"),
+    *("bessel_i0", "bessel_i0e", "bessel_i1", "bessel_i1e", "cbrt", "erf_inv", "shift_left", "shift_right_arithmetic"),
 )
-"""Elementwise ops that PyTorch does not tag."""
+"""Elementwise ops that PyTorch does not tag. Those of the last line exist as prims alone."""
 
 
 def _base_name(func: OpOverload) -> str:
@@ -145,9 +144,11 @@ def _is_pointwise(func: OpOverload) -> bool:
     name = _base_name(func)
     if torch.Tag.pointwise in func.tags or name in _UNTAGGED:
         return True
-    # The ops on lists carry no tags.
-    of_one = overloads(f"aten::{name}") if packet_name(func).startswith(f"aten::{FOREACH}") else ()
-    return any(torch.Tag.pointwise in model.tags for model in of_one)
+    # The ops on lists carry no tags, and most prims do not. Forward derivatives call prims for shapes of sums.
+    if not packet_name(func).startswith((f"aten::{FOREACH}", "prims::")):
+        return False
+    models = (*overloads(f"aten::{name}"), *overloads(f"aten::special_{name}"))
+    return any(torch.Tag.pointwise in model.tags for model in models)
 
 
 def _by_tag(func: OpOverload) -> Op | None:
