@@ -228,3 +228,23 @@ def test_memory_order() -> None:
         assert lies_as(found, wanted)
     found_overlaps = [overlaps(meta(*each)) for each in (((2, 3), (0, 1)), ((3, 3), (1, 1)), ((2, 3), (7, 2)))]
     assert found_overlaps == [True, True, False]
+
+
+@pytest.mark.parametrize("source", [0, None])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(2), Replicate(), Partial()], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "channels last", "sliced", "expanded"])
+def test_distributing_keeps_the_strides_of_a_tensor_without_gaps(
+    layout: str, placement: Placement, source: int | None
+) -> None:
+    value = LAYOUTS[layout](torch.randn(3, 5, 9))
+    expected = torch.empty_like(value, memory_format=torch.contiguous_format) if layout in OTHER else value
+    with mesh_of(4) as mesh:
+        x = distribute_tensor(value, mesh, [placement], src_data_rank=source).requires_grad_()
+        assert x.stride() == expected.stride()
+        assert all(lies_as(shard, x._spec.tensor_meta) for shard in x._local_tensor.shards)
+        torch.testing.assert_close(assemble(x), value)
+        (x * 2).sum().backward()
+        assert x.grad.stride() == x.stride()
+
+
+OTHER = ("sliced", "expanded")

@@ -21,6 +21,7 @@ from ..comm.redistribute import redistribute_local
 from ..errors import InputError, PlacementError, ShapeError
 from ..random import Draw
 from ..sharding.from_placements import cutting_sequence, from_placements
+from ..sharding.memory_order import TensorMeta, in_memory_order, is_dense, memory_order
 from ..sharding.mesh import MeshInfo, current_mesh, mesh_info_of
 from ..sharding.placement import Placement, Placements, Replicate, Shard
 from ..sharding.recording import recorded
@@ -41,8 +42,9 @@ def distribute_tensor(
     """Shard a global tensor over a mesh.
 
     The data of the rank at index `src_data_rank` of every axis is sent to the others; with None each rank takes the
-    shard of its own tensor. A leaf gives a leaf, and `requires_grad` is kept. To shard a value inside a computation, so
-    that gradients flow through, use `DTensor.from_local` with replicated placements and `redistribute`.
+    shard of its own tensor. A leaf gives a leaf, and `requires_grad` is kept. Strides are kept if the tensor has no gaps
+    in memory, else it becomes row-major. To shard a value inside a computation, so that gradients flow through, use
+    `DTensor.from_local` with replicated placements and `redistribute`.
     """
     tensor = check_plain_tensor(tensor, "distribute_tensor")
     mesh = (
@@ -61,7 +63,10 @@ def distribute_tensor(
         )
     mesh_info = adopt(mesh)
     normal, order = normalize_placements(mesh_info, placements, tensor.dim())
-    spec = DTensorSpec(mesh_info.mesh, normal, contiguous_meta(tensor.shape, tensor.dtype), order)
+    meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+    spec = DTensorSpec(
+        mesh_info.mesh, normal, meta if is_dense(meta) else contiguous_meta(meta.shape, meta.dtype), order
+    )
     _check_source(mesh_info, src_data_rank)
     check_reductions(normal, tensor.dtype)
     with torch.no_grad():
@@ -72,6 +77,7 @@ def distribute_tensor(
             local = _own_shard(local, spec)
         else:
             local = _scatter_from(local, spec, src_data_rank)
+        local = in_memory_order(local, None if mesh_info.outside else memory_order(spec.tensor_meta))
     result = DTensor(local, spec, requires_grad=False)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(result, tensor.requires_grad)  # type: ignore[return-value]
