@@ -8,8 +8,9 @@ axis, and what it returns are the rows of `shardwise.register_sharding`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -290,6 +291,8 @@ def register_inductor_prims() -> None:
 
 class ShardingPropagator:
     """Registers strategies, as `register_op_strategy` does. Strategies are kept as rules, not here."""
+
+    _fake_mode_lock: ClassVar[AbstractContextManager[object]] = nullcontext()  # PyTorch's test classes replace it
 
     def register_op_strategy(
         self, op_overload: OpOverload, strategy_func: Strategy, schema_info: RuntimeSchemaInfo | None = None

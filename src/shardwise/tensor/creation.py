@@ -42,8 +42,8 @@ def distribute_tensor(
     """Shard a global tensor over a mesh.
 
     The data of the rank at index `src_data_rank` of every axis is sent to the others; with None each rank takes the
-    shard of its own tensor. A leaf gives a leaf, and `requires_grad` is kept. Strides are kept if the tensor has no gaps
-    in memory, else it becomes row-major. To shard a value inside a computation, so that gradients flow through, use
+    shard of its own tensor. A leaf gives a leaf, and `requires_grad` is kept. A tensor without gaps in memory keeps its
+    strides, others become row-major. To shard a value inside a computation, so that gradients flow through, use
     `DTensor.from_local` with replicated placements and `redistribute`.
     """
     tensor = check_plain_tensor(tensor, "distribute_tensor")

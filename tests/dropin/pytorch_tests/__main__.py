@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from .exemptions import Reason, exemptions
+from .exemptions import Reason, exemptions, reason_of
 from .page import write_page
 
 HERE = Path(__file__).parent
@@ -96,17 +96,16 @@ def _read(results: Path) -> list[Outcome]:
 
 def counts(outcomes: list[Outcome], reasons: list[Reason]) -> dict[str, Counter[str]]:
     """For each file: how many tests pass, are skipped, are exempt by each reason, and fail."""
-    exempt = {name: reason.key for reason in reasons for name in reason.tests}
     found: dict[str, Counter[str]] = {}
     for outcome in outcomes:
-        kind = outcome.outcome if outcome.outcome != "fail" else exempt.get(outcome.name, "fail")
+        kind = outcome.outcome if outcome.outcome != "fail" else reason_of(outcome.name, reasons) or "fail"
         found.setdefault(outcome.file, Counter())[kind] += 1
     return found
 
 
 def _report(outcomes: list[Outcome], reasons: list[Reason]) -> int:
     exempt = {name for reason in reasons for name in reason.tests}
-    unexpected = [o for o in outcomes if o.outcome == "fail" and o.name not in exempt]
+    unexpected = [o for o in outcomes if o.outcome == "fail" and reason_of(o.name, reasons) is None]
     for outcome in unexpected:
         print(f"fails: {outcome.name}: {outcome.words}")
     for outcome in outcomes:

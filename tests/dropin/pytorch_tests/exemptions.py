@@ -2,6 +2,7 @@
 
 [key] The reason, as a sentence of docs/differences.md.
 test_api.py::DTensorAPITest.test_name: what is particular to this test
+test_api.py::DTensorAPITest.*: what is particular to all tests of a class
 """
 
 from dataclasses import dataclass, field
@@ -17,6 +18,13 @@ class Reason:
     key: str
     text: str
     tests: dict[str, str] = field(default_factory=dict)
+
+
+def reason_of(name: str, reasons: list[Reason]) -> str | None:
+    """The key of the reason for which a test (`file::Class.test`) is exempt."""
+    file, _, test = name.partition("::")
+    patterns = {name, f"{file}::{test.rpartition('.')[0]}.*", f"{file}::*"}
+    return next((reason.key for reason in reasons if not patterns.isdisjoint(reason.tests)), None)
 
 
 def exemptions() -> list[Reason]:

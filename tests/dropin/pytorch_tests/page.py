@@ -80,5 +80,6 @@ def _list(reasons: list[Reason]) -> list[str]:
 
 
 def _test(name: str, note: str) -> str:
-    short = f"`{name.rpartition('.')[2]}`"
+    group, _, test = name.rpartition(".")
+    short = f"`{test}`" if test != "*" else f"all of `{group}`" if group else "all"
     return f"{short} ({note})" if note else short

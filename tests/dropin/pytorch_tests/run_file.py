@@ -2,14 +2,15 @@
 
     python run_file.py FILE RESULTS.tsv [--theirs] [NAME ...]
 
-The file itself is not changed. Ranks are forked, because a spawned rank would start without take-over. Classes that
-repeat the same tests in PyTorch's LocalTensorMode are left out. Each line of the results is outcome, file, test,
-seconds and the first words of the error; `--theirs` runs PyTorch's own DTensor, and names select tests. The outcome
-"works" is a success where PyTorch expects its own DTensor to fail.
+The file itself is not changed. Ranks are forked, because a spawned rank would start without take-over; so are ranks
+that would be threads of one process. Classes that repeat the same tests in PyTorch's LocalTensorMode are left out. Each
+line of the results is outcome, file, test, seconds and the first words of the error; `--theirs` runs PyTorch's own
+DTensor, and names select tests. The outcome "works" is a success where PyTorch expects its own DTensor to fail.
 """
 
 import importlib.util
 import os
+import re
 import sys
 import time
 import unittest
@@ -22,10 +23,12 @@ if "--theirs" not in rest:
 
     shardwise.install()
 
+import rank_processes  # noqa: E402
 import torch.multiprocessing  # noqa: E402
 from torch.testing._internal import common_distributed, common_utils  # noqa: E402
 
 FOLDER = "distributed/tensor/"
+LOCAL_TENSOR_MODE = re.compile("LocalTensor|LocalDTensor")
 
 
 def _fork(case: common_distributed.MultiProcessTestCase) -> None:
@@ -90,7 +93,7 @@ def _run_tests(*_: object, **__: object) -> None:
     chosen = [
         test
         for test in found
-        if "LocalTensor" not in type(test).__name__ and (not names or any(name in test.id() for name in names))
+        if not LOCAL_TENSOR_MODE.search(type(test).__name__) and (not names or any(name in test.id() for name in names))
     ]
     unittest.TextTestRunner(resultclass=_Result, verbosity=0).run(unittest.TestSuite(chosen))
     os._exit(0)
@@ -99,6 +102,7 @@ def _run_tests(*_: object, **__: object) -> None:
 warnings.simplefilter("ignore")
 torch.multiprocessing.set_start_method("fork", force=True)
 common_distributed.MultiProcessTestCase._spawn_processes = _fork
+rank_processes.replace_threads()
 common_utils.run_tests = _run_tests
 sys.argv = [path]
 sys.path.insert(0, str(Path(path).resolve().parent))
