@@ -14,7 +14,7 @@ def test_every_exempt_test_is_on_the_page():
         name
         for reason in exemptions.exemptions()
         for name in reason.tests
-        if f"`{name.rpartition('.')[2]}`" not in text
+        if page.short_name(name.partition("::")[2]) not in text
     ]
     assert not missing, "run `python -m tests.dropin.pytorch_tests CHECKOUT FILE --write`"
 
@@ -25,6 +25,17 @@ def test_a_test_listed_twice_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(exemptions, "FILE", file)
     with pytest.raises(ValueError, match="line 3"):
         exemptions.exemptions()
+
+
+def test_a_class_or_a_file_may_be_exempt():
+    reasons = [
+        Reason("private", "Parts.", {"a.py::A.*": "", "b.py::*": ""}),
+        Reason("errors", "", {"a.py::B.test_c": ""}),
+    ]
+    found = [exemptions.reason_of(name, reasons) for name in ("a.py::A.test_b", "a.py::B.test_b", "b.py::B.test_b")]
+    assert found == ["private", None, "private"]
+    assert exemptions.reason_of("a.py::B.test_c", reasons) == "errors"
+    assert [page.short_name(name) for name in ("A.test_b", "A.*", "*")] == ["`test_b`", "`A.*`", "`*`"]
 
 
 def test_rows_of_files_that_were_not_run_stay_on_the_page(tmp_path, monkeypatch):

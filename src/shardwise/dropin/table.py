@@ -91,7 +91,7 @@ MODULES: dict[str, dict[str, str]] = {
         NO_COUNTERPART: "_gen_transform_infos _optimize_transform_infos _FlattenedTransformInfo _TransformInfo",
     },
     "_sharding_prop": {"dropin.strategies": "ShardingPropagator", NO_COUNTERPART: "_select_min_cost_strategy"},
-    "_shards_wrapper": {},
+    "_shards_wrapper": {NO_COUNTERPART: "LocalShardsWrapper"},
     "_utils": {
         "dropin.shapes": "compute_local_shape_and_global_offset _compute_local_shape_and_global_offset "
         "compute_local_shape compute_local_stride compute_local_tensor_info compute_global_tensor_info "

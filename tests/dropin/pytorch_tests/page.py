@@ -79,7 +79,11 @@ def _list(reasons: list[Reason]) -> list[str]:
     return lines
 
 
+def short_name(name: str) -> str:
+    """A test without its class; a class without what is in it: `test_mm`, `TestStrategies.*`."""
+    return f"`{name if name.endswith('*') else name.rpartition('.')[2]}`"
+
+
 def _test(name: str, note: str) -> str:
-    group, _, test = name.rpartition(".")
-    short = f"`{test}`" if test != "*" else f"all of `{group}`" if group else "all"
+    short = short_name(name)
     return f"{short} ({note})" if note else short
