@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -21,6 +22,18 @@ def pytorch_decomposition(func: OpOverload) -> Callable[..., object]:
         return decomposition_table[func](*args, **kwargs)
 
     return decomposed
+
+
+def registered_decomposition(func: OpOverload) -> Callable[..., object] | None:
+    """The decomposition that a program registered for an op of its own, with `torch._decomp.register_decomposition`.
+
+    Ops of PyTorch have none here: its table is made for tracing, and holds functions that make plain tensors.
+    """
+    module = sys.modules.get("torch._decomp")  # nothing is registered before it is imported
+    if module is None or func.namespace in ("aten", "prims"):
+        return None
+    found: Callable[..., object] | None = module.decomposition_table.get(func)
+    return found
 
 
 def is_composite(func: OpOverload) -> bool:

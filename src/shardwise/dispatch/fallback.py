@@ -12,6 +12,7 @@ import warnings
 from torch import Tensor
 
 from .._torch import pytree
+from .._torch.decompositions import registered_decomposition
 from ..comm.redistribute import redistribute_local
 from ..errors import CommunicationError, InputError
 from ..ops.collectives import collective_of
@@ -48,6 +49,8 @@ def run_without_plan(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTen
     decomposed = op.func.decompose(*args, **kwargs)
     if decomposed is not NotImplemented:
         return decomposed
+    if (registered := registered_decomposition(op.func)) is not None:
+        return registered(*args, **kwargs)
     if outside:
         return run_outside(op, args, kwargs, kind)
     if served_by(op.func) != "rule" and not op.needs_data:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from .._torch.decompositions import is_composite
+from .._torch.decompositions import is_composite, registered_decomposition
 from .._torch.ops import OpOverload
 from .registry import resolve
 
@@ -32,4 +32,5 @@ def served_by(func: OpOverload, planned: bool | None = None) -> Kind:
     if planned and found.has_rule:
         return "generated" if found.op.origin == "generated" else "rule"
     by_others = found.decomposition is not None or found.in_place_view is not None or is_composite(func)
+    by_others = by_others or registered_decomposition(func) is not None
     return "decomposition" if by_others else "gathered"
