@@ -6,7 +6,7 @@ READY  := .venv/.ready
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: demo test lint verify rules coverage fuzz reference bench clean help
+.PHONY: demo test lint verify rules coverage fuzz reference compatibility bench clean help
 
 demo: $(READY)  ## train a small GPT on 8 simulated ranks and compare it with one device
 	@$(BIN)/python examples/train.py --simulate 8
@@ -39,6 +39,9 @@ fuzz: $(READY)  ## compare 1,000 random programs with one device; ARGS="--progra
 reference: $(READY)  ## the same for torch.distributed.tensor on four processes, about 30 minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.testing.reference $(ARGS)
 
+compatibility: $(READY)  ## run programs for torch.distributed.tensor unmodified, about 15 minutes; writes docs/compatibility.md
+	@$(BIN)/python -m tests.dropin.compatibility $(ARGS)
+
 bench: $(READY)  ## run all benchmarks and update benchmarks/README.md
 	@set -e; for script in $(sort $(wildcard benchmarks/*.py)); do \
 	    echo "== $$script"; $(BIN)/python $$script; \
@@ -49,7 +52,7 @@ clean:  ## remove caches and build output, but not .venv
 	@find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 help:  ## show this help
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
 
 $(READY): pyproject.toml constraints.txt
 	@echo "== .venv (1/3): creating"

@@ -10,6 +10,7 @@ from shardwise import InterleavedShard, Replicate, Shard, ShardOrderEntry
 from shardwise.errors import LayoutError
 from shardwise.sharding.from_placements import cutting_sequence, default_order, from_placements, to_placements
 from shardwise.sharding.layout import chunk_range
+from shardwise.sharding.placement import AnyShard
 
 MESHES = [(2,), (3,), (4,), (5,), (1, 2), (2, 2), (2, 3), (3, 2), (2, 2, 2), (2, 1, 3)]
 
@@ -90,7 +91,13 @@ def test_interleaved_cuts(mesh):
         order = tuple(
             ShardOrderEntry(dim, tuple(generator.sample(axes, len(axes))))
             for dim in range(2)
-            if (axes := [axis for axis, placement in enumerate(placements) if placement.is_shard(dim)])
+            if (
+                axes := [
+                    axis
+                    for axis, placement in enumerate(placements)
+                    if isinstance(placement, AnyShard) and placement.dim == dim
+                ]
+            )
         )
         try:
             check_every_rank(mesh, shape, placements, order)

@@ -7,7 +7,7 @@ import pytest
 
 from shardwise import InterleavedShard, P, Partial, Placement, Replicate, Shard, ShardOrderEntry
 from shardwise.errors import InputError, PlacementError
-from shardwise.sharding.placement import REDUCE_OPS
+from shardwise.sharding.placement import REDUCE_OPS, AnyShard
 
 ALL = [Shard(0), Shard(-1), InterleavedShard(1, 3), Replicate(), *map(Partial, REDUCE_OPS)]
 
@@ -28,7 +28,7 @@ def test_prints(placement, text):
 
 
 def test_equality_is_by_kind_and_value():
-    # An interleaved cut is a Shard too, but never equal to a plain one: the ranks hold other elements.
+    # An interleaved shard is never equal to a plain one: the ranks hold other elements.
     assert len({*ALL, *ALL}) == len(ALL)
     assert Shard(0) == Shard(0) != Shard(1)
     assert InterleavedShard(0, 1) != Shard(0)
@@ -38,7 +38,10 @@ def test_equality_is_by_kind_and_value():
 @pytest.mark.parametrize("placement", ALL, ids=repr)
 def test_is_exactly_one_kind(placement):
     assert isinstance(placement, Placement)
-    assert [placement.is_shard(), placement.is_replicate(), placement.is_partial()].count(True) == 1
+    kinds = [isinstance(placement, AnyShard), placement.is_replicate(), placement.is_partial()]
+    assert kinds.count(True) == 1
+    # Programs take a `Shard` for one contiguous piece of a dim.
+    assert placement.is_shard() == isinstance(placement, Shard) == (type(placement) is Shard)
 
 
 def test_prod_is_another_name_of_product():
@@ -53,7 +56,7 @@ def test_prod_is_another_name_of_product():
 def test_questions_with_an_argument():
     assert Shard(1).is_shard(1)
     assert not Shard(1).is_shard(0)
-    assert InterleavedShard(1, 2).is_shard(1)
+    assert not InterleavedShard(1, 2).is_shard(1)
     assert Partial("max").is_partial("max")
     assert not Partial("max").is_partial("sum")
     assert not Replicate().is_shard(0)

@@ -1,6 +1,7 @@
 """Specs: interned, frozen, printed the way people think."""
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -21,6 +22,7 @@ from shardwise import (
 from shardwise.errors import InputError, LayoutError, PlacementError
 from shardwise.sharding.layout import Factor, Layout
 from shardwise.sharding.mesh import mesh_info_of
+from shardwise.sharding.placement import AnyShard
 from shardwise.sharding.spec import contiguous_meta
 from tests.worlds import mesh_of
 
@@ -96,6 +98,15 @@ def test_copies_are_the_same_object(mesh):
     assert spec.with_meta(F32) is spec
 
 
+def test_replace_as_for_dataclasses(mesh):
+    half = contiguous_meta((8, 16), torch.bfloat16)
+    order = (ShardOrderEntry(0, (1, 0)),)
+    spec = DTensorSpec(mesh, [Shard(0), Shard(0)], F32, order)
+    assert dataclasses.replace(spec, tensor_meta=half) is DTensorSpec(mesh, [Shard(0), Shard(0)], half, order)
+    with pytest.raises(PlacementError, match="shard order"):
+        dataclasses.replace(spec, placements=(Shard(0), Shard(1)))
+
+
 def test_frozen(mesh):
     spec = DTensorSpec(mesh, [Shard(0), Replicate()], F32)
     for name in ("tensor_meta", "layout", "placements", "anything"):
@@ -121,7 +132,7 @@ def test_summaries(mesh, placements, dim_map, num_shards_map, sums):
     assert spec.num_shards_map == num_shards_map
     assert spec.num_shards == num_shards_map[0] * num_shards_map[1]
     assert spec.sums == sums
-    assert spec.is_sharded() == any(placement.is_shard() for placement in placements)
+    assert spec.is_sharded() == any(isinstance(placement, AnyShard) for placement in placements)
     assert spec.is_replicated() == all(placement.is_replicate() for placement in placements)
 
 

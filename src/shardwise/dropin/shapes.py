@@ -15,7 +15,7 @@ from ..sharding.base import DTensorBase
 from ..sharding.from_placements import default_order, resolve_placements
 from ..sharding.layout import Layout
 from ..sharding.memory_order import TensorMeta, memory_order
-from ..sharding.placement import Partial, Placement, Replicate, Shard
+from ..sharding.placement import AnyShard, Partial, Placement, Replicate, Shard
 from ..sharding.spec import DTensorSpec
 
 Coordinate = Sequence[int] | Callable[[int], int] | None
@@ -81,7 +81,7 @@ def compute_global_tensor_info(
     """The shape and strides of the global tensor, if `tensor` is one of its local shards and all have equal sizes."""
     shape = list(tensor.shape)
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
+        if isinstance(placement, AnyShard):
             shape[placement.dim] *= mesh.size(axis)
         elif not isinstance(placement, (Replicate, Partial)):
             raise RuntimeError(f"the placement of axis {axis} is {placement!r}: use Shard, Replicate or Partial")
@@ -154,7 +154,7 @@ def normalize_dims(dims: int | Sequence[int], ndim: int) -> Sequence[int]:
 
 def is_tensor_dim_sharded(spec: DTensorSpec, dim: int) -> bool:
     """Whether some axis shards this dim."""
-    return spec.num_shards_map[dim] > 1 or any(p.is_shard(dim) for p in spec.placements)
+    return spec.num_shards_map[dim] > 1 or any(isinstance(p, AnyShard) and p.dim == dim for p in spec.placements)
 
 
 def is_tensor_partial(spec: DTensorSpec) -> bool:

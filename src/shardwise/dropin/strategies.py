@@ -22,7 +22,7 @@ from ..errors import InputError
 from ..extend.placement_rows import HasMeta, Row, TensorInfo
 from ..extend.register import register_sharding
 from ..sharding.memory_order import contiguous_meta
-from ..sharding.placement import Partial, Placement, Replicate, Shard
+from ..sharding.placement import AnyShard, Partial, Placement, Replicate, Shard
 from ..sharding.runtime import WorldState, runtime_of_world
 from ..sharding.spec import DTensorSpec
 
@@ -222,8 +222,8 @@ def _tensors(values: Sequence[object]) -> Iterator[TensorInfo]:
 
 def _as_strategy(value: object, placement: Placement) -> object:
     if isinstance(value, TensorInfo):
-        sharded = isinstance(placement, Shard) and placement.dim < value.ndim
-        fits = placement if sharded or not isinstance(placement, Shard) else Replicate()
+        sharded = isinstance(placement, AnyShard) and placement.dim < value.ndim
+        fits = placement if sharded or not isinstance(placement, AnyShard) else Replicate()
         meta = contiguous_meta(value.shape, value.dtype)
         return OpStrategy([OpSpec(DTensorSpec(_one_axis_mesh(), [fits], meta))])
     if isinstance(value, list) and any(isinstance(element, TensorInfo) for element in value):
@@ -277,7 +277,7 @@ def expand_to_full_mesh_op_strategy(
 
 
 def _fits(placement: Placement, meta: HasMeta) -> bool:
-    return not isinstance(placement, Shard) or placement.dim < len(meta.shape)
+    return not isinstance(placement, AnyShard) or placement.dim < len(meta.shape)
 
 
 def generate_redistribute_costs(src_strategy: OpStrategy, dst_spec: DTensorSpec) -> list[float]:

@@ -18,7 +18,7 @@ import torch
 
 from ..notation import RuleError, tensor_arguments
 from ..ops.call import Call, is_list
-from ..sharding.placement import Partial, Placement, Shard
+from ..sharding.placement import AnyShard, Partial, Placement
 
 Row = tuple[Sequence[Placement | None], Sequence[Placement | None]]
 RowsFunction = Callable[..., Sequence[Row]]
@@ -59,7 +59,7 @@ def rule_from_rows(rows_of: RowsFunction, call: Call) -> str:
         _check_length(call, row_outputs, row_inputs, len(outputs.dims), len(given))
         by_name = dict(zip((a.name for a in given), row_inputs, strict=True))
         placements = [by_name[name] for name in inputs.names]
-        if any(isinstance(placement, Shard) for placement in placements):
+        if any(isinstance(placement, AnyShard) for placement in placements):
             _add_factor(f"f{number}", placements, row_outputs, inputs, outputs)
         else:
             inputs.add_partial(placements, row_outputs)
@@ -140,7 +140,7 @@ class _Outputs:
         """Return whether each result is sharded in a dim that has no factor yet, or Partial with its reduction."""
         return all(
             result.dim not in self.dims[i]
-            if isinstance(result, Shard)
+            if isinstance(result, AnyShard)
             else isinstance(result, Partial) and self.reduce[i] in ("", result.reduce_op)
             for i, result in enumerate(results)
         )
@@ -164,7 +164,7 @@ def _add_factor(
     outputs: _Outputs,
 ) -> None:
     """Add a row with sharded inputs as a factor, unless a dim has one already or no rule can express the row."""
-    sharded = [(inputs.dims[n], p.dim) for n, p in zip(inputs.names, given, strict=True) if isinstance(p, Shard)]
+    sharded = [(inputs.dims[n], p.dim) for n, p in zip(inputs.names, given, strict=True) if isinstance(p, AnyShard)]
     if any(isinstance(p, Partial) for p in given) or not outputs.fits(results):
         return
     free = [(dims, dim) for dims, dim in sharded if dims is not None and dims[dim] == "_"]
@@ -173,7 +173,7 @@ def _add_factor(
     for dims, dim in free:
         dims[dim] = factor
     for i, result in enumerate(results):
-        if isinstance(result, Shard):
+        if isinstance(result, AnyShard):
             outputs.dims[i][result.dim] = factor
         elif isinstance(result, Partial):
             outputs.reduce[i] = result.reduce_op

@@ -15,7 +15,7 @@ from ..comm.groups import adopt
 from ..dispatch.modes import modes
 from ..errors import InputError, MeshError
 from ..sharding.mesh import MeshInfo, mesh_info_of
-from ..sharding.placement import InterleavedShard, Partial, Placement, Replicate, Shard
+from ..sharding.placement import AnyShard, InterleavedShard, Partial, Placement, Replicate
 from ..tensor.dtensor import DTensor
 
 DEFAULT_AXIS = "tp"
@@ -78,7 +78,7 @@ class StyleAxis:
         rest = tensor.placements
         placements = (*rest[: self.index], placement, *rest[self.index :])
         global_shape = [
-            size * self.size if isinstance(placement, Shard) and dim == placement.dim % tensor.dim() else size
+            size * self.size if isinstance(placement, AnyShard) and dim == placement.dim % tensor.dim() else size
             for dim, size in enumerate(tensor.shape)
         ]
         return DTensor.from_local(tensor.to_local(), self.mesh, placements, shape=shape or global_shape)
@@ -93,7 +93,7 @@ class StyleAxis:
         placement = tensor.placements[self.index]
         rest = tuple(p for axis, p in enumerate(tensor.placements) if axis != self.index)
         shape = list(tensor.shape)
-        if isinstance(placement, Shard):
+        if isinstance(placement, AnyShard):
             blocks = placement.blocks if isinstance(placement, InterleavedShard) else 1
             if shape[placement.dim] % (self.size * blocks):
                 raise InputError(

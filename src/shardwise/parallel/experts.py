@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch import pytree
 from ..nn.parameters import replicate_rest
-from ..sharding.placement import InterleavedShard, Partial, Placement, Replicate, Shard
+from ..sharding.placement import AnyShard, InterleavedShard, Partial, Placement, Replicate, Shard
 from ..tensor.dtensor import DTensor
 from .axis import StyleAxis
 from .base import ParallelStyle
@@ -90,7 +90,7 @@ def _shards_hidden_features(module: nn.Module, axis: StyleAxis) -> bool:
     sizes: set[int] = set()
     for parameter in module.parameters():
         placement = parameter.placements[axis.index] if isinstance(parameter, DTensor) else Replicate()
-        if not isinstance(placement, Shard) or placement.dim == 0:
+        if not isinstance(placement, AnyShard) or placement.dim == 0:
             return False
         blocks = placement.blocks if isinstance(placement, InterleavedShard) else 1
         sizes.add(parameter.shape[placement.dim] // blocks)
@@ -172,7 +172,7 @@ class _LocalTokens(_Local):
         return tensor.to_local(grad_placements=self._with_axis(Partial()))
 
     def parameter(self, tensor: DTensor) -> Tensor:
-        summed: list[Placement] = [Partial() if isinstance(p, Shard) else Replicate() for p in self.placements]
+        summed: list[Placement] = [Partial() if isinstance(p, AnyShard) else Replicate() for p in self.placements]
         summed[self.axis.index] = tensor.placements[self.axis.index]
         return tensor.to_local(grad_placements=summed)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .._torch import pytree
 from .._torch.transforms import innermost, transforms_active
 from ..errors import MeshError, ShapeError
-from ..sharding.placement import Placement, Shard
+from ..sharding.placement import AnyShard, Placement
 from ..sharding.spec import DTensorSpec, contiguous_meta, normalize_placements
 from ..tensor.autograd import to_spec
 from ..tensor.dtensor import DTensor
@@ -83,7 +83,7 @@ class InputConverter:
         if self.layout is None:
             return value
         shape = None
-        if self.dim_size is not None and isinstance(self.layout, Shard) and self.axis.is_only_axis:
+        if self.dim_size is not None and isinstance(self.layout, AnyShard) and self.axis.is_only_axis:
             sizes = list(value.shape)
             sizes[self.layout.dim] = self.dim_size
             shape = tuple(sizes)

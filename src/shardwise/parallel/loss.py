@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..sharding.placement import Partial, Replicate
+from ..sharding.placement import AnyShard, Partial, Replicate
 from ..tensor.dtensor import DTensor
 
 _LOSSES = (F.cross_entropy, F.nll_loss)
@@ -45,10 +45,10 @@ def _reduced_over_classes(loss: Tensor, scores: DTensor) -> Tensor:
     if not isinstance(loss, DTensor):
         return loss
     class_dim = min(1, scores.dim() - 1)
-    placements = [
-        Replicate() if of_scores.is_shard(class_dim) and isinstance(of_loss, Partial) else of_loss
-        for of_scores, of_loss in zip(scores.placements, loss.placements, strict=True)
-    ]
+    placements = list(loss.placements)
+    for axis, of_scores in enumerate(scores.placements):
+        if isinstance(of_scores, AnyShard) and of_scores.dim == class_dim and isinstance(placements[axis], Partial):
+            placements[axis] = Replicate()
     return loss.redistribute(placements=placements)
 
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from ..errors import InputError, PlacementError
 from ..nn.parameters import own_tensors
-from ..sharding.placement import InterleavedShard, Placement, Replicate, Shard
+from ..sharding.placement import AnyShard, InterleavedShard, Placement, Replicate, Shard
 
 SUPPORTED = "nn.Linear and modules like it, nn.Embedding, convolutions"
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -99,7 +99,7 @@ def packed(partition: Partition, blocks: int = 2) -> Partition:
     """Return a partition in which each of `blocks` equal blocks of a sharded dim is sharded."""
 
     def interleaved(placement: Placement) -> Placement:
-        return InterleavedShard(placement.dim, blocks) if isinstance(placement, Shard) else placement
+        return InterleavedShard(placement.dim, blocks) if isinstance(placement, AnyShard) else placement
 
     parameters = {name: interleaved(placement) for name, placement in partition.parameters.items()}
     return partition._replace(

@@ -8,7 +8,17 @@ from functools import lru_cache
 
 from ..errors import LayoutError
 from .layout import Dim, Factor, Layout, Sizes, dim_text, divides_evenly, largest_piece, pieces
-from .placement import InterleavedShard, OrderedShard, Partial, Placement, Replicate, Shard, ShardOrder, ShardOrderEntry
+from .placement import (
+    AnyShard,
+    InterleavedShard,
+    OrderedShard,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    ShardOrder,
+    ShardOrderEntry,
+)
 
 
 def shard_dim(sizes: Sizes, dim: Dim, axis: int, blocks: int = 1) -> Dim:
@@ -68,7 +78,7 @@ def from_placements(
         placement = placements[axis]
         if isinstance(placement, Partial):
             partial.append((axis, placement.reduce_op))
-        elif isinstance(placement, Shard):
+        elif isinstance(placement, AnyShard):
             blocks = placement.blocks if isinstance(placement, InterleavedShard) else 1
             dims[placement.dim] = shard_dim(sizes, dims[placement.dim], axis, blocks)
     return Layout.make(sizes, dims, tuple(partial))
@@ -124,7 +134,7 @@ def default_order(placements: Sequence[Placement]) -> ShardOrder:
     """The shard order if none is given: each dim's axes from left to right."""
     by_dim: dict[int, list[int]] = {}
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
+        if isinstance(placement, AnyShard):
             by_dim.setdefault(placement.dim, []).append(axis)
     return tuple(ShardOrderEntry(dim, tuple(by_dim[dim])) for dim in sorted(by_dim))
 

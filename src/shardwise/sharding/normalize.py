@@ -8,6 +8,7 @@ from ..errors import InputError, PlacementError
 from .from_placements import default_order
 from .mesh import MeshInfo
 from .placement import (
+    AnyShard,
     InterleavedShard,
     OrderedShard,
     P,
@@ -53,7 +54,7 @@ def _given_order(placements: Sequence[Placement], ndim: int) -> ShardOrder:
     """The shard order that ordered shards give, and the default one for other dims."""
     by_dim: dict[int, list[tuple[int, int]]] = {}
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
+        if isinstance(placement, AnyShard):
             place = placement.place if isinstance(placement, OrderedShard) else -1
             by_dim.setdefault(placement.dim % max(ndim, 1), []).append((place, axis))
     for dim, entries in by_dim.items():
@@ -82,7 +83,7 @@ def _normalize_order(placements: tuple[Placement, ...], ndim: int, order: ShardO
 def _normalize(placement: Placement, axis_name: str, ndim: int) -> Placement:
     if isinstance(placement, (Replicate, Partial)):
         return placement
-    if not isinstance(placement, Shard):
+    if not isinstance(placement, AnyShard):
         kind = type(placement)
         is_torch = kind.__module__.startswith("torch.distributed")
         raise InputError(

@@ -35,7 +35,7 @@ class Placement:
     _interned: ClassVar[dict[object, Any]] = {}
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Whether this axis shards a tensor dim (that dim, if one is given)."""
+        """Whether this is a `Shard` (of that dim, if one is given)."""
         return False
 
     def is_replicate(self) -> bool:
@@ -70,12 +70,36 @@ class Placement:
         return type(self), tuple(getattr(self, name) for name in self.__match_args__)
 
 
-class Shard(Placement):
-    """The axis shards tensor dim `dim` as `torch.chunk` does: the last ranks may hold less, or nothing."""
+class AnyShard(Placement):
+    """The axis shards tensor dim `dim`, in contiguous shards (`Shard`) or in others."""
 
     __slots__ = ("dim",)
-    __match_args__ = ("dim",)
     dim: int
+
+    def _split_tensor(
+        self, tensor: Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
+    ) -> tuple[list[Tensor], list[int]]:
+        """The shards of a plain tensor, and how many zeros pad each of them to the size of the first."""
+        raise InputError(f"{self!r} does not say how one axis splits a tensor", "use Shard or InterleavedShard")
+
+    def _shard_tensor(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, src_data_rank: int | None = 0) -> Tensor:
+        """This rank's shard of a plain tensor along one mesh axis, of the values of `src_data_rank` of that axis."""
+        if src_data_rank is not None:
+            tensor = tensor.contiguous().clone()
+            dist.broadcast(tensor, group=mesh.get_group(mesh_dim), group_src=src_data_rank)
+        shards, _ = self._split_tensor(tensor, mesh.size(mesh_dim), with_padding=False)
+        return shards[mesh.get_local_rank(mesh_dim)]
+
+
+class Shard(AnyShard):
+    """The axis shards tensor dim `dim` as `torch.chunk` does: the last ranks may hold less, or nothing.
+
+    The other placements that shard a dim are no `Shard`, and `is_shard` is False for them: programs that find a `Shard`
+    take one contiguous piece of the dim.
+    """
+
+    __slots__ = ()
+    __match_args__ = ("dim",)
 
     def __new__(cls, dim: int) -> Self:
         if not isinstance(dim, int) or isinstance(dim, bool):
@@ -104,14 +128,6 @@ class Shard(Placement):
         shards, padding = _padded(shards, self.dim) if with_padding else (shards, [])
         return [shard.contiguous() if contiguous else shard for shard in shards], padding
 
-    def _shard_tensor(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, src_data_rank: int | None = 0) -> Tensor:
-        """This rank's shard of a plain tensor along one mesh axis, of the values of `src_data_rank` of that axis."""
-        if src_data_rank is not None:
-            tensor = tensor.contiguous().clone()
-            dist.broadcast(tensor, group=mesh.get_group(mesh_dim), group_src=src_data_rank)
-        shards, _ = self._split_tensor(tensor, mesh.size(mesh_dim), with_padding=False)
-        return shards[mesh.get_local_rank(mesh_dim)]
-
 
 def _padded(shards: list[Tensor], dim: int) -> tuple[list[Tensor], list[int]]:
     """The shards with zeros appended up to the size of the first, and how many zeros each got."""
@@ -124,7 +140,7 @@ def _padded(shards: list[Tensor], dim: int) -> tuple[list[Tensor], list[int]]:
     return shards, padding
 
 
-class InterleavedShard(Shard):
+class InterleavedShard(AnyShard):
     """The axis shards each of `blocks` equal blocks of `dim`: every rank holds a shard of every block.
 
     With 8 rows, 2 blocks and 2 ranks, rank 0 holds rows 0, 1, 4, 5. A fused `[q; k; v]` weight is sharded by heads in
@@ -162,7 +178,7 @@ class InterleavedShard(Shard):
         return f"InterleavedShard(dim={self.dim}, blocks={self.blocks})"
 
 
-class OrderedShard(Shard):
+class OrderedShard(AnyShard):
     """The axis shards `dim` as number `place` of the axes that shard it: number 0 first, then its shards, and so on.
 
     `DTensor.placements` has it where an uneven dim is sharded over axes in another order than that of the mesh. Then

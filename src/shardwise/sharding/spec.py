@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import Field, dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +30,16 @@ from .spec_text import placements_text, spec_text
 
 _MAX_DERIVED = 256
 """How many specs one spec caches: one for each placement list, dtype and the like that its tensors are brought to."""
+
+
+@dataclass
+class _Arguments:
+    """The arguments of a spec, as fields: `dataclasses.replace(spec, tensor_meta=...)` makes another spec."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    tensor_meta: TensorMeta
+    shard_order: ShardOrder
 
 
 class DTensorSpec:
@@ -49,6 +61,7 @@ class DTensorSpec:
         "tensor_meta",
     )
 
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]] = _Arguments.__dataclass_fields__
     mesh_info: MeshInfo
     layout: Layout
     tensor_meta: TensorMeta

@@ -23,7 +23,7 @@ from ..random import Draw
 from ..sharding.from_placements import cutting_sequence, from_placements
 from ..sharding.memory_order import TensorMeta, in_memory_order, is_dense, memory_order
 from ..sharding.mesh import MeshInfo, current_mesh, mesh_info_of
-from ..sharding.placement import Placement, Placements, Replicate, Shard
+from ..sharding.placement import AnyShard, Placement, Placements, Replicate
 from ..sharding.recording import recorded
 from ..sharding.spec import DTensorSpec, contiguous_meta, normalize_placements
 from .dtensor import DTensor
@@ -124,10 +124,11 @@ def _scatter_from(local: Tensor, spec: DTensorSpec, source: int) -> Tensor:
     layout = from_placements(mesh_info.sizes, spec.shape, done)
     for axis in cutting_sequence(len(mesh_info.sizes), spec.shard_order):
         placement = spec.placements[axis]
-        if isinstance(placement, Shard):
+        if isinstance(placement, AnyShard):
             done[axis] = placement
+            sharding = [axis for axis, p in enumerate(done) if isinstance(p, AnyShard)]
             order = tuple(
-                e._replace(mesh_dims=tuple(a for a in e.mesh_dims if done[a].is_shard())) for e in spec.shard_order
+                e._replace(mesh_dims=tuple(a for a in e.mesh_dims if a in sharding)) for e in spec.shard_order
             )
             after = from_placements(mesh_info.sizes, spec.shape, done, order)
             if mesh_info.sizes[axis] > 1:

@@ -19,7 +19,7 @@ from ..errors import LayoutError, ShapeError
 from ..sharding.from_placements import resolve_placements
 from ..sharding.memory_order import contiguous_stride
 from ..sharding.mesh import MeshInfo
-from ..sharding.placement import Placement, Replicate, Shard, ShardOrder
+from ..sharding.placement import AnyShard, Placement, Replicate, ShardOrder
 from ..world import RankTensor
 
 _MAX_DIMS = 64
@@ -108,7 +108,7 @@ class LocalShapes:
         first = next(iter(self.shapes))
         size = list(self.shapes[first])
         for dim in range(len(size)):
-            axes = [axis for axis, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
+            axes = [axis for axis, p in enumerate(placements) if isinstance(p, AnyShard) and p.dim == dim]
             size[dim] = sum(self.shapes[rank][dim] for rank in self._peers(first, axes))
         return torch.Size(size)
 

@@ -18,7 +18,7 @@ from .._torch.transforms import innermost, is_wrapped, outside_transforms
 from ..errors import InputError
 from ..sharding.base import DTensorBase
 from ..sharding.mesh import mesh_info_of
-from ..sharding.placement import InterleavedShard, Placement, Shard
+from ..sharding.placement import AnyShard, InterleavedShard, Placement, Shard
 from ..sharding.spec import DTensorSpec, normalize_placements
 from .autograd import as_distributed_gradient, grad_spec_of_local, to_spec
 
@@ -95,10 +95,10 @@ def _behind_batch(placements: Any, mesh: DeviceMesh, ndim: int) -> tuple[Placeme
             f"from_local under vmap with {placements!r}: axes shard a dim in another order than that of the mesh",
             "call from_local outside of vmap",
         )
-    return tuple(_shifted(placement) if isinstance(placement, Shard) else placement for placement in normal)
+    return tuple(_shifted(placement) if isinstance(placement, AnyShard) else placement for placement in normal)
 
 
-def _shifted(placement: Shard) -> Shard:
+def _shifted(placement: AnyShard) -> AnyShard:
     if isinstance(placement, InterleavedShard):
         return InterleavedShard(placement.dim + 1, placement.blocks)
     return Shard(placement.dim + 1)

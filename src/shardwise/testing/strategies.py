@@ -24,6 +24,7 @@ from ..sharding.from_placements import default_order, from_placements
 from ..sharding.mesh import mesh_info_of
 from ..sharding.placement import (
     REDUCE_OPS,
+    AnyShard,
     DimAxes,
     InterleavedShard,
     P,
@@ -102,7 +103,7 @@ def placements(
 
 def is_legal(mesh_shape: Sequence[int], shape: Sequence[int], given: Sequence[Placement]) -> bool:
     """Return whether a tensor of this shape can have these placements: an interleaved shard must divide its dim."""
-    normal = [_with_dim(p, p.dim % len(shape)) if isinstance(p, Shard) else p for p in given]
+    normal = [_with_dim(p, p.dim % len(shape)) if isinstance(p, AnyShard) else p for p in given]
     try:
         from_placements(tuple(mesh_shape), tuple(shape), normal, default_order(normal))
     except LayoutError:
@@ -110,7 +111,7 @@ def is_legal(mesh_shape: Sequence[int], shape: Sequence[int], given: Sequence[Pl
     return True
 
 
-def _with_dim(shard: Shard, dim: int) -> Shard:
+def _with_dim(shard: AnyShard, dim: int) -> AnyShard:
     return InterleavedShard(dim, shard.blocks) if isinstance(shard, InterleavedShard) else Shard(dim)
 
 

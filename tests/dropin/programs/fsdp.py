@@ -1,5 +1,6 @@
 """fully_shard, gradient clipping, AdamW and the state-dict helpers of PyTorch: 1-D, HSDP and with tensor parallel."""
 
+import checks
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -99,8 +100,5 @@ def load(kind, reference, reference_optimizer):
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    for kind in ("1-D", "HSDP", "dp x tp"):
-        run(kind)
-    print(f"rank {dist.get_rank()}: all equal to one device, with {DTensor.__module__}")
-    dist.destroy_process_group()
+    kinds = {"over one axis": "1-D", "HSDP": "HSDP", "over dp of tensor parallel": "dp x tp"}
+    checks.run({f"fully_shard {text}, state dicts": lambda _, k=kind: run(k) for text, kind in kinds.items()})

@@ -1,7 +1,8 @@
 """transformers with tp_plan="auto": load, train, generate, save; compared with one device."""
 
-import sys
+from functools import partial
 
+import checks
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -25,11 +26,11 @@ SIZES = {
     "pad_token_id": 0,
 }
 CONFIGS = {
-    "llama": LlamaConfig(**SIZES, head_dim=8),
-    "qwen3": Qwen3Config(**SIZES, head_dim=8),
-    "mixtral": MixtralConfig(**SIZES, head_dim=8, num_local_experts=4),
-    "gemma": GemmaConfig(**SIZES, head_dim=8),
-    "deepseek": DeepseekV3Config(
+    "Llama": LlamaConfig(**SIZES, head_dim=8),
+    "Qwen3": Qwen3Config(**SIZES, head_dim=8),
+    "Mixtral": MixtralConfig(**SIZES, head_dim=8, num_local_experts=4),
+    "Gemma": GemmaConfig(**SIZES, head_dim=8),
+    "DeepSeek V3": DeepseekV3Config(
         **SIZES,
         n_routed_experts=4,
         num_experts_per_tok=2,
@@ -78,10 +79,4 @@ def run(name, folder):
 
 
 if __name__ == "__main__":
-    from pathlib import Path
-
-    dist.init_process_group("gloo")
-    for name in CONFIGS:
-        run(name, Path(sys.argv[1]) / name)
-    print(f"rank {dist.get_rank()}: all equal to one device, with {DTensor.__module__}")
-    dist.destroy_process_group()
+    checks.run({f"{name}: load, train, generate, save": partial(run, name) for name in CONFIGS})

@@ -1,14 +1,12 @@
 """DistributedDataParallel around tensor parallel, checkpoints, and a pipeline, all of PyTorch."""
 
-import sys
-
+import checks
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,25 +38,36 @@ def data_parallel_of_tensor_parallel():
 
 
 def checkpoint(folder):
-    """Saved with one sharding, loaded with another."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    """Saved on one mesh, and loaded on others with other placements; also saved in the background."""
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    line = init_device_mesh("cpu", (4,))
     value = torch.arange(35.0).view(7, 5)
-    saved = distribute_tensor(value, mesh, [Shard(0), Shard(1)])
-    dcp.save({"value": saved, "plain": torch.ones(3)}, checkpoint_id=folder)
-    state = {"value": distribute_tensor(torch.zeros(7, 5), mesh, [Replicate(), Shard(0)]), "plain": torch.zeros(3)}
-    dcp.load(state, checkpoint_id=folder)
-    assert torch.equal(state["value"].full_tensor(), value)
-    assert torch.equal(state["plain"], torch.ones(3))
+    saved = distribute_tensor(value, square, [Shard(0), Shard(1)])
+    state = {"value": saved, "plain": torch.ones(3), "step": 3}
+    dcp.save(state, checkpoint_id=folder / "one")
+    dcp.async_save(state, checkpoint_id=folder / "two").result()
+    for name in ("one", "two"):
+        for mesh, placements in ((square, [Replicate(), Shard(0)]), (square, [Shard(1), Shard(0)]), (line, [Shard(0)])):
+            found = {
+                "value": distribute_tensor(torch.zeros(7, 5), mesh, placements),
+                "plain": torch.zeros(3),
+                "step": 0,
+            }
+            dcp.load(found, checkpoint_id=folder / name)
+            assert torch.equal(found["value"].full_tensor(), value)
+            assert found["value"].placements == tuple(placements)
+            assert torch.equal(found["plain"], torch.ones(3))
+            assert found["step"] == 3
 
 
-def pipeline():
+def pipeline(new_schedule):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     stage_index = mesh.get_local_rank("pp")
     blocks = [new_model() for _ in range(2)]
     reference = nn.Sequential(*[new_model() for _ in range(2)])
     block = parallelize_module(blocks[stage_index], mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     stage = PipelineStage(block, stage_index, 2, torch.device("cpu"), group=mesh.get_group("pp"))
-    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
+    schedule = new_schedule(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
     torch.manual_seed(1)
     batch, target = torch.randn(8, HIDDEN), torch.randn(8, HIDDEN)
     losses = []
@@ -74,9 +83,11 @@ def pipeline():
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    data_parallel_of_tensor_parallel()
-    checkpoint(sys.argv[1])
-    pipeline()
-    print(f"rank {dist.get_rank()}: all equal to one device, with {DTensor.__module__}")
-    dist.destroy_process_group()
+    checks.run(
+        {
+            "DistributedDataParallel around tensor parallel": lambda _: data_parallel_of_tensor_parallel(),
+            "checkpoint: save, async_save, load on another mesh": checkpoint,
+            "pipelining of tensor parallel, GPipe": lambda _: pipeline(ScheduleGPipe),
+            "pipelining of tensor parallel, 1F1B": lambda _: pipeline(Schedule1F1B),
+        }
+    )

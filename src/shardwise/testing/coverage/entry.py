@@ -21,7 +21,7 @@ from ...errors import CommunicationError
 from ...ops.call import Call
 from ...ops.registry import rule_for
 from ...ops.served import KINDS, served_by
-from ...sharding.placement import Partial, Placement, Replicate, Shard
+from ...sharding.placement import AnyShard, Partial, Placement, Replicate, Shard
 from ...sharding.spec import TensorMeta
 from ...tensor.dtensor import DTensor
 from ..checker import Answer
@@ -165,7 +165,7 @@ def short(placements: Placed) -> str:
 
 
 def _letter(placement: Placement) -> str:
-    if isinstance(placement, Shard):
+    if isinstance(placement, AnyShard):
         return f"S{placement.dim}"
     if isinstance(placement, Partial):
         return "P" if placement.reduce_op == "sum" else f"P({placement.reduce_op})"

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..._torch import pytree
-from ...sharding.placement import Placement, Replicate, Shard
+from ...sharding.placement import AnyShard, Placement, Replicate, Shard
 from ..calls import tolerances
 from ..checker import Answer, tensors_in
 from ..recording import INDEFINITE, Recorder
@@ -110,7 +110,7 @@ class Trial:
             if self.sample.variant == "strided" and value.dim() == 1:  # every other element
                 return side.make(torch.stack([value, value], 1).detach(), mesh, placements[number], number)[:, 0]
             order = self._order(value)
-            moved = [Shard(order.index(p.dim)) if isinstance(p, Shard) else p for p in placements[number]]
+            moved = [Shard(order.index(p.dim)) if isinstance(p, AnyShard) else p for p in placements[number]]
             stored = value.detach().permute(order).contiguous()
             return side.make(stored, mesh, moved, number).permute(_inverse(order))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import LayoutError
 from ...sharding.from_placements import default_order, from_placements
-from ...sharding.placement import InterleavedShard, Partial, Placement, Replicate, Shard
+from ...sharding.placement import AnyShard, InterleavedShard, Partial, Placement, Replicate, Shard
 from .sides import AXES
 
 T = TypeVar("T")
@@ -146,7 +146,7 @@ class Draw:
             return self._p_form(len(shape))
         drawn = [self._placement(shape, dtype) for _ in self.mesh]
         if not _legal(self.mesh, shape, drawn):
-            drawn = [Shard(p.dim) if isinstance(p, Shard) else p for p in drawn]
+            drawn = [Shard(p.dim) if isinstance(p, AnyShard) else p for p in drawn]
         return placements_text(drawn)
 
     def _placement(self, shape: Sequence[int], dtype: torch.dtype) -> Placement:
@@ -184,7 +184,7 @@ def placements_text(placements: Sequence[Placement]) -> str:
 def _text(placement: Placement) -> str:
     if isinstance(placement, InterleavedShard):
         return f"InterleavedShard({placement.dim}, {placement.blocks})"
-    if isinstance(placement, Shard):
+    if isinstance(placement, AnyShard):
         return f"Shard({placement.dim})"
     return f'Partial("{placement.reduce_op}")' if isinstance(placement, Partial) else "Replicate()"
 
