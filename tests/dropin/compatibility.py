@@ -1,7 +1,7 @@
 """Programs for torch.distributed.tensor, run unmodified on PyTorch's DTensor and on shardwise: docs/compatibility.md.
 
-    python -m tests.dropin.compatibility               all programs whose libraries are installed; writes the page
-    python -m tests.dropin.compatibility llama.py      one; prints its rows
+    python -m tests.dropin.compatibility               all programs whose libraries are installed
+    python -m tests.dropin.compatibility llama.py      one of them; its rows are replaced, the others are kept
 
 A program is a file of tests/dropin/programs. It runs on four gloo processes, and compares itself with one device in
 several checks. If one fails, the program is started again without it, so that each has a result.
@@ -9,7 +9,6 @@ several checks. If one fails, the program is started again without it, so that e
 
 import argparse
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -65,7 +64,7 @@ def results(file: str, side: str) -> Iterator[Result]:
     while True:
         output, ended = _output(file, side, done)
         passed = re.findall(r"^passed: (.*)$", output, re.MULTILINE)
-        failed = re.search(r"^failed: (.*?): (.*)$", output, re.MULTILINE)
+        failed = re.search(r"^failed: (.*) => (.*)$", output, re.MULTILINE)
         yield from (Result(check, EQUAL) for check in passed)
         done += passed
         if ended:
@@ -128,16 +127,23 @@ def _cell(found: dict[str, str], check: str) -> str:
     return short if text == EQUAL else f"`{short.replace('|', '/').replace('`', '')}`"
 
 
+def write(file: str, found: list[str]) -> None:
+    """Put the rows of a program into the page, in the place of those that it has."""
+    old = PAGE.read_text().split("\n") if PAGE.exists() else []
+    kept = {name: [line for line in old if line.startswith(f"| {name} |")] for name in FILES}
+    lines = [line for rows_of in (kept | {file: found}).values() for line in rows_of]
+    PAGE.write_text(_HEAD + "\n".join(lines) + "\n")
+
+
 def main() -> int:
     """Run the command line; returns the exit code, 1 if a check failed with shardwise that passes with PyTorch's."""
     parser = argparse.ArgumentParser(prog="python -m tests.dropin.compatibility")
-    parser.add_argument("programs", nargs="*", choices=[*FILES, []], help="of these files; all, and write the page")
+    parser.add_argument("programs", nargs="*", choices=[*FILES, []], help="files; all, if none is named")
     chosen = parser.parse_args().programs
     console = Console(highlight=False, soft_wrap=True)
     files = [file for file in chosen or FILES if versions(file)]
     for file in sorted({*(chosen or FILES)} - {*files}):
         console.print(f"{file} is left out: pip install {' '.join(FILES[file])}")
-    table: list[str] = []
     worse = 0
     with Progress(console=console) as progress:
         task = progress.add_task("programs", total=2 * len(files))
@@ -147,11 +153,9 @@ def main() -> int:
                 progress.update(task, description=f"{file} on {side}")
                 found[side] = dict(results(file, side))
                 progress.advance(task)
-            table += rows(file, found)
+            write(file, rows(file, found))
             worse += sum(found["PyTorch"].get(check) == EQUAL != text for check, text in found["shardwise"].items())
             console.print("\n".join(rows(file, found)), markup=False)
-    if not chosen:
-        PAGE.write_text(_HEAD + "\n".join(table) + f"\n\nPython {platform.python_version()}, {platform.system()}.\n")
     return 1 if worse else 0
 
 

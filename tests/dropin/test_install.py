@@ -5,6 +5,11 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
+from shardwise._torch.python_functions import functions_that_make_tensors
+from shardwise._torch.state_dicts import distributing_functions, gathering_functions
+
 PROGRAMS = Path(__file__).parent / "programs"
 
 
@@ -61,31 +66,120 @@ def test_a_graph_prints():
     assert 'x_1: "DTensor(f32[4], S(0))"' in found
 
 
-def test_uninstall_puts_pytorch_back():
+FILES = """
+import sys
+import warnings
+import torch
+import torch.distributed as dist
+import shardwise
+
+def save(name):
+    import torch.distributed.checkpoint as dcp
+    x = shardwise.distribute_tensor(torch.arange(10.0), mesh, [shardwise.Shard(0)])
+    torch.save(x, f"{sys.argv[1]}/{name}.pt")
+    dcp.save({"x": x}, checkpoint_id=f"{sys.argv[1]}/{name}", no_dist=True)
+
+def load(name):
+    import torch.distributed.checkpoint as dcp
+    x = torch.load(f"{sys.argv[1]}/{name}.pt")
+    assert type(x) is shardwise.DTensor and torch.equal(x.full_tensor(), torch.arange(10.0))
+    state = {"x": shardwise.distribute_tensor(torch.zeros(10), mesh, [shardwise.Replicate()])}
+    dcp.load(state, checkpoint_id=f"{sys.argv[1]}/{name}", no_dist=True)
+    assert torch.equal(state["x"].full_tensor(), torch.arange(10.0))
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled")
+"""
+WITHOUT_TAKE_OVER = """
+with shardwise.simulate(2):
+    mesh = shardwise.init_device_mesh("cpu", (2,))
+    save("without")
+"""
+AND_BACK = """
+finders = list(sys.meta_path)
+shardwise.install()
+from torch.distributed._tensor.placement_types import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel
+assert Shard is shardwise.Shard
+with shardwise.simulate(2):
+    mesh = shardwise.init_device_mesh("cpu", (2,))
+    save("with")
+    load("without")
+    shardwise.uninstall()
+    shardwise.uninstall()
+    assert sys.meta_path == finders
+    assert dist.tensor is sys.modules["torch.distributed.tensor"] is not shardwise
+    assert not hasattr(dist, "_tensor") and "torch.distributed._tensor" not in sys.modules
+    theirs = [name for name in sys.modules if name.startswith("torch.distributed.tensor")]
+    assert all(sys.modules[name].__name__ == name for name in theirs), theirs
+    load("with")
+    save("after")
+    load("after")
+from torch.distributed._tensor import DTensor as old_spelling
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel as of_pytorch
+assert DTensor is old_spelling is not shardwise.DTensor and of_pytorch is not ColwiseParallel
+assert DTensor.__module__ == "torch.distributed.tensor"
+"""
+
+
+def test_uninstall_puts_pytorch_back_and_files_are_read_before_and_after(tmp_path):
+    for program in (WITHOUT_TAKE_OVER, AND_BACK):
+        (tmp_path / "program.py").write_text(FILES + program)
+        run(str(tmp_path), arguments=(str(tmp_path / "program.py"),))
+
+
+def test_install_again_after_uninstall():
     run("""
     import shardwise
     shardwise.install()
-    from torch.distributed.tensor.parallel import ColwiseParallel
     shardwise.uninstall()
-    shardwise.uninstall()
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.parallel import ColwiseParallel as theirs
-    assert DTensor is not shardwise.DTensor and theirs is not ColwiseParallel
-    assert DTensor.__module__ == "torch.distributed.tensor"
+    shardwise.install()
+    from torch.distributed import tensor
+    assert tensor is shardwise
     """)
 
 
-def test_too_late_is_an_error_that_names_who_was_first():
+def test_after_uninstall_an_op_on_the_dtensor_of_pytorch_says_why_it_cannot_run():
     text = run(
         """
+        import torch
+        import torch.distributed as dist
         import shardwise
-        from torch.distributed.tensor import DTensor
         shardwise.install()
+        shardwise.uninstall()
+        from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        x = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Replicate()])
+        x.sin()
         """,
         fails=True,
     )
+    assert "aten.sin.default on PyTorch's DTensor after shardwise.uninstall()" in text
+    assert "start a process without shardwise.install()" in text
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "from torch.distributed.tensor import DTensor",
+        "from torch.distributed.tensor import distribute_tensor as d",
+        "import torch.distributed.tensor as dt",
+        "from torch.distributed.tensor import parallel",
+    ],
+)
+def test_too_late_is_an_error_that_names_who_was_first(first):
+    text = run(f"import shardwise\n{first}\nshardwise.install()", fails=True)
     assert "__main__" in text
     assert "have imported torch.distributed.tensor already: call shardwise.install() before any other import" in text
+
+
+def test_in_time_is_after_an_import_that_holds_nothing():
+    run("""
+    import shardwise
+    import torch.distributed.tensor
+    shardwise.install()
+    assert torch.distributed.tensor is shardwise
+    """)
 
 
 def test_a_private_module_that_is_not_there_is_an_error():
@@ -98,6 +192,14 @@ def test_a_private_module_that_is_not_there_is_an_error():
         fails=True,
     )
     assert "ModuleNotFoundError: torch.distributed.tensor._ops._matrix_ops: shardwise stands in the place" in text
+
+
+def test_importing_and_using_shardwise_leaves_plain_tensors_alone():
+    """The program compares results, kernels, settings, and all functions and classes of PyTorch, before and after."""
+    names = run((PROGRAMS / "plain_tensors.py").read_text())
+    places = [*functions_that_make_tensors(), *gathering_functions(), *distributing_functions()]
+    wrapped = {place.name for place in places} | {"prepare_global_plan", "write_data"}
+    assert set(names.split()) == wrapped
 
 
 def test_other_tensors_are_left_alone():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "Placeholder",
     "make_wrapper",
     "no_torch_dispatch",
     "no_torch_function",
@@ -44,11 +45,27 @@ def set_metadata(target: Tensor, source: Tensor) -> None:
     torch.Tensor.data.__set__(target, source)  # type: ignore[attr-defined]
 
 
-def settle_dtensor_class(module: ModuleType) -> None:
+class Placeholder(ModuleType):
+    """A module that stands for `torch.distributed.tensor` while PyTorch's dispatcher looks for the class `DTensor`."""
+
+    was_read = False
+
+    @property
+    def DTensor(self) -> type[Tensor]:
+        """A class of no tensor."""
+        self.was_read = True
+
+        class NoTensor(Tensor):
+            pass
+
+        return NoTensor
+
+
+def settle_dtensor_class() -> None:
     """Let PyTorch's dispatcher remember a class of no tensor as `torch.distributed.tensor.DTensor`.
 
-    It imports that module and reads the class when it first dispatches a tensor subclass, and never again. `module` is
-    in sys.modules under that name while this runs. Nothing happens if PyTorch has read the class before.
+    It imports that module and reads the class when it first dispatches a tensor subclass, and never again. So a
+    `Placeholder` is in sys.modules under that name while this runs. Nothing happens if PyTorch has read it before.
     """
 
     class Nobody(Tensor):
@@ -56,8 +73,4 @@ def settle_dtensor_class(module: ModuleType) -> None:
         def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
             return args[0]
 
-    class NoTensor(Tensor):
-        pass
-
-    module.DTensor = NoTensor  # type: ignore[attr-defined]
     make_wrapper(Nobody, (1,), (1,)).detach()

@@ -16,7 +16,7 @@ from types import ModuleType
 
 import torch.distributed
 
-from .._torch.wrapper import settle_dtensor_class
+from .._torch.wrapper import Placeholder, settle_dtensor_class
 from ..errors import InputError
 from .modules import PACKAGE
 from .table import FILES, MODULES
@@ -24,6 +24,7 @@ from .table import FILES, MODULES
 THEIRS = "torch.distributed.tensor"
 _OLD_SPELLING = "torch.distributed._tensor"
 _replaced: dict[str, ModuleType] = {}
+_placeholder = Placeholder(THEIRS)
 
 
 class _AliasLoader(Loader):
@@ -77,9 +78,8 @@ def install() -> None:
         _replaced[name] = sys.modules.pop(name)
     # PyTorch's dispatcher looks `torch.distributed.tensor.DTensor` up once, and then runs that class by code of its
     # own that bypasses __torch_dispatch__. It must find another class than ours.
-    placeholder = ModuleType(THEIRS)
-    sys.modules[THEIRS] = placeholder
-    settle_dtensor_class(placeholder)
+    sys.modules[THEIRS] = _placeholder
+    settle_dtensor_class()
     ours = sys.modules[PACKAGE]
     sys.modules[THEIRS] = ours
     torch.distributed.tensor = ours
@@ -89,18 +89,34 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put `torch.distributed.tensor` back. Modules that imported it meanwhile keep what they imported."""
+    """Put `torch.distributed.tensor` back. Modules that imported it meanwhile keep what they imported.
+
+    Names and isinstance tests are PyTorch's again. Its DTensor cannot run any more, if `install()` came before the
+    first tensor subclass: the dispatcher has read another class. Any op on it raises.
+    """
     if not installed():
         return
     sys.meta_path.remove(_finder)
     for name in [name for name in sys.modules if _is_theirs(name)]:
         del sys.modules[name]
     sys.modules.update(_replaced)
-    if THEIRS in _replaced:
-        torch.distributed.tensor = _replaced[THEIRS]
-    else:
-        delattr(torch.distributed, "tensor")
+    for root in (THEIRS, _OLD_SPELLING):
+        name = root.rpartition(".")[2]
+        if root in _replaced:
+            setattr(torch.distributed, name, _replaced[root])
+        elif hasattr(torch.distributed, name):
+            delattr(torch.distributed, name)
     _replaced.clear()
+    if _placeholder.was_read:
+        importlib.import_module(THEIRS).DTensor.__torch_dispatch__ = staticmethod(_refuse_ops)
+
+
+def _refuse_ops(func: object, *_: object, **__: object) -> object:
+    raise InputError(
+        f"{func} on PyTorch's DTensor after shardwise.uninstall(): PyTorch's dispatcher reads its class once, and "
+        "shardwise stood in its place",
+        "use shardwise.DTensor, or start a process without shardwise.install()",
+    )
 
 
 def _is_theirs(module: str) -> bool:
@@ -111,11 +127,15 @@ def _check_not_too_late() -> None:
     theirs = sys.modules.get(THEIRS)
     if theirs is None:
         return
-    dtensor, shard = getattr(theirs, "DTensor", None), getattr(theirs, "Shard", None)
+    imported = {id(module) for name, module in sys.modules.items() if _is_theirs(name)}
+    imported |= {id(getattr(theirs, name)) for name in getattr(theirs, "__all__", ()) if name != "Placement"}
+    # `import torch.distributed.tensor` makes it an attribute of its package, which `install` replaces.
     holders = sorted(
         name
         for name, module in list(sys.modules.items())
-        if not _is_theirs(name) and any(v is dtensor or v is shard for v in vars(module or object).copy().values())
+        if not _is_theirs(name)
+        and module is not torch.distributed
+        and any(id(value) in imported for value in vars(module or object).copy().values())
     )
     if holders:
         more = f" and {len(holders) - 3} more" if len(holders) > 3 else ""

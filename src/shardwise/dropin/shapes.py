@@ -100,7 +100,7 @@ def compute_global_tensor_shape(shape: Sequence[int], mesh: DeviceMesh, placemen
     """
     sizes = torch.tensor(tuple(shape), device=mesh.device_type)
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
+        if isinstance(placement, AnyShard):
             held = [torch.empty_like(sizes) for _ in range(mesh.size(axis))]
             dist.all_gather(held, sizes, group=mesh.get_group(axis))
             table = torch.stack(held)

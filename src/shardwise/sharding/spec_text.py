@@ -8,7 +8,7 @@ import torch
 
 from .layout import Factor, Layout
 from .mesh import names_text
-from .placement import InterleavedShard, Partial, Placement, Shard, ShardOrder
+from .placement import AnyShard, InterleavedShard, Partial, Placement, ShardOrder
 
 DTYPE_NAMES = {
     torch.float64: "f64",
@@ -60,6 +60,6 @@ def placements_text(placements: Sequence[Placement], order: ShardOrder | None = 
 def _short(placement: Placement) -> str:
     if isinstance(placement, InterleavedShard):
         return f"_S({placement.dim}, {placement.blocks})"
-    if isinstance(placement, Shard):
+    if isinstance(placement, AnyShard):
         return f"S({placement.dim})"
     return f"P({placement.reduce_op})" if isinstance(placement, Partial) else "R"

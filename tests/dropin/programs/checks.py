@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 program.py FOLDER [CHECK ...]
 
-Rank 0 prints `passed: CHECK` for each. The first that fails ends the program, and the rank says `failed: CHECK: why`.
+Rank 0 prints `passed: CHECK` for each. The first that fails ends the program, and the rank says `failed: CHECK => why`.
 The checks that are named are left out.
 """
 
@@ -29,7 +29,7 @@ def run(checks):
             check(own)
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            say(f"failed: {name}: {reason}")
+            say(f"failed: {name} => {reason}")
             raise
         dist.barrier()
         if dist.get_rank() == 0:
