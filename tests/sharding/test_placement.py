@@ -4,10 +4,11 @@ import copy
 import pickle
 
 import pytest
+from torch.distributed.tensor.placement_types import _StridedShard as TorchStridedShard
 
 from shardwise import InterleavedShard, P, Partial, Placement, Replicate, Shard, ShardOrderEntry
 from shardwise.errors import InputError, PlacementError
-from shardwise.sharding.placement import REDUCE_OPS, AnyShard
+from shardwise.sharding.placement import REDUCE_OPS, AnyShard, OrderedShard
 
 ALL = [Shard(0), Shard(-1), InterleavedShard(1, 3), Replicate(), *map(Partial, REDUCE_OPS)]
 
@@ -40,8 +41,15 @@ def test_is_exactly_one_kind(placement):
     assert isinstance(placement, Placement)
     kinds = [isinstance(placement, AnyShard), placement.is_replicate(), placement.is_partial()]
     assert kinds.count(True) == 1
-    # Programs take a `Shard` for one contiguous piece of a dim.
-    assert placement.is_shard() == isinstance(placement, Shard) == (type(placement) is Shard)
+
+
+def test_only_chunks_say_that_they_are_shards():
+    # As PyTorch's strided shards: programs that ask, such as the loader of transformers, then read one chunk.
+    assert Shard(1).is_shard()
+    assert not isinstance(InterleavedShard(1, 2), Shard)
+    assert not InterleavedShard(1, 2).is_shard()
+    assert not OrderedShard(1, 0).is_shard()
+    assert not TorchStridedShard(1, split_factor=2).is_shard()
 
 
 def test_prod_is_another_name_of_product():

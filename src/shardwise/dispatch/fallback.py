@@ -63,8 +63,7 @@ def _refuse_collective(op: ResolvedOp, args: Args, kwargs: Kwargs) -> None:
     specs = ", ".join(repr(tensor._spec) for tensor in distributed(args, kwargs)[:3])
     raise InputError(
         f"{op.func} is a collective on the local tensors of ranks, and was called with the DTensor {specs}",
-        "pass x.to_local(), or use x.redistribute. DistributedDataParallel takes plain parameters only: do not wrap a "
-        "model with distributed ones in it, their gradients are reduced already",
+        "pass x.to_local(), or use x.redistribute",
     )
 
 

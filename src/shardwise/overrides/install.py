@@ -13,6 +13,7 @@ from .._torch.above_autograd import Overrides
 from .._torch.schemas import composites_with_out, is_composite
 from ..ops.registry import registry
 from .composites import taking_plain_as_replicated
+from .data_parallel import install_data_parallel, uninstall_data_parallel
 from .derivatives import marking_formulas
 from .out_arguments import copying_into_out
 from .python_functions import install_python_functions, uninstall_python_functions
@@ -29,6 +30,7 @@ def install_overrides() -> None:
     install_python_functions()
     install_state_dict_functions()
     install_safetensors_writer()
+    install_data_parallel()
 
 
 def uninstall_overrides() -> None:
@@ -37,6 +39,7 @@ def uninstall_overrides() -> None:
     uninstall_python_functions()
     uninstall_state_dict_functions()
     uninstall_safetensors_writer()
+    uninstall_data_parallel()
 
 
 def _add_kernels() -> None:

@@ -19,8 +19,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils import _pytree as pytree
 
 import shardwise
+import shardwise.parallel
 from shardwise import DTensor, InterleavedShard, P, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from shardwise.world import common
+from tests.dropin.programs import state_dicts
 from tests.processes.pool import on_processes
 from tests.processes.reference import mesh_of
 from tests.tensor.checkpoint.training import Training, assert_bitwise, wholes
@@ -143,3 +145,9 @@ def test_without_distributed_tensors_nothing_changes() -> None:
     state = get_optimizer_state_dict(model, optimizer, options=FULL)
     set_optimizer_state_dict(model, optimizer, state, options=FULL)
     assert get_model_state_dict(model, options=FULL).keys() == {"weight", "bias"}
+
+
+@on_processes
+def test_every_option_of_the_helpers() -> None:
+    state_dicts.library = shardwise
+    state_dicts.run("tp")

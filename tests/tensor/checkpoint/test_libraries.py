@@ -74,9 +74,32 @@ def test_collectives_on_distributed_tensors_are_refused() -> None:
 
 @on_processes
 def test_data_parallel_wrappers_are_refused() -> None:
+    advice = r"'weight' is the DTensor f32\[.* call shardwise.install\(\) before other imports"
     for placement in (Shard(0), Replicate()):
-        with pytest.raises(InputError, match="DistributedDataParallel takes plain parameters only"):
+        with pytest.raises(InputError, match=advice):
             nn.parallel.DistributedDataParallel(sharded(linear(), mesh_of(4), [placement]))
+    mixed = nn.Sequential(nn.LayerNorm(8), sharded(linear(), mesh_of(4), [Shard(0)]))
+    with pytest.raises(InputError, match=r"'1.weight' is the DTensor"):
+        nn.parallel.DistributedDataParallel(mixed, device_mesh=mesh_of(4))
+    skipped = ["1.weight", "1.bias"]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(mixed, skipped)
+    nn.parallel.DistributedDataParallel(mixed)
+    nn.parallel.DistributedDataParallel(nn.LayerNorm(8))
+
+
+@on_processes
+def test_accelerate_does_not_wrap_distributed_models() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = nn.Sequential(nn.LayerNorm(8), sharded(linear(), mesh_of(4), [Shard(0)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.MonkeyPatch.context() as patch:  # as torchrun does
+        ranks = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4}
+        for name, value in {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}.items():
+            patch.setenv(name, str(value))
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        with pytest.raises(InputError, match=r"shardwise.install\(\)"):
+            accelerate.Accelerator(cpu=True).prepare(model, optimizer)
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @on_processes
