@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCall
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 66}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
 BATCH, STEPS = 8, 2
 

@@ -43,6 +43,7 @@ def test_safetensors_refuses_distributed_tensors(tmp_path: Path, placement: Any)
         for save in (
             lambda path: safetensors.save_file(model.state_dict(), path),
             lambda path: safetensors.save_model(model, path),
+            lambda path: path.write_bytes(safetensors.save(model.state_dict())),
         ):
             with pytest.raises(InputError, match=NO_STORAGE):
                 save(tmp_path / "model.safetensors")
