@@ -26,9 +26,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 FILES = {
     "fsdp.py": ["torch"],
     "others.py": ["torch"],
+    "state_dicts.py": ["torch"],
     "llama.py": ["torch"],
     "context.py": ["torch"],
     "hub.py": ["transformers"],
+    "trainers.py": ["transformers", "accelerate", "peft"],
     "optimizers.py": ["torch", "pytorch_optimizer"],
     "heavyball_optimizers.py": ["heavyball"],
 }

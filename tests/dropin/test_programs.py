@@ -5,7 +5,7 @@ import pytest
 from tests.dropin.compatibility import EQUAL, FILES, results
 
 
-@pytest.mark.parametrize("file", ["fsdp.py", "others.py", "llama.py", "context.py", "hub.py", "optimizers.py"])
+@pytest.mark.parametrize("file", [file for file in FILES if file != "heavyball_optimizers.py"])
 def test_programs_are_equal_to_one_device(file: str) -> None:
     for library in FILES[file]:
         pytest.importorskip(library)

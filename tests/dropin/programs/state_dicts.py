@@ -3,6 +3,7 @@
 import copy
 import warnings
 
+import checks
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as library
@@ -237,8 +238,4 @@ def run(kind):
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    for kind in ("fsdp", "tp", "dp x tp"):
-        run(kind)
-    print(f"rank {dist.get_rank()}: all equal to one device, with {library.DTensor.__module__}")
-    dist.destroy_process_group()
+    checks.run({f"state-dict helpers, {kind}": lambda _, kind=kind: run(kind) for kind in ("fsdp", "tp", "dp x tp")})

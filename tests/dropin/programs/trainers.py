@@ -5,9 +5,8 @@ told that the processes are such, so that the same lines of it run on CPUs.
 """
 
 import os
-import sys
-from pathlib import Path
 
+import checks
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig, PartialState
@@ -208,21 +207,38 @@ def train_adapters(folder):
         torch.testing.assert_close(way(ids).logits, logits, rtol=1e-3, atol=1e-3)
 
 
+class Reference:
+    """The model before training, in a folder that all checks share, and what training it on one device gives."""
+
+    results = None
+
+    def __call__(self, own):
+        folder = own.parent
+        if self.results is None:
+            if dist.get_rank() == 0:
+                torch.manual_seed(0)
+                AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, **HEADS)).save_pretrained(folder / "before")
+            dist.barrier()
+            self.model = load(folder / "before")
+            self.results = train_plain(self.model)
+        return folder, self.model, self.results
+
+
 if __name__ == "__main__":
     os.environ["ACCELERATE_USE_CPU"] = "true"
     logging.disable_progress_bar()
-    dist.init_process_group("gloo")
-    folder = Path(sys.argv[1])
-    if dist.get_rank() == 0:
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, **HEADS)).save_pretrained(folder / "before")
-    dist.barrier()
-    train_adapters(folder)
-    expected = load(folder / "before")
-    results = train_plain(expected)
-    train_with_accelerate(folder, "tp", expected, results)
-    train_with_trainer(folder, expected, results)
-    # With fully_shard, accelerate lets transformers load weights on the first rank alone, and sends them to the others.
-    train_with_accelerate(folder, "fsdp", expected, results)
-    print(f"rank {dist.get_rank()}: all equal to one device, with {DTensor.__module__}")
-    dist.destroy_process_group()
+    reference = Reference()
+
+    def accelerated(own, kind):
+        folder, expected, results = reference(own)
+        train_with_accelerate(folder, kind, expected, results)
+
+    checks.run(
+        {
+            "peft: LoRA over tensor parallel": lambda own: train_adapters(reference(own)[0]),
+            "accelerate: tensor parallel": lambda own: accelerated(own, "tp"),
+            "transformers Trainer": lambda own: train_with_trainer(*reference(own)),
+            # With fully_shard, accelerate lets transformers load weights on rank 0 alone, and sends them to the others.
+            "accelerate: fully_shard": lambda own: accelerated(own, "fsdp"),
+        }
+    )
