@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InputError
 from ..sharding.mesh import current_mesh
-from .parameters import keep_ties, replicate_rest
+from .parameters import Ties, keep_ties, replicate_rest
 
 PartitionFn = Callable[[str, nn.Module, DeviceMesh], None]
 HookFn = Callable[[nn.Module, Any, DeviceMesh], object] | Callable[[Any, DeviceMesh], object]
@@ -37,20 +37,38 @@ def distribute_module(
     >>> distribute_module(model, mesh)                        # replicate the parameters that no plan has sharded
     """
     mesh = device_mesh if device_mesh is not None else current_mesh()
-    with keep_ties(module) as ties:
+    distribute_parameters(module, mesh, partition_fn)
+    if input_fn is not None:
+        register_input_fn(module, mesh, input_fn)
+    if output_fn is not None:
+        register_output_fn(module, mesh, output_fn)
+    return module
+
+
+def distribute_parameters(
+    module: nn.Module, mesh: DeviceMesh, partition_fn: PartitionFn | None, src_data_rank: int | None = 0
+) -> None:
+    """Call `partition_fn` for a module and each of its submodules, and replicate the tensors that it leaves plain."""
+    with keep_ties(module):
         if partition_fn is not None:
-            for name, submodule in module.named_modules():
+            ties = Ties(module)
+            for name, submodule in list(module.named_modules()):
                 partition_fn(name, submodule, mesh)
             ties.restore()
         for submodule in module.modules():
-            replicate_rest(submodule, mesh)
-    if input_fn is not None:
-        prepare = _hook("input_fn", input_fn)
-        module.register_forward_pre_hook(lambda mod, inputs: prepare(mod, inputs, mesh))
-    if output_fn is not None:
-        finish = _hook("output_fn", output_fn)
-        module.register_forward_hook(lambda mod, _, outputs: finish(mod, outputs, mesh))
-    return module
+            replicate_rest(submodule, mesh, src_data_rank)
+
+
+def register_input_fn(module: nn.Module, mesh: DeviceMesh, input_fn: HookFn) -> None:
+    """Call `input_fn(module, inputs, mesh)` before each forward call; it may return other inputs."""
+    prepare = _hook("input_fn", input_fn)
+    module.register_forward_pre_hook(lambda mod, inputs: prepare(mod, inputs, mesh))
+
+
+def register_output_fn(module: nn.Module, mesh: DeviceMesh, output_fn: HookFn) -> None:
+    """Call `output_fn(module, outputs, mesh)` after each forward call; it may return other outputs."""
+    finish = _hook("output_fn", output_fn)
+    module.register_forward_hook(lambda mod, _, outputs: finish(mod, outputs, mesh))
 
 
 def _hook(name: str, function: Any) -> Callable[[nn.Module, Any, DeviceMesh], object]:
@@ -64,6 +82,6 @@ def _hook(name: str, function: Any) -> Callable[[nn.Module, Any, DeviceMesh], ob
     warnings.warn(
         f"{name} of two arguments is deprecated: take three, {name}(module, values, device_mesh)",
         FutureWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
     return lambda module, values, mesh: function(values, mesh)

@@ -106,7 +106,14 @@ _ties: ContextVar[Ties | None] = ContextVar("ties", default=None)
 
 @contextmanager
 def keep_ties(root: nn.Module) -> Iterator[Ties]:
-    """Inside, `distribute_parameter` replaces a parameter in all modules below `root` that own it."""
+    """Inside, `distribute_parameter` replaces a parameter in all modules below `root` that own it.
+
+    Inside another one, that one stays in force: its root is above.
+    """
+    outer = _ties.get()
+    if outer is not None:
+        yield outer
+        return
     _warn_of_meta_buffers(root)
     ties = Ties(root)
     token = _ties.set(ties)

@@ -9,12 +9,19 @@ from typing import Self
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..errors import InputError
+from .axis import DEFAULT_AXIS
+
 
 class ParallelStyle(ABC):
     """How one module is parallelized. Subclasses implement `_apply`, which `parallelize_module` calls.
 
     A style acts on one mesh axis: the only one of its mesh, or the one named "tp". `style.over("model")` is the same
     style for another axis.
+
+    The styles of this package have the methods of PyTorch's styles that subclasses override, `_prepare_input_fn` and
+    so on. Their own hooks run without them, with what can be prepared when the style is applied; a method that a
+    subclass overrides is called as PyTorch calls it.
     """
 
     src_data_rank: int | None = 0
@@ -30,6 +37,29 @@ class ParallelStyle(ABC):
         style.axis = axis
         return style
 
+    def _overrides(self, owner: type[ParallelStyle], *names: str) -> bool:
+        """Return whether a method of one of these names is another one than that of `owner`."""
+        return any(_function(getattr(self, name)) is not _function(getattr(owner, name)) for name in names)
+
+    def _calls(self, owner: type[ParallelStyle], name: str, mesh: DeviceMesh) -> bool:
+        """Return whether to call a method without `self`, instead of doing what that of `owner` does.
+
+        Such a method acts on the only axis of its mesh, or on "tp": it does not get the name of another one.
+        """
+        if not self._overrides(owner, name):
+            return False
+        if self.axis not in (None, DEFAULT_AXIS) and mesh.ndim > 1:
+            raise InputError(
+                f"{type(self).__name__} overrides {name} and is applied over {self.axis!r} of a mesh of {mesh.ndim} "
+                "axes: the method is not told which",
+                f"pass the axis as a mesh: parallelize_module(module, mesh[{self.axis!r}], plan)",
+            )
+        return True
+
     def __repr__(self) -> str:
         options = {n: v for n, v in vars(self).items() if v not in (None, {}) and n != "src_data_rank"}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in options.items())})"
+
+
+def _function(method: object) -> object:
+    return getattr(method, "__func__", method)

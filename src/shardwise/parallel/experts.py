@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch import pytree
-from ..nn.parameters import replicate_rest
+from ..nn.distribute import distribute_parameters
 from ..sharding.placement import AnyShard, InterleavedShard, Partial, Placement, Replicate, Shard
 from ..tensor.dtensor import DTensor
 from .axis import StyleAxis
@@ -34,8 +34,7 @@ class ExpertsParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         axis = StyleAxis(device_mesh, self.axis)
-        for submodule in module.modules():
-            replicate_rest(submodule, device_mesh, self.src_data_rank)
+        distribute_parameters(module, device_mesh, None, self.src_data_rank)
         inputs = InputConverter(axis, Replicate(), Replicate())
         outputs = OutputConverter(axis, None, Replicate(), self.use_local_output)
         if _shards_hidden_features(module, axis):

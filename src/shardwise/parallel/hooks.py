@@ -13,11 +13,14 @@ import inspect
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch import pytree
 from .._torch.transforms import innermost, transforms_active
+from ..comm.groups import adopt
 from ..errors import MeshError, ShapeError
 from ..sharding.placement import AnyShard, Placement
+from ..sharding.runtime import WorldCache
 from ..sharding.spec import DTensorSpec, contiguous_meta, normalize_placements
 from ..tensor.autograd import to_spec
 from ..tensor.dtensor import DTensor
@@ -25,6 +28,8 @@ from .axis import StyleAxis
 from .last_input import LAST_INPUT
 
 _MAX_TARGETS = 4096
+_CONVERTERS: WorldCache[object, InputConverter | OutputConverter] = WorldCache("converters", max_bytes=1 << 18)
+"""For methods of styles that get all they need as arguments. A converter holds its mesh, so that the id is its own."""
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
 
@@ -97,9 +102,12 @@ class InputConverter:
 
 
 class OutputConverter:
-    """Converts one output of a module: a plain tensor has `layout`, and the caller gets `desired`."""
+    """Converts one output of a module: a plain tensor has `layout`, and the caller gets `desired`.
 
-    def __init__(self, axis: StyleAxis, layout: Placement | None, desired: Placement, use_local: bool) -> None:
+    None as `desired` keeps the layout of the output.
+    """
+
+    def __init__(self, axis: StyleAxis, layout: Placement | None, desired: Placement | None, use_local: bool) -> None:
         self.axis, self.desired, self.use_local = axis, desired, use_local
         self.inputs = InputConverter(axis, layout, None)
         self.targets: dict[DTensorSpec, DTensorSpec] = {}
@@ -109,8 +117,46 @@ class OutputConverter:
         tensor = self.inputs.distribute(value) if isinstance(value, Tensor) else value
         if not isinstance(tensor, DTensor):
             return tensor
-        tensor = redistribute_axis(tensor, self.axis, self.desired, self.targets)
+        if self.desired is not None:
+            tensor = redistribute_axis(tensor, self.axis, self.desired, self.targets)
         return self.axis.to_local(tensor) if self.use_local else tensor
+
+
+# ---- converters of a world -------------------------------------------------------------------------------------------
+
+
+def input_converter(
+    mesh: DeviceMesh,
+    layout: Placement | None,
+    desired: Placement | None,
+    use_local: bool = False,
+    *,
+    dim_size: int | None = None,
+    axis: str | None = None,
+) -> InputConverter:
+    """Return the converter for inputs of this kind: the same one at each call."""
+    converters = _CONVERTERS.of(adopt(mesh).runtime)
+    key = (id(mesh), layout, desired, use_local, dim_size, axis)
+    found = converters.get(key)
+    if found is None:
+        found = InputConverter(StyleAxis(mesh, axis), layout, desired, use_local, dim_size)
+        converters[key] = found
+    assert isinstance(found, InputConverter)
+    return found
+
+
+def output_converter(
+    mesh: DeviceMesh, layout: Placement | None, desired: Placement | None, use_local: bool, *, axis: str | None = None
+) -> OutputConverter:
+    """Return the converter for outputs of this kind: the same one at each call."""
+    converters = _CONVERTERS.of(adopt(mesh).runtime)
+    key = (id(mesh), layout, desired, use_local, "output", axis)
+    found = converters.get(key)
+    if found is None:
+        found = OutputConverter(StyleAxis(mesh, axis), layout, desired, use_local)
+        converters[key] = found
+    assert isinstance(found, OutputConverter)
+    return found
 
 
 def redistribute_axis(
@@ -171,10 +217,11 @@ def register_input_hook(module: nn.Module, leading: list[InputConverter], others
 
 def register_output_hook(module: nn.Module, converter: OutputConverter) -> None:
     """Convert what a module returns: a tensor, or the tensors in a tuple, list or dict."""
+    module.register_forward_hook(lambda _, __, output: convert_output(converter, output))
 
-    def finish(_: nn.Module, __: object, output: object) -> object:
-        if isinstance(output, Tensor):
-            return converter(output)
-        return pytree.tree_map_only(Tensor, converter, output)
 
-    module.register_forward_hook(finish)
+def convert_output(converter: OutputConverter, output: object) -> object:
+    """Convert a tensor, or the tensors in a tuple, list or dict."""
+    if isinstance(output, Tensor):
+        return converter(output)
+    return pytree.tree_map_only(Tensor, converter, output)

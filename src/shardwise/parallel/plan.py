@@ -49,7 +49,8 @@ def parallelize_module(
     entries = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
     styles = {pattern: _as_style(style, pattern) for pattern, style in entries.items()}
     modules = {pattern: list(_matches(module, pattern)) for pattern in styles}
-    with keep_ties(module):
+    returned = module
+    with keep_ties(module) as ties:
         # Parameters first: the style of a module may depend on how those that it owns are sharded.
         owners = OwnedParameters(mesh, src_data_rank)
         for pattern, style in styles.items():
@@ -63,9 +64,12 @@ def parallelize_module(
         for pattern, style in styles.items():
             for path, target in modules[pattern]:
                 with _named("module", path):
-                    _apply(_of_module(style, module, path, target, mesh, heads), target, mesh, src_data_rank)
+                    applied = _apply(_of_module(style, module, path, target, mesh, heads), target, mesh, src_data_rank)
+                if target is module:
+                    returned = applied
         owners.use_local_shards(except_for=[target for found in modules.values() for _, target in found])
-    return module
+        ties.restore()  # a style of the user's own may have replaced a parameter in one of its owners alone
+    return returned
 
 
 def _as_style(style: object, pattern: str) -> ParallelStyle:
@@ -97,9 +101,9 @@ def _of_module(
     return found
 
 
-def _apply(style: ParallelStyle, module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+def _apply(style: ParallelStyle, module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None) -> nn.Module:
     style.src_data_rank = src_data_rank
-    style._apply(module, mesh)
+    return style._apply(module, mesh)
 
 
 @contextmanager

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +15,7 @@ from ..errors import InputError
 from ..sharding.placement import Placement
 from .axis import StyleAxis
 from .base import ParallelStyle
-from .hooks import Args, InputConverter, Kwargs, OutputConverter
+from .hooks import Args, InputConverter, Kwargs, OutputConverter, input_converter, output_converter
 
 Layouts = Placement | tuple[Placement | None, ...] | None
 
@@ -41,6 +42,7 @@ class PrepareModuleInput(ParallelStyle):
         self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
         self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
         self.use_local_output = use_local_output
+        self.with_kwargs = input_kwarg_layouts is not None
         if self.input_layouts is not None or self.desired_input_layouts is not None:
             _check_pairs("input_layouts", self.input_layouts, self.desired_input_layouts)
         if self.input_kwarg_layouts.keys() != self.desired_input_kwarg_layouts.keys():
@@ -52,22 +54,65 @@ class PrepareModuleInput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         axis = StyleAxis(device_mesh, self.axis)
+        if not self._overrides(
+            PrepareModuleInput, "_prepare_input_fn", "_prepare_input_kwarg_fn", "_prepare_input_arg"
+        ):
+            module.register_forward_pre_hook(self._hook(axis), with_kwargs=True)
+        elif self.with_kwargs:
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: self._prepare_input_kwarg_fn(args, kwargs, device_mesh), with_kwargs=True
+            )
+        else:
+            module.register_forward_pre_hook(lambda _, args: self._prepare_input_fn(args, device_mesh))
+        return module
+
+    def _hook(self, axis: StyleAxis) -> Callable[[nn.Module, Args, Kwargs], tuple[Args, Kwargs]]:
+        """Return the hook that does what the methods do, with the converters made once."""
         converters = self._converters(axis, self.input_layouts or (), self.desired_input_layouts or ())
         named = self._converters(axis, self.input_kwarg_layouts.values(), self.desired_input_kwarg_layouts.values())
         by_name = dict(zip(self.input_kwarg_layouts, named, strict=True))
 
         def prepare(_: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-            if converters and len(args) != len(converters):
-                raise InputError(
-                    f"{len(args)} positional arguments for input_layouts={self.input_layouts}",
-                    "give one layout for each positional argument, None for those to leave unchanged",
-                )
             if converters:
+                self._check_count(args)
                 args = tuple(convert(value) for convert, value in zip(converters, args, strict=True))
             return args, {name: by_name[name](value) if name in by_name else value for name, value in kwargs.items()}
 
-        module.register_forward_pre_hook(prepare, with_kwargs=True)
-        return module
+        return prepare
+
+    def _prepare_input_fn(self, inputs: object, device_mesh: DeviceMesh) -> object:
+        """Return the positional arguments that the module gets."""
+        if not self.input_layouts or self.desired_input_layouts is None:
+            return inputs
+        args = inputs if isinstance(inputs, tuple) else (inputs,)
+        self._check_count(args)
+        pairs = zip(args, self.input_layouts, self.desired_input_layouts, strict=True)
+        return tuple(self._prepare_input_arg(value, device_mesh, of, to) for value, of, to in pairs)
+
+    def _prepare_input_kwarg_fn(
+        self, inputs: object, kwarg_inputs: Kwargs, device_mesh: DeviceMesh
+    ) -> tuple[Any, Kwargs]:
+        """Return the positional and the keyword arguments that the module gets."""
+        layouts, desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
+        return self._prepare_input_fn(inputs, device_mesh), {
+            name: self._prepare_input_arg(value, device_mesh, layouts.get(name), desired.get(name))
+            for name, value in kwarg_inputs.items()
+        }
+
+    def _prepare_input_arg(
+        self, input: object, mesh: DeviceMesh, input_layout: Placement | None, desired_layout: Placement | None
+    ) -> object:
+        """Return what the module gets for one argument."""
+        if input_layout is desired_layout is None:
+            return input
+        return input_converter(mesh, input_layout, desired_layout, self.use_local_output, axis=self.axis)(input)
+
+    def _check_count(self, args: Args) -> None:
+        if len(args) != len(self.input_layouts or ()):
+            raise InputError(
+                f"{len(args)} positional arguments for input_layouts={self.input_layouts}",
+                "give one layout for each positional argument, None for those to leave unchanged",
+            )
 
     def _converters(
         self, axis: StyleAxis, layouts: Iterable[Placement | None], desired: Iterable[Placement | None]
@@ -99,23 +144,38 @@ class PrepareModuleOutput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         axis = StyleAxis(device_mesh, self.axis)
-        pairs = zip(self.output_layouts or (), self.desired_output_layouts or (), strict=True)
-        converters = [
-            _unchanged if to is None else OutputConverter(axis, of, to, self.use_local_output) for of, to in pairs
-        ]
-
-        def finish(_: nn.Module, __: object, output: object) -> object:
-            outputs = output if isinstance(output, (tuple, list)) else (output,)
-            if len(outputs) != len(converters):
-                raise InputError(
-                    f"{len(outputs)} outputs for output_layouts={self.output_layouts}",
-                    "give one layout for each output, None for those to leave unchanged",
-                )
-            done = [convert(value) for convert, value in zip(converters, outputs, strict=True)]
-            return tuple(done) if outputs is output else done[0]
-
-        module.register_forward_hook(finish)
+        if self._overrides(PrepareModuleOutput, "_prepare_out_fn"):
+            module.register_forward_hook(lambda _, __, output: self._prepare_out_fn(output, device_mesh))
+        else:
+            converters = [
+                OutputConverter(axis, of, to, self.use_local_output) if to else None for of, to in self._pairs
+            ]
+            module.register_forward_hook(lambda _, __, output: self._convert(output, converters))
         return module
+
+    def _prepare_out_fn(self, outputs: object, device_mesh: DeviceMesh) -> object:
+        """Return what the caller gets for the outputs of the module."""
+        return self._convert(
+            outputs,
+            [
+                output_converter(device_mesh, of, to, self.use_local_output, axis=self.axis) if to else None
+                for of, to in self._pairs
+            ],
+        )
+
+    @property
+    def _pairs(self) -> list[tuple[Placement | None, Placement | None]]:
+        return list(zip(self.output_layouts or (), self.desired_output_layouts or (), strict=True))
+
+    def _convert(self, output: object, converters: list[OutputConverter | None]) -> object:
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        if len(outputs) != len(converters):
+            raise InputError(
+                f"{len(outputs)} outputs for output_layouts={self.output_layouts}",
+                "give one layout for each output, None for those to leave unchanged",
+            )
+        done = [convert(value) if convert else value for convert, value in zip(converters, outputs, strict=True)]
+        return tuple(done) if outputs is output else done[0]
 
 
 class PrepareModuleInputOutput(ParallelStyle):

@@ -6,25 +6,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..nn.distribute import PartitionFn, distribute_parameters, register_input_fn, register_output_fn
 from ..nn.parameters import distribute_parameter, replicate_rest
-from ..sharding.placement import Partial, Placement, Replicate, Shard
+from ..sharding.placement import InterleavedShard, Partial, Placement, Replicate, Shard
 from ..tensor.dtensor import DTensor
 from . import partition
 from .axis import StyleAxis
 from .base import ParallelStyle
-from .hooks import InputConverter, OutputConverter, register_input_hook, register_output_hook
-from .local_parameters import LocalParameters
+from .hooks import (
+    InputConverter,
+    OutputConverter,
+    convert_output,
+    input_converter,
+    output_converter,
+    register_input_hook,
+    register_output_hook,
+)
+from .local_parameters import LocalParameters, owner_of
+
+
+class Default(tuple[Placement, ...]):
+    """The layouts of a style that was given none: those of an nn.Linear. Other modules have their own."""
+
+    __slots__ = ()
+
+
+Layouts = tuple[Placement, ...]
+
+
+def _layouts(given: Placement | None, default: Placement) -> Layouts:
+    return Default((default,)) if given is None else (given,)
+
+
+def _of_module(layouts: Layouts, own: Placement) -> Layouts:
+    """Return the layouts for a module whose own placement is given, if the style was given none."""
+    return Default((own,)) if isinstance(layouts, Default) else layouts
 
 
 class _ShardingStyle(ParallelStyle):
-    """The common part of the styles that shard a module's weight. A layout of None is the partition's own."""
+    """The common part of the styles that shard a module's weight.
+
+    `_linear` are the layouts of inputs and outputs for an nn.Linear, the defaults of the arguments.
+    """
 
     _partition: Callable[[nn.Module], partition.Partition]
+    _linear: tuple[Placement, Placement]
 
     def __init__(
         self,
@@ -33,25 +65,71 @@ class _ShardingStyle(ParallelStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
-        self.input_layouts, self.output_layouts = input_layouts, output_layouts
+        self.input_layouts = _layouts(input_layouts, self._linear[0])
+        self.output_layouts = _layouts(output_layouts, self._linear[1])
+        self.desired_input_layouts = _layouts(None, self._linear[0])
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        axis = StyleAxis(device_mesh, self.axis)
         found = type(self)._partition(module)
-        for name, placement in found.parameters.items():
-            path, _, own = name.rpartition(".")
-            placements = axis.parameter_placements(placement)
-            distribute_parameter(module.get_submodule(path), own, device_mesh, placements, self.src_data_rank)
-        for submodule in module.modules():
-            replicate_rest(submodule, device_mesh, self.src_data_rank)
-        layout = self.input_layouts or found.input
-        dim_size = found.input_size if layout == found.input else None
-        converter = InputConverter(axis, layout, found.input, dim_size=dim_size)
-        register_input_hook(module, [converter] * found.inputs, InputConverter(axis, Replicate(), Replicate()))
-        desired = self.output_layouts or found.output
-        register_output_hook(module, OutputConverter(axis, None, desired, self.use_local_output))
+        layouts = _of_module(self.input_layouts, found.input)
+        desired = self.desired_input_layouts = _of_module(self.desired_input_layouts, found.input)
+        outputs = _of_module(self.output_layouts, found.output)
+        distribute_parameters(module, device_mesh, self._partition_fn(module), self.src_data_rank)
+        axis = StyleAxis(device_mesh, self.axis)
+        if self._calls(_ShardingStyle, "_prepare_input_fn", device_mesh):
+            register_input_fn(module, device_mesh, partial(self._prepare_input_fn, layouts, desired))
+        else:
+            dim_size = found.input_size if layouts == (found.input,) else None
+            converter = InputConverter(axis, layouts[0], desired[0], dim_size=dim_size)
+            register_input_hook(module, [converter] * found.inputs, InputConverter(axis, Replicate(), Replicate()))
+        if self._calls(_ShardingStyle, "_prepare_output_fn", device_mesh):
+            register_output_fn(module, device_mesh, partial(self._prepare_output_fn, outputs, self.use_local_output))
+        else:
+            register_output_hook(module, OutputConverter(axis, None, outputs[0], self.use_local_output))
         return module
+
+    def _partition_fn(self, module: nn.Module) -> PartitionFn:
+        """Return the method that shards the parameters of a module and its submodules."""
+        if partition.is_linear(module):
+            return self._partition_linear_fn
+        if isinstance(module, nn.Embedding):
+            return self._partition_embedding_fn
+        return lambda name, submodule, mesh: None if name else self._shard(submodule, mesh)
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        if partition.is_linear(module):
+            self._shard(module, device_mesh)
+
+    def _partition_embedding_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        if isinstance(module, nn.Embedding):
+            self._shard(module, device_mesh)
+
+    def _shard(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        axis = StyleAxis(mesh, self.axis)
+        for path, placement in type(self)._partition(module).parameters.items():
+            owner, name = owner_of(module, path)
+            distribute_parameter(owner, name, mesh, axis.parameter_placements(placement), self.src_data_rank)
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Layouts,
+        desired_input_layouts: Layouts,
+        mod: nn.Module,
+        inputs: tuple[object, ...],
+        device_mesh: DeviceMesh,
+    ) -> object:
+        """Return the input that the module gets for the first of these."""
+        layout, desired = input_layouts[0], desired_input_layouts[0]
+        features = mod.in_features if layout == Shard(-1) and partition.is_linear(mod) else None
+        return input_converter(device_mesh, layout, desired, dim_size=features)(inputs[0])
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Layouts, use_local_output: bool, mod: nn.Module, outputs: object, device_mesh: DeviceMesh
+    ) -> object:
+        """Return what the caller gets for the output of the module."""
+        return convert_output(output_converter(device_mesh, None, output_layouts[0], use_local_output), outputs)
 
 
 class ColwiseParallel(_ShardingStyle):
@@ -65,6 +143,7 @@ class ColwiseParallel(_ShardingStyle):
     """
 
     _partition = staticmethod(partition.colwise)
+    _linear = (Replicate(), Shard(-1))
 
 
 class RowwiseParallel(_ShardingStyle):
@@ -76,18 +155,21 @@ class RowwiseParallel(_ShardingStyle):
     """
 
     _partition = staticmethod(partition.rowwise)
+    _linear = (Shard(-1), Replicate())
 
 
 class PackedColwiseParallel(_ShardingStyle):
     """Column-wise for several projections in one weight, such as `[gate; up]`: each of them is sharded."""
 
     _partition = staticmethod(lambda module: partition.packed(partition.colwise(module)))
+    _linear = (Replicate(), InterleavedShard(-1, 2))
 
 
 class PackedRowwiseParallel(_ShardingStyle):
     """Row-wise for an input that consists of two blocks, each of which is sharded."""
 
     _partition = staticmethod(lambda module: partition.packed(partition.rowwise(module)))
+    _linear = (InterleavedShard(-1, 2), Replicate())
 
 
 class SequenceParallel(ParallelStyle):
@@ -98,10 +180,36 @@ class SequenceParallel(ParallelStyle):
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
-        self.sequence_dim, self.use_local_output = sequence_dim, use_local_output
+        self.sequence_sharding: Layouts = (Shard(sequence_dim),)
+        self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _replicate_parameters(self, module, device_mesh, Shard(self.sequence_dim), self.use_local_output)
+        axis, layout = StyleAxis(device_mesh, self.axis), self.sequence_sharding[0]
+        distribute_parameters(module, device_mesh, self._replicate_module_fn, self.src_data_rank)
+        if self._calls(SequenceParallel, "_prepare_input_fn", device_mesh):
+            register_input_fn(module, device_mesh, partial(self._prepare_input_fn, self.sequence_sharding))
+        else:
+            register_input_hook(module, [InputConverter(axis, layout, layout)], None)
+        if self._calls(SequenceParallel, "_prepare_output_fn", device_mesh):
+            register_output_fn(module, device_mesh, partial(self._prepare_output_fn, self.use_local_output))
+        else:
+            register_output_hook(module, OutputConverter(axis, layout, layout, self.use_local_output))
+        return module
+
+    def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        replicate_rest(module, device_mesh, self.src_data_rank)
+
+    @staticmethod
+    def _prepare_input_fn(
+        sequence_sharding: Layouts, mod: nn.Module, inputs: tuple[object, ...], device_mesh: DeviceMesh
+    ) -> object:
+        """Return the input that the module gets for the first of these."""
+        return input_converter(device_mesh, sequence_sharding[0], sequence_sharding[0])(inputs[0])
+
+    @staticmethod
+    def _prepare_output_fn(use_local_output: bool, mod: nn.Module, outputs: object, device_mesh: DeviceMesh) -> object:
+        """Return what the caller gets for the output of the module, which keeps its placements."""
+        return convert_output(output_converter(device_mesh, None, None, use_local_output), outputs)
 
 
 class ReplicateParallel(ParallelStyle):
@@ -111,7 +219,11 @@ class ReplicateParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _replicate_parameters(self, module, device_mesh, Replicate(), self.use_local_output)
+        axis = StyleAxis(device_mesh, self.axis)
+        distribute_parameters(module, device_mesh, None, self.src_data_rank)
+        register_input_hook(module, [InputConverter(axis, Replicate(), Replicate())], None)
+        register_output_hook(module, OutputConverter(axis, Replicate(), Replicate(), self.use_local_output))
+        return module
 
 
 class ReplicatedOnShards(ParallelStyle):
@@ -126,8 +238,7 @@ class ReplicatedOnShards(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         axis = StyleAxis(device_mesh, self.axis)
-        for submodule in module.modules():
-            replicate_rest(submodule, device_mesh, self.src_data_rank)
+        distribute_parameters(module, device_mesh, None, self.src_data_rank)
         if self.use_local_output:
             names = [name for name, _ in module.named_parameters()]
             LocalParameters(dict.fromkeys(names, lambda p: axis.to_local(p, grad=Partial()))).register(module)
@@ -155,14 +266,3 @@ class SharedKeyProjection(ParallelStyle):
 
         module.register_forward_hook(finish)
         return module
-
-
-def _replicate_parameters(
-    style: ParallelStyle, module: nn.Module, mesh: DeviceMesh, layout: Placement, use_local_output: bool
-) -> nn.Module:
-    axis = StyleAxis(mesh, style.axis)
-    for submodule in module.modules():
-        replicate_rest(submodule, mesh, style.src_data_rank)
-    register_input_hook(module, [InputConverter(axis, layout, layout)], None)
-    register_output_hook(module, OutputConverter(axis, layout, layout, use_local_output))
-    return module
