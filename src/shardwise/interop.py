@@ -18,7 +18,7 @@ from ._torch.async_tensors import wait_for_data
 from .comm.groups import adopt
 from .errors import InputError, LayoutError
 from .sharding.from_placements import in_mesh_order
-from .sharding.placement import REDUCE_OPS, InterleavedShard, Partial, Placement, Replicate, Shard, ShardOrder
+from .sharding.placement import InterleavedShard, Partial, Placement, Shard, ShardOrder, as_placement
 from .sharding.spec import DTensorSpec, TensorMeta
 from .tensor.autograd import to_spec
 from .tensor.dtensor import DTensor
@@ -116,21 +116,13 @@ def _our_spec(theirs: TorchDTensor) -> DTensorSpec:
 
 
 def _ours(placement: Any, theirs: TorchDTensor) -> Placement:
-    from torch.distributed import tensor
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    if isinstance(placement, tensor.Replicate):
-        return Replicate()
-    if type(placement) is tensor.Shard:
-        return Shard(placement.dim)
-    if isinstance(placement, _StridedShard):
-        return InterleavedShard(placement.dim, int(placement.split_factor))
-    if type(placement) is tensor.Partial and placement.reduce_op in REDUCE_OPS:
-        return Partial(placement.reduce_op)
-    raise InputError(
-        f"from_torch of {list(theirs.placements)}: {placement!r} has no counterpart in shardwise",
-        "redistribute it to Shard or Replicate first",
-    )
+    found = as_placement(placement)
+    if found is None:
+        raise InputError(
+            f"from_torch of {list(theirs.placements)}: {placement!r} has no counterpart in shardwise",
+            "redistribute it to Shard or Replicate first",
+        )
+    return found
 
 
 def _their_placements(spec: DTensorSpec) -> list[Any]:

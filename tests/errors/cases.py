@@ -129,10 +129,10 @@ ROWS: dict[str, Row] = {
         "use Shard, Replicate or Partial",
     ),
     "a placement of PyTorch's own": Row(
-        lambda w: distribute_tensor(w.whole, w.mesh, [theirs.Shard(0), Replicate()]),
+        lambda w: distribute_tensor(w.whole, w.mesh, [theirs.Partial("band"), Replicate()]),
         errors.InputError,
-        "the placement of axis dp is Shard(dim=0), a torch.distributed.tensor.placement_types.Shard",
-        "import Shard, Replicate and Partial from shardwise",
+        "the placement of axis dp is Partial(band), a torch.distributed.tensor.placement_types.Partial",
+        "use Shard, Replicate or Partial",
     ),
     "a dim that is a text": Row(
         lambda w: Shard("0"),

@@ -15,7 +15,7 @@ from ..comm.groups import adopt
 from ..errors import InputError, PlacementError, ShapeError
 from ..sharding.layout import divides_evenly
 from ..sharding.mesh import names_text
-from ..sharding.placement import P, Placement, Placements
+from ..sharding.placement import P, Placements, as_placement
 from ..sharding.spec import DTensorSpec, normalize_placements
 from ..tensor.dtensor import DTensor
 
@@ -176,5 +176,5 @@ def _one_for_each(out_placements: OutPlacements) -> list[Any]:
     """Return the placements of each result. A tuple of placements is the placement list of a single result."""
     if not isinstance(out_placements, tuple):
         return [out_placements]
-    single = bool(out_placements) and all(isinstance(element, Placement) for element in out_placements)
+    single = bool(out_placements) and all(as_placement(element) for element in out_placements)
     return [out_placements] if single else list(out_placements)

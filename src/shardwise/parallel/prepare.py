@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InputError
-from ..sharding.placement import Placement
+from ..sharding.placement import Placement, as_placement
 from .axis import StyleAxis
 from .base import ParallelStyle
 from .hooks import Args, InputConverter, Kwargs, OutputConverter, input_converter, output_converter
@@ -39,8 +39,9 @@ class PrepareModuleInput(ParallelStyle):
     ) -> None:
         self.input_layouts = _as_tuple(input_layouts)
         self.desired_input_layouts = _as_tuple(desired_input_layouts)
-        self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
-        self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
+        self.input_kwarg_layouts = {name: as_placement(p) or p for name, p in (input_kwarg_layouts or {}).items()}
+        desired = desired_input_kwarg_layouts or {}
+        self.desired_input_kwarg_layouts = {name: as_placement(p) or p for name, p in desired.items()}
         self.use_local_output = use_local_output
         self.with_kwargs = input_kwarg_layouts is not None
         if self.input_layouts is not None or self.desired_input_layouts is not None:
@@ -218,7 +219,10 @@ def _unchanged(value: object) -> object:
 
 
 def _as_tuple(layouts: Layouts) -> tuple[Placement | None, ...] | None:
-    return (layouts,) if isinstance(layouts, Placement) else layouts if layouts is None else tuple(layouts)
+    if layouts is None:
+        return None
+    single = as_placement(layouts)
+    return (single,) if single is not None else tuple(as_placement(layout) or layout for layout in layouts)  # type: ignore[union-attr]
 
 
 def _check_pairs(name: str, layouts: Layouts, desired: Layouts) -> None:

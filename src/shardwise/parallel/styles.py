@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..nn.distribute import PartitionFn, distribute_parameters, register_input_fn, register_output_fn
 from ..nn.parameters import distribute_parameter, replicate_rest
-from ..sharding.placement import InterleavedShard, Partial, Placement, Replicate, Shard
+from ..sharding.placement import InterleavedShard, Partial, Placement, Replicate, Shard, as_placement
 from ..tensor.dtensor import DTensor
 from . import partition
 from .axis import StyleAxis
@@ -41,7 +41,7 @@ Layouts = tuple[Placement, ...]
 
 
 def _layouts(given: Placement | None, default: Placement) -> Layouts:
-    return Default((default,)) if given is None else (given,)
+    return Default((default,)) if given is None else (as_placement(given) or given,)
 
 
 def _of_module(layouts: Layouts, own: Placement) -> Layouts:

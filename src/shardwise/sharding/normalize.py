@@ -19,6 +19,7 @@ from .placement import (
     Shard,
     ShardOrder,
     ShardOrderEntry,
+    as_placement,
 )
 
 
@@ -80,15 +81,15 @@ def _normalize_order(placements: tuple[Placement, ...], ndim: int, order: ShardO
     return tuple(type(entry)(entry.tensor_dim, given[entry.tensor_dim]) for entry in default)
 
 
-def _normalize(placement: Placement, axis_name: str, ndim: int) -> Placement:
+def _normalize(given: object, axis_name: str, ndim: int) -> Placement:
+    placement = as_placement(given)
     if isinstance(placement, (Replicate, Partial)):
         return placement
     if not isinstance(placement, AnyShard):
-        kind = type(placement)
-        is_torch = kind.__module__.startswith("torch.distributed")
+        kind = type(given)
         raise InputError(
-            f"the placement of axis {axis_name} is {placement!r}, a {kind.__module__}.{kind.__name__}",
-            "import Shard, Replicate and Partial from shardwise" if is_torch else "use Shard, Replicate or Partial",
+            f"the placement of axis {axis_name} is {given!r}, a {kind.__module__}.{kind.__name__}",
+            "use Shard, Replicate or Partial",
         )
     if not -ndim <= placement.dim < ndim:
         fix = f"use a dim in [{-ndim}, {ndim - 1}]" if ndim else "a 0-dim tensor can be replicated or partial only"

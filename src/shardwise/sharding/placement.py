@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch.placements import torch_placement
 from ..errors import InputError, PlacementError
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
@@ -27,10 +28,11 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 class Placement:
     """What one mesh axis does to a tensor: shard it, replicate it, or hold operands of a reduction.
 
-    Frozen and interned: equal placements are one object, so they hash and compare by identity.
+    Frozen and interned: equal placements are one object. They are also equal to PyTorch's of the same meaning, and have
+    their hash, so that programs that import `Shard` from either library can compare.
     """
 
-    __slots__ = ()
+    __slots__ = ("_hash",)
     __match_args__: ClassVar[tuple[str, ...]] = ()
     _interned: ClassVar[dict[object, Any]] = {}
 
@@ -54,8 +56,24 @@ class Placement:
             found = object.__new__(cls)
             for name, value in fields.items():
                 object.__setattr__(found, name, value)
+            object.__setattr__(found, "_hash", found._hash_of_torch(*fields.values()))
             found = Placement._interned.setdefault(key, found)  # another thread may have made it meanwhile
         return found
+
+    @staticmethod
+    def _hash_of_torch(*fields: object) -> int:
+        """The hash of PyTorch's placement of the same meaning, if there is one."""
+        return hash(fields)
+
+    def __hash__(self) -> int:
+        found: int = self._hash
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or isinstance(other, Placement):
+            return self is other
+        same = as_placement(other)
+        return NotImplemented if same is None else self is same
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a placement is frozen; make a new one to change {name}")
@@ -105,6 +123,10 @@ class Shard(AnyShard):
         if not isinstance(dim, int) or isinstance(dim, bool):
             raise InputError(f"Shard(dim={dim!r})", "the dim is an int, e.g. Shard(0)")
         return cls._intern(dim=dim)
+
+    @staticmethod
+    def _hash_of_torch(*fields: object) -> int:
+        return hash(fields[0] if len(fields) == 1 else fields)
 
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or self.dim == dim
@@ -207,6 +229,10 @@ class Replicate(Placement):
     def __new__(cls) -> Self:
         return cls._intern()
 
+    @staticmethod
+    def _hash_of_torch(*fields: object) -> int:
+        return hash(-1)
+
     def is_replicate(self) -> bool:
         return True
 
@@ -232,6 +258,10 @@ class Partial(Placement):
             raise PlacementError(f"Partial({reduce_op!r}) is no known reduction", f"use one of {', '.join(REDUCE_OPS)}")
         return cls._intern(reduce_op=reduce_op)
 
+    @staticmethod
+    def _hash_of_torch(*fields: object) -> int:
+        return 1 + hash(fields[0])
+
     def is_partial(self, reduce_op: str | None = None) -> bool:
         return reduce_op in (None, self.reduce_op) or (reduce_op == "prod" and self.reduce_op == "product")
 
@@ -243,6 +273,19 @@ class MaskPartial(Partial):
     """PyTorch's placement of an embedding's output before it is summed. No tensor of shardwise has it."""
 
     __slots__ = ()
+
+
+_KINDS = {kind.__name__: kind for kind in (Shard, InterleavedShard, Replicate, Partial)}
+
+
+def as_placement(value: object) -> Placement | None:
+    """A placement itself, or the one that means what a placement of PyTorch's means; None for anything else."""
+    if isinstance(value, Placement):
+        return value
+    name, *fields = torch_placement(value) or ("",)
+    if name == "Partial" and fields[0] not in REDUCE_OPS:
+        return None
+    return _KINDS[name](*fields) if name in _KINDS else None
 
 
 class ShardOrderEntry(NamedTuple):
