@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed._functional_collectives
 
-from shardwise.ops.collectives import collective_of
+from shardwise.ops.collectives import collective_of, communicates
 from shardwise.ops.trivial import computes_nothing
 
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
@@ -24,6 +24,7 @@ def test_records(func) -> None:
     name = func._schema.name.partition("::")[2]
     record = collective_of(func)
     assert (record is None) == (name in BETWEEN_TWO | WITHOUT_DATA)
+    assert communicates(func) == (name not in WITHOUT_DATA)
     if record is None:
         return
     types = [str(argument.type) for argument in func._schema.arguments]

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from .._torch.ops import OpOverload
 from ..errors import MeshError, MixedTensorError
+from ..ops.collectives import communicates
 from ..ops.registry import resolve
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
@@ -23,7 +24,7 @@ from ..sharding.runtime import Runtime, WorldCache, clear_all_caches, on_activat
 from .arguments import Args, Kwargs, as_argument, common_mesh, distributed
 from .call_plan import CallPlan, plan_call
 from .explicit import refuse_communication
-from .fallback import run_without_plan
+from .fallback import refuse_collective, run_without_plan
 from .formulas import hold_result
 from .hot_path import HOT, Ready, hot_path, ready_call
 from .key import Key, argument_keys, plan_key
@@ -98,6 +99,8 @@ class OpDispatcher:
         shared = plan_key(op, key, args, kwargs)
         planned = self.plans.get(shared)
         if planned is None:
+            if communicates(func):
+                refuse_collective(op, args, kwargs)
             if op.writes and op.decomposition is None:
                 result = write_gathered(op, args, kwargs)
                 if result is not NotImplemented:

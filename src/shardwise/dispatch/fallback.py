@@ -15,7 +15,6 @@ from .._torch import pytree
 from .._torch.decompositions import registered_decomposition
 from ..comm.redistribute import redistribute_local
 from ..errors import CommunicationError, InputError
-from ..ops.collectives import collective_of
 from ..ops.resolve import ResolvedOp
 from ..ops.served import served_by
 from ..sharding.base import DTensorBase
@@ -35,8 +34,6 @@ class GatherWarning(UserWarning):
 
 def run_without_plan(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTensorBase], outside: bool) -> object:
     """The result of a call that no rule takes. `outside`: on a rank that is not in the mesh."""
-    if collective_of(op.func) is not None:
-        _refuse_collective(op, args, kwargs)
     if outside and not returns_tensors(op):
         return run_outside(op, args, kwargs, kind)
     if op.decomposition is not None and (result := op.decomposition(*args, **kwargs)) is not NotImplemented:
@@ -58,12 +55,13 @@ def run_without_plan(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTen
     return _run_on_gathered(op, args, kwargs, kind)
 
 
-def _refuse_collective(op: ResolvedOp, args: Args, kwargs: Kwargs) -> None:
+def refuse_collective(op: ResolvedOp, args: Args, kwargs: Kwargs) -> None:
     """Raise an error: a collective is a call on what each rank holds, not on the global tensor."""
     specs = ", ".join(repr(tensor._spec) for tensor in distributed(args, kwargs)[:3])
     raise InputError(
-        f"{op.func} is a collective on the local tensors of ranks, and was called with the DTensor {specs}",
-        "pass x.to_local(), or use x.redistribute",
+        f"{op.func} communicates local tensors between ranks, and was called with the DTensor {specs}",
+        "pass x.to_local(), or use x.redistribute. Stages of a pipeline pass local tensors on: use_local_output=True in "
+        "the last style",
     )
 
 

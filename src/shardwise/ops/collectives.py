@@ -16,6 +16,7 @@ from .._torch.ops import OpOverload
 
 FUNCTIONAL_NAMESPACES = frozenset(("c10d_functional", "_c10d_functional", "_c10d_functional_autograd"))
 _NAMESPACES = FUNCTIONAL_NAMESPACES | {"c10d"}
+_WITHOUT_DATA = frozenset(("barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd", "check_for_nan"))
 
 Received = Callable[[int, int, int], int]
 """From the bytes of a rank's input, those of its result, and the number of ranks, to the bytes that it receives."""
@@ -40,6 +41,11 @@ class CollectiveOp:
 def collective_of(func: OpOverload) -> CollectiveOp | None:
     """Return the record of a collective; None for other ops."""
     return _COLLECTIVES.get(func._schema.name) if func.namespace in _NAMESPACES else None
+
+
+def communicates(func: OpOverload) -> bool:
+    """Return whether an op is a collective, or sends to another rank or receives from one."""
+    return func.namespace in _NAMESPACES and func._schema.name.partition("::")[2] not in _WITHOUT_DATA
 
 
 def _all_reduce(sent: int, got: int, ranks: int) -> int:

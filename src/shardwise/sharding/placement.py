@@ -11,7 +11,7 @@ P('dp', ('tp', 'cp'), None)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -35,6 +35,7 @@ class Placement:
     __slots__ = ("_hash",)
     __match_args__: ClassVar[tuple[str, ...]] = ()
     _interned: ClassVar[dict[object, Any]] = {}
+    _hash: int
 
     def is_shard(self, dim: int | None = None) -> bool:
         """Whether this is a `Shard` (of that dim, if one is given)."""
@@ -66,8 +67,7 @@ class Placement:
         return hash(fields)
 
     def __hash__(self) -> int:
-        found: int = self._hash
-        return found
+        return self._hash
 
     def __eq__(self, other: object) -> bool:
         if self is other or isinstance(other, Placement):
@@ -275,7 +275,7 @@ class MaskPartial(Partial):
     __slots__ = ()
 
 
-_KINDS = {kind.__name__: kind for kind in (Shard, InterleavedShard, Replicate, Partial)}
+_KINDS: dict[object, Callable[..., Placement]] = {kind.__name__: kind for kind in (Shard, InterleavedShard, Replicate, Partial)}
 
 
 def as_placement(value: object) -> Placement | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -318,6 +318,15 @@ class DTensor(DTensorBase):
             "that use it need",
             "save full tensors: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
             "torch.distributed.checkpoint.state_dict, or x.full_tensor() for one tensor",
+        )
+
+    @property
+    def fsdp_pre_all_gather(self) -> NoReturn:
+        """Raises an error: PyTorch's `fully_shard` looks for it in local shards, and has taken this tensor as one."""
+        raise InputError(
+            f"PyTorch's fully_shard got the parameter {self._spec!r}, and knows its own class of DTensors only",
+            "call shardwise.install() before all other imports, or start the program with python -m shardwise.run; or "
+            "shard over all axes with shardwise: parallelize_module(model, mesh, plan), shard_parameters(model, mesh)",
         )
 
     # ---- copies and files -----------------------------------------------------------------------------------

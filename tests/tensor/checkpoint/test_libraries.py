@@ -64,16 +64,6 @@ def test_safetensors_on_processes(tmp_path: Path) -> None:
 
 
 @on_processes
-def test_collectives_on_distributed_tensors_are_refused() -> None:
-    x = distribute_tensor(torch.arange(8.0), mesh_of(4), [Shard(0)])
-    for call in (dist.all_reduce, lambda x: dist.broadcast(x, 0), lambda x: dist.all_gather([x] * 4, x)):
-        with pytest.raises(InputError, match=r"is a collective on the local tensors of ranks, .* f32\[8@a\]"):
-            call(x)
-    dist.all_reduce(x.to_local())
-    assert_same(x.to_local(), torch.tensor([12.0, 16.0]))
-
-
-@on_processes
 def test_data_parallel_wrappers_are_refused() -> None:
     advice = r"'weight' is the DTensor f32\[.* call shardwise.install\(\) before other imports"
     for placement in (Shard(0), Replicate()):
