@@ -12,7 +12,15 @@ from shardwise._utils import (
     compute_global_tensor_shape,
     compute_local_stride,
 )
-from shardwise.experimental._attention import context_parallel_unshard, set_rotate_method
+from shardwise.experimental._attention import (
+    _context_parallel_shard,
+    _ContextParallel,
+    _enable_context_parallel_dispatcher,
+    _HeadTailLoadBalancer,
+    _PerDocumentHeadTailLoadBalancer,
+    context_parallel_unshard,
+    set_rotate_method,
+)
 from torch import nn
 
 import shardwise
@@ -26,9 +34,10 @@ from shardwise import (
     ShardOrderEntry,
     distribute_tensor,
 )
-from shardwise.errors import InputError
+from shardwise.errors import InputError, ShapeError
 from shardwise.experimental import context_parallel
 from shardwise.placement_types import _StridedShard
+from tests.parallel.models import first
 from tests.worlds import mesh_of
 
 SHAPES = [(8, 6), (7, 5), (3, 1)]
@@ -201,3 +210,78 @@ def test_input_reshard_does_not_change_gradients():
         model(distribute_tensor(value, mesh, [Replicate()])).square().sum().backward()
         for parameter, gradient in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
+
+
+# ---- load balancers of context parallel ------------------------------------------------------------------------------
+
+
+def balancers(length, ranks):
+    return {
+        "head and tail": _HeadTailLoadBalancer(length, ranks, "cpu"),
+        "documents": _PerDocumentHeadTailLoadBalancer([[length // 2] * 2, [length]], ranks, "cpu"),
+        "none": None,
+    }
+
+
+def test_orders_are_those_of_pytorch():
+    theirs = pytest.importorskip("torch.distributed.tensor.experimental._context_parallel._load_balancer")
+    for length, ranks in ((16, 4), (16, 2), (8, 1)):
+        one = theirs._HeadTailLoadBalancer(length, ranks, "cpu"), _HeadTailLoadBalancer(length, ranks, "cpu")
+        lengths = [[length, 2 * length], [3 * length]]
+        two = (
+            theirs._PerDocumentHeadTailLoadBalancer(lengths, ranks, "cpu"),
+            _PerDocumentHeadTailLoadBalancer(lengths, ranks, "cpu"),
+        )
+        for expected, found in (one, two):
+            for restore in (False, True):
+                assert expected._generate_indices(restore).tolist() == found._generate_indices(restore).tolist()
+    with pytest.raises(ShapeError, match="pad it to a multiple of 8"):
+        _HeadTailLoadBalancer(12, 4, "cpu")._generate_indices()
+
+
+class Attention(nn.Module):
+    def forward(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("by_style", [True, False])
+@pytest.mark.parametrize("name", balancers(16, 4))
+def test_causal_attention_of_a_rearranged_sequence(name, by_style):
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, 4, 16, 8) for _ in range(3)]
+    plain = [tensor.clone().requires_grad_() for tensor in tensors]
+    expected = Attention()(*plain)
+    expected.square().sum().backward()
+    with mesh_of(4) as mesh:
+        balancer = balancers(16, 4)[name]
+        replicas = [DTensor.from_local(tensor, mesh, [Replicate()]).to_local() for tensor in tensors]
+        shards = _context_parallel_shard(mesh, {"q": replicas[0]}, {"q": 2}, balancer)
+        shards += _context_parallel_shard(mesh, replicas[1:], [2, 2], balancer)
+        leaves = [shard.requires_grad_() for shard in shards]
+        if by_style:
+            _enable_context_parallel_dispatcher()
+            style = _ContextParallel(seq_dim=2, attention_type=_ContextParallel.AttentionType.SDPA)
+            found = shardwise.parallel.parallelize_module(Attention(), mesh, style)(*leaves)
+        else:
+            with context_parallel(mesh):
+                found = Attention()(*leaves)
+        found.square().sum().backward()
+        (whole,) = context_parallel_unshard(mesh, [found.detach()], [2], balancer)
+        torch.testing.assert_close(first(whole), expected.detach())
+        for leaf, reference in zip(leaves, plain, strict=True):
+            torch.testing.assert_close(
+                first(context_parallel_unshard(mesh, [leaf.grad], [2], balancer)[0]), reference.grad
+            )
+
+
+def test_a_sequence_of_another_length_than_its_order_is_refused():
+    with mesh_of(2) as mesh:
+        local = DTensor.from_local(torch.randn(1, 2, 16, 4), mesh, [Replicate()]).to_local()
+        _context_parallel_shard(mesh, [local], [2], _HeadTailLoadBalancer(16, 2, "cpu"))
+        with context_parallel(mesh), pytest.raises(ShapeError, match="rearranged as one of 16"):
+            F.scaled_dot_product_attention(*[local[:, :, :4]] * 3)
+
+
+def test_flex_attention_is_refused():
+    with pytest.raises(InputError, match="context parallel of flex_attention"):
+        _ContextParallel(seq_dim=2, attention_type=_ContextParallel.AttentionType.FLEX)

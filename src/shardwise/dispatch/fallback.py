@@ -60,8 +60,8 @@ def refuse_collective(op: ResolvedOp, args: Args, kwargs: Kwargs) -> None:
     specs = ", ".join(repr(tensor._spec) for tensor in distributed(args, kwargs)[:3])
     raise InputError(
         f"{op.func} communicates local tensors between ranks, and was called with the DTensor {specs}",
-        "pass x.to_local(), or use x.redistribute. Stages of a pipeline pass local tensors on: use_local_output=True in "
-        "the last style",
+        "pass x.to_local(), or use x.redistribute. Stages of a pipeline pass local tensors on: use_local_output=True "
+        "in the last style",
     )
 
 

@@ -3,7 +3,8 @@
     table            where each name of `torch.distributed.tensor` and its submodules lives in shardwise
     modules          makes the modules of the table when a program imports them
     install          puts shardwise in the place of `torch.distributed.tensor` for the whole process
-    shapes, tensors, data_parallel, strategies, random_state, attention     the private functions that programs import
+    attention, attention_style, load_balancers    context parallel
+    shapes, tensors, data_parallel, strategies, random_state    other private functions that programs import
 
 >>> import shardwise
 >>> shardwise.install()

@@ -7,10 +7,10 @@ plain tensors is that of the global sequence: its arguments are taken as sharded
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
+from ..comm.groups import adopt
+from ..dispatch.modes import implicit_replication
 from ..errors import InputError, ShapeError
+from ..sharding.mesh import MeshInfo
 from ..sharding.placement import Shard
+from ..sharding.runtime import WorldState
 from ..tensor.creation import distribute_tensor
 from ..tensor.dtensor import DTensor
 from ..world import RankTensor
+from .load_balancers import _HeadTailLoadBalancer, _LoadBalancer
 
 _SEQUENCE_DIM = 2
 """The sequence dim of queries, keys and values."""
@@ -53,13 +58,17 @@ def set_rotate_method(rotate_method: str) -> None:
     _cp_options.rotate_method = names[rotate_method]
 
 
+_ARRANGED: WorldState[dict[MeshInfo, _LoadBalancer | None]] = WorldState(dict)
+"""For each mesh, how the buffers that were sharded over it last were rearranged before."""
+
+
 class _Attention(TorchFunctionMode):
     """Attention of plain tensors that hold this rank's shard of the sequence."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, dim: int = _SEQUENCE_DIM) -> None:
         super().__init__()
-        self.mesh = mesh
-        self.placements = [Shard(_SEQUENCE_DIM)] * mesh.ndim
+        self.mesh, self.dim = mesh, dim
+        self.placements = [Shard(dim)] * mesh.ndim
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -70,12 +79,22 @@ class _Attention(TorchFunctionMode):
         named = dict(zip(("query", "key", "value"), args, strict=False)) | {
             name: kwargs.pop(name) for name in ("query", "key", "value") if name in kwargs
         }
-        whole = [self._sharded(named[name]) for name in ("query", "key", "value")]
-        result: DTensor = func(*whole, *args[3:], **kwargs)
+        mesh_info = adopt(self.mesh)
+        balancer = _ARRANGED.of(mesh_info.runtime).get(mesh_info)
+        whole = [self._in_order(named[name], balancer) for name in ("query", "key", "value")]
+        result: DTensor = _rearranged(func(*whole, *args[3:], **kwargs), self.dim, balancer)
         return result.redistribute(placements=self.placements).to_local()
 
-    def _sharded(self, tensor: Tensor) -> DTensor:
-        return DTensor.from_local(tensor, self.mesh, self.placements)
+    def _in_order(self, tensor: Tensor, balancer: _LoadBalancer | None) -> DTensor:
+        """The global tensor of a local one, in the order of the sequence."""
+        return _rearranged(DTensor.from_local(tensor, self.mesh, self.placements), self.dim, balancer, restore=True)
+
+
+def _enable_context_parallel_dispatcher() -> None:
+    """Does nothing: attention of distributed tensors is always that of the global sequence."""
+
+
+_disable_context_parallel_dispatcher = _enable_context_parallel_dispatcher
 
 
 @contextmanager
@@ -99,7 +118,8 @@ def context_parallel(
         raise InputError(f"{len(buffers)} buffers and {len(dims)} buffer_seq_dims", "give one dim for each buffer")
     kept = no_restore_buffers or set()
     saved = [None if buffer in kept else buffer.detach().clone() for buffer in buffers]
-    for buffer, shard in zip(buffers, _context_parallel_shard(mesh, buffers, dims), strict=True):
+    balancer = _default_balancer(mesh, buffers[0].shape[dims[0]], buffers[0].device) if buffers else None
+    for buffer, shard in zip(buffers, _context_parallel_shard(mesh, buffers, dims, balancer), strict=True):
         _replace_data(buffer, shard)
     try:
         with _Attention(mesh):
@@ -111,12 +131,54 @@ def context_parallel(
 
 
 def _context_parallel_shard(
-    mesh: DeviceMesh, buffers: Sequence[Tensor], seq_dims: Sequence[int], load_balancer: object = None
+    mesh: DeviceMesh,
+    buffers: Sequence[Tensor] | Mapping[str, Tensor],
+    seq_dims: Sequence[int] | Mapping[str, int],
+    load_balancer: _LoadBalancer | None = None,
 ) -> list[Tensor]:
-    """This rank's shard of each buffer."""
-    if load_balancer is not None:
-        raise InputError("context parallel with a load balancer", "leave it out: the values are the same")
-    return [_shard(mesh, buffer, dim) for buffer, dim in zip(buffers, seq_dims, strict=True)]
+    """This rank's shard of each buffer, rearranged by the load balancer before.
+
+    Attention over this mesh takes its arguments in the order that was used last.
+    """
+    if isinstance(buffers, Mapping):
+        assert isinstance(seq_dims, Mapping)
+        seq_dims = [seq_dims[name] for name in buffers]
+        buffers = list(buffers.values())
+    assert not isinstance(seq_dims, Mapping)
+    if not all(isinstance(buffer, Tensor) for buffer in buffers):
+        raise InputError("context parallel of a BlockMask", "pass tensors, and use F.scaled_dot_product_attention")
+    if buffers:
+        mesh_info = adopt(mesh)
+        _ARRANGED.of(mesh_info.runtime)[mesh_info] = load_balancer
+    pairs = zip(buffers, seq_dims, strict=True)
+    return [_shard(mesh, _rearranged(buffer.detach(), dim, load_balancer), dim) for buffer, dim in pairs]
+
+
+T = TypeVar("T", bound=Tensor)
+
+
+def _rearranged(tensor: T, dim: int, balancer: _LoadBalancer | None, restore: bool = False) -> T:
+    """A tensor with its sequence in the order of a load balancer, or back from it."""
+    indices = None if balancer is None else balancer._generate_indices(restore)
+    if indices is None:
+        return tensor
+    if indices.shape[-1] != tensor.shape[dim]:
+        raise ShapeError(
+            f"a tensor of shape {list(tensor.shape)}, whose dim {dim} is a sequence that was rearranged as one of "
+            f"{indices.shape[-1]}",
+            "shard the buffers of this step with a load balancer for its length, or with none",
+        )
+    with implicit_replication():  # the indices are the same on all ranks
+        if len(indices) == 1:
+            return cast(T, tensor.index_select(dim, indices[0].long().to(tensor.device)))
+        shape = [1] * tensor.dim()
+        shape[0], shape[dim] = len(indices), indices.shape[-1]
+        index = indices.long().to(tensor.device).view(shape).expand(tensor.shape)
+        return cast(T, tensor.gather(dim, index))
+
+
+def _default_balancer(mesh: DeviceMesh, length: int, device: torch.device) -> _LoadBalancer | None:
+    return _HeadTailLoadBalancer(length, mesh.size(), device) if _cp_options.enable_load_balance else None
 
 
 def _shard(mesh: DeviceMesh, buffer: Tensor, dim: int) -> Tensor:
@@ -124,7 +186,7 @@ def _shard(mesh: DeviceMesh, buffer: Tensor, dim: int) -> Tensor:
         raise ShapeError(
             f"a sequence of {buffer.shape[dim]} over {mesh.size()} ranks", "pad it to a multiple of the mesh's size"
         )
-    shard = distribute_tensor(buffer.detach(), mesh, [Shard(dim)] * mesh.ndim, src_data_rank=None).to_local()
+    shard = distribute_tensor(buffer, mesh, [Shard(dim)] * mesh.ndim, src_data_rank=None).to_local()
     if isinstance(shard, RankTensor) and not isinstance(buffer, RankTensor):
         raise InputError(
             "context_parallel with plain buffers in a simulated world: one plain tensor cannot become a shard per rank",
@@ -134,23 +196,17 @@ def _shard(mesh: DeviceMesh, buffer: Tensor, dim: int) -> Tensor:
 
 
 def context_parallel_unshard(
-    mesh: DeviceMesh, buffers: Sequence[Tensor], seq_dims: Sequence[int], load_balancer: object = None
+    mesh: DeviceMesh, buffers: Sequence[Tensor], seq_dims: Sequence[int], load_balancer: _LoadBalancer | None = None
 ) -> list[Tensor]:
-    """The global sequence of each local shard."""
-    return [
-        DTensor.from_local(buffer, mesh, [Shard(dim)] * mesh.ndim).full_tensor()
-        for buffer, dim in zip(buffers, seq_dims, strict=True)
-    ]
+    """The global sequence of each local shard, in the order before the load balancer."""
+    found = []
+    for buffer, dim in zip(buffers, seq_dims, strict=True):
+        whole = DTensor.from_local(buffer, mesh, [Shard(dim)] * mesh.ndim).full_tensor()
+        balancer = load_balancer or _default_balancer(mesh, whole.shape[dim], whole.device)
+        found.append(_rearranged(whole, dim, balancer, restore=True))
+    return found
 
 
 def _replace_data(buffer: Tensor, data: Tensor) -> None:
     with torch.no_grad():
         buffer.resize_(data.shape).copy_(data)
-
-
-class _LoadBalancer:
-    """Base class of load balancers, which reorder a sequence before it is sharded. None is supported."""
-
-
-class _HeadTailLoadBalancer(_LoadBalancer):
-    """Gives each rank one shard of the head and one of the tail of the sequence."""

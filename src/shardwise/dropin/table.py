@@ -16,9 +16,11 @@ _PLACEMENTS = {"sharding.placement": "Placement Shard Replicate Partial"}
 _SPECS = {"sharding.spec": "DTensorSpec TensorMeta", "sharding.placement": "ShardOrder ShardOrderEntry"}
 _CONTEXT_PARALLEL = {
     "dropin.attention": "context_parallel context_parallel_unshard set_rotate_method _RotateMethod _cp_options "
-    "_LoadBalancer _HeadTailLoadBalancer _context_parallel_shard",
-    NO_COUNTERPART: "_CausalBehavior _ContextParallel _disable_context_parallel_dispatcher "
-    "_enable_context_parallel_dispatcher _is_causal_behavior _PerDocumentHeadTailLoadBalancer _PTRRLoadBalancer",
+    "_context_parallel_shard _enable_context_parallel_dispatcher "
+    "_disable_context_parallel_dispatcher",
+    "dropin.attention_style": "_ContextParallel",
+    "dropin.load_balancers": "_LoadBalancer _HeadTailLoadBalancer _PerDocumentHeadTailLoadBalancer",
+    NO_COUNTERPART: "_CausalBehavior _is_causal_behavior _PTRRLoadBalancer",
 }
 
 MODULES: dict[str, dict[str, str]] = {
@@ -105,6 +107,9 @@ MODULES: dict[str, dict[str, str]] = {
     "experimental._context_parallel": _CONTEXT_PARALLEL,
     "experimental._context_parallel._attention": _CONTEXT_PARALLEL,
     "experimental._context_parallel._cp_custom_ops": {NO_COUNTERPART: "flex_cp_allgather"},
+    "experimental._context_parallel._load_balancer": {
+        "dropin.load_balancers": "_LoadBalancer _HeadTailLoadBalancer _PerDocumentHeadTailLoadBalancer"
+    },
     "experimental._context_parallel._sharding_rules": {
         NO_COUNTERPART: "register_cp_sharding_rules unregister_cp_sharding_rules"
     },

@@ -275,7 +275,9 @@ class MaskPartial(Partial):
     __slots__ = ()
 
 
-_KINDS: dict[object, Callable[..., Placement]] = {kind.__name__: kind for kind in (Shard, InterleavedShard, Replicate, Partial)}
+_KINDS: dict[object, Callable[..., Placement]] = {
+    kind.__name__: kind for kind in (Shard, InterleavedShard, Replicate, Partial)
+}
 
 
 def as_placement(value: object) -> Placement | None:
