@@ -116,6 +116,32 @@ def define(p: Any, t: Any) -> SimpleNamespace:
             for own, _ in list(module.named_parameters()):
                 distribute(module, own, device_mesh, [t.Shard(0)], self.src_data_rank)
 
+    class FusedColwise(p.ColwiseParallel):
+        """Shards each of several projections in one weight, and calls the result one shard of the weight."""
+
+        def __init__(self, *, sections, **options):
+            super().__init__(**options)
+            self.sections = sections
+
+        def _partition_linear_fn(self, name, module, device_mesh):
+            ranks = device_mesh.size()
+            for own, parameter in list(module.named_parameters()):
+                parts = parameter.detach().split(self.sections)
+                shards = [t.distribute_tensor(part, device_mesh, [t.Shard(0)]).to_local() for part in parts]
+                local = torch.cat(shards)
+                made = t.DTensor.from_local(local, device_mesh, [t.Shard(0)], run_check=False)
+                assert local.shape[0] * ranks == sum(self.sections)
+                module.register_parameter(own, nn.Parameter(made, requires_grad=parameter.requires_grad))
+
+    class WaitingRowwise(p.RowwiseParallel):
+        """Finds the method that it overrides without an instance."""
+
+        @staticmethod
+        def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
+            method = super(WaitingRowwise, WaitingRowwise)._prepare_output_fn
+            out = method(output_layouts, use_local_output, mod, outputs, device_mesh)
+            return out if isinstance(out, t.DTensor) else out.clone()
+
     class SequenceLora(p.SequenceParallel):
         def _replicate_module_fn(self, name, module, device_mesh):
             for own, parameter in list(module.named_parameters()):

@@ -138,6 +138,36 @@ def test_embeddings(kind) -> None:
         follows_one_device(lambda: nn.Embedding(12, 16), lambda m, mesh: parallelize_module(m, mesh, style), mesh, ids)
 
 
+class Gated(nn.Module):
+    """Two projections in one weight; their sizes follow from the output, so that it works on local shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused, self.down = nn.Linear(16, 48), nn.Linear(24, 16)
+
+    def forward(self, x):
+        gate, up = self.fused(x).chunk(2, -1)
+        return self.down(torch.sigmoid(gate) * up)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_several_projections_in_one_weight(ranks) -> None:
+    x, alone = torch.randn(2, 4, 16), made(Gated)
+    alone(x).square().sum().backward()
+    with line_of(ranks) as mesh:
+        model = made(Gated)
+        parallelize_module(model, mesh, {"fused": own.FusedColwise(sections=[24, 24]), "down": own.WaitingRowwise()})
+        out = model(x)
+        torch.testing.assert_close(first(out), alone(x).detach())
+        out.square().sum().backward()
+        torch.testing.assert_close(first(model.down.weight.grad), alone.down.weight.grad)
+        for name in ("weight", "bias"):
+            whole = getattr(alone.fused, name).grad
+            halves = [half.chunk(ranks) for half in whole.chunk(2)]
+            by_rank = [half[rank] for rank in range(ranks) for half in halves]
+            torch.testing.assert_close(first(getattr(model.fused, name).grad), torch.cat(by_rank))
+
+
 def test_the_class_of_a_style_may_be_changed() -> None:
     style = ColwiseParallel()
     style.__class__ = own.ColwiseLora
