@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 
 class LoraLinear(nn.Linear):
@@ -34,6 +35,18 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.softmax(x @ self.weight, -1) * self.scale
+
+
+class Experts(nn.Module):
+    """Tokens `[expert, token, feature]`, as many for each expert. It runs on local weights."""
+
+    def __init__(self, number: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(number, width, width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight = self.weight.to_local() if hasattr(self.weight, "to_local") else self.weight
+        return torch.tanh(tokens @ weight)
 
 
 class Rotary(nn.Module):
@@ -254,6 +267,27 @@ def define(p: Any, t: Any) -> SimpleNamespace:
                 self._partition_linear_fn,
                 partial(self._prepare_input_fn, self.input_layouts, self.desired_input_layouts),
                 partial(self._prepare_output_fn, self.output_layouts, self.use_local_output),
+            )
+
+    class ExpertParallel(p.ParallelStyle):
+        """Shards the experts, and sends each token to the rank of its expert and back."""
+
+        def _partition_fn(self, name, module, device_mesh):
+            distribute(module, "weight", device_mesh, [t.Shard(0)], self.src_data_rank)
+
+        def _token_dispatch(self, module, inputs, device_mesh):
+            sent = all_to_all_single_autograd(inputs[0].contiguous(), None, None, device_mesh.get_group())
+            ranks = device_mesh.size()
+            return sent.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
+
+        def _token_combine(self, module, outputs, device_mesh):
+            ranks = device_mesh.size()
+            sent = outputs.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
+            return all_to_all_single_autograd(sent.contiguous(), None, None, device_mesh.get_group())
+
+        def _apply(self, module, device_mesh):
+            return t.distribute_module(
+                module, device_mesh, self._partition_fn, self._token_dispatch, self._token_combine
             )
 
     return SimpleNamespace(**{name: value for name, value in locals().items() if isinstance(value, type)})

@@ -16,8 +16,8 @@ import shardwise
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, parallel
 from shardwise.errors import InputError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from tests.parallel.custom_styles import LoraLinear, Masked, Rotary, Router, define
-from tests.parallel.models import Half, Mlp, first, follows_one_device, line_of, made
+from tests.parallel.custom_styles import Experts, LoraLinear, Masked, Rotary, Router, define
+from tests.parallel.models import Half, Mlp, first, follows_one_device, line_of, made, rank
 from tests.processes.pool import on_processes
 from tests.worlds import lone_rank, mesh_of
 
@@ -99,6 +99,25 @@ def test_on_processes(name) -> None:
         sharded=1,
         output_sharded=1,
     )
+
+
+@on_processes
+def test_tokens_travel_to_their_experts() -> None:
+    """Each rank has three tokens for each of eight experts, of which it holds two."""
+    tokens = torch.randn(4, 8, 3, 6, generator=torch.Generator().manual_seed(1))
+    alone = made(lambda: Experts(8, 6))
+    whole = tokens.transpose(0, 1).flatten(1, 2).requires_grad_()
+    expected = alone(whole)
+    expected.square().sum().backward()
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    model = parallelize_module(made(lambda: Experts(8, 6)), mesh, own.ExpertParallel())
+    given = tokens[rank()].clone().requires_grad_()
+    found = model(given)
+    found.square().sum().backward()
+    mine = slice(3 * rank(), 3 * rank() + 3)
+    torch.testing.assert_close(found.detach(), expected[:, mine].detach())
+    torch.testing.assert_close(given.grad, whole.grad[:, mine])
+    torch.testing.assert_close(model.weight.grad.full_tensor(), alone.weight.grad)
 
 
 @pytest.mark.parametrize("whole_mesh", [True, False])
