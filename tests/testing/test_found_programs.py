@@ -3,7 +3,9 @@
 import pytest
 
 from shardwise.testing.fuzz import Program
+from shardwise.testing.fuzz.processes import compare_rank
 from shardwise.testing.fuzz.trial import alone
+from tests.processes.pool import on_processes
 
 FOUND = {
     "a leaf changes its shape after it was used": (
@@ -41,6 +43,30 @@ FOUND = {
         "x4 = x2.expand([2, 1])",
         "x4[1:] *= 2",
     ),
+    "a number minus the transposed of it": (
+        "x0 = leaf((2, 2), torch.float32, [Shard(0)], seed=234)",
+        "x1 = torch.rsub(x0, x0.mT)",
+        "x2 = torch.rsub(x0.mT, x0)",
+    ),
+    "a complex tensor without elements has no bounds": (
+        "x0 = leaf((0, 1), torch.complex64, [Replicate()], seed=738)",
+        "x0.flatten().clamp_(-1, 1)",
+    ),
+    "an integer has no deviation, with empty shards": (
+        "x0 = leaf((1,), torch.int64, [Shard(0)], seed=816)",
+        "x1 = x0.std(-1)",
+    ),
+    "terms of a sum divided by zero": (
+        'x0 = leaf((4,), torch.float32, [Partial("sum")], seed=349)',
+        "x1 = x0 / 2.0",
+        "x2 = x0 / 0.0",
+        "x0.div_(0)",
+    ),
+    "random slopes of a transposed tensor": (
+        "x0 = leaf((2, 3), torch.float32, [Shard(0)], seed=12, grad=True)",
+        "x1 = F.rrelu(x0.mT)",
+        "x2 = torch.autograd.grad((x1 * x1).sum(), x0)[0]",
+    ),
     "expanded elements are copied to themselves": (
         'x1 = leaf((1, 1, 1), torch.float32, [Partial("max")], seed=985)',
         "x4 = x1.any(2)",
@@ -53,3 +79,23 @@ FOUND = {
 @pytest.mark.parametrize("name", FOUND)
 def test_as_on_one_device(name: str) -> None:
     assert alone(Program(1, (2,), FOUND[name]), ()) is None
+
+
+@on_processes
+def test_ranks_agree_on_what_to_communicate() -> None:
+    """A rank with an empty shard sees the writes and raises the errors that others do."""
+    programs = (
+        (
+            "x1 = leaf((6, 6), torch.bfloat16, P('b', None), seed=436)",
+            "x3 = x1.sigmoid()",
+            "x4 = x3.chunk(2, -2)[0]",
+            "x5 = x3.T",
+            "x5.sign_()",
+        ),
+        (
+            "x0 = leaf((2,), torch.int64, [Shard(0), Shard(0)], seed=816)",
+            "x1 = x0.std(-1)",
+            "x2 = x0[..., None] @ x0[None]",
+        ),
+    )
+    compare_rank([Program(1, (1, 4), lines) for lines in programs])

@@ -110,6 +110,13 @@ class Draw:
         value = self.value(name)
         return value.numel() > 1 + sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
 
+    def storage_is_known(self, name: str) -> bool:
+        """Return whether a variable covers the storage of this one: results may have more memory than elements."""
+        memory = self.memory(name)
+        covering = [v for n, v in self.variables.items() if isinstance(v, Tensor) and self.memory(n) == memory]
+        known = max((v.nbytes for v in covering if v.is_contiguous() and not v.storage_offset()), default=0)
+        return self.value(name).untyped_storage().nbytes() <= known
+
     def elsewhere(self, name: str, written: str) -> str:
         """Return a variable, or a copy if it lies in the memory of another that is written while it is read."""
         return f"{name}.clone()" if self.memory(name) == self.memory(written) else name

@@ -6,6 +6,7 @@ changes under noise is not a result of the program but of its rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from .sides import Plain
 from .statements.table import words
 
 RUNS = 3
+NANS = (math.nan, -math.nan)
+"""The sign of a NaN is not defined: in the first runs all have the same."""
 UNITS = 4.0
 EXACT = words("""
     abs amax amin argmax argmin as_strided bernoulli cat ceil clamp clamp_max clamp_min clone copy detach empty
@@ -41,7 +44,7 @@ class Noise(TorchDispatchMode):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.generator = torch.Generator().manual_seed(seed)
+        self.seed, self.generator = seed, torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -63,10 +66,13 @@ class Noise(TorchDispatchMode):
         return x
 
     def _disturb(self, x: Tensor) -> Tensor:
-        if (x.dtype.is_floating_point or x.dtype.is_complex) and x.numel():
+        # Zeros that autograd makes for derivatives known to be zero have elements, but no memory.
+        if (x.dtype.is_floating_point or x.dtype.is_complex) and x.numel() and x.data_ptr():
             noise = torch.randn(x.shape, generator=self.generator) * (UNITS * torch.finfo(x.dtype).eps)
             if all(stride or size == 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
                 x.mul_((1 + noise.double()).to(x.dtype) if not x.dtype.is_complex else 1 + noise)
+                if x.dtype.is_floating_point and self.seed < len(NANS):
+                    x.masked_fill_(x.isnan(), NANS[self.seed])
         return x
 
 

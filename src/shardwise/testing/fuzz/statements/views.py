@@ -125,6 +125,8 @@ def strange_view(draw: Draw) -> str:
     kind = draw.one(kinds)
     if "view(torch." in kind and (x in draw.inexact or not bool(draw.value(x).isfinite().all())):
         raise NoChoice
+    if "as_strided" in kind and not draw.storage_is_known(x):
+        raise NoChoice
     return kind
 
 

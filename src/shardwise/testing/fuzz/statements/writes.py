@@ -72,6 +72,8 @@ def in_place_of_two(draw: Draw) -> str:
     if draw.chance(0.2):
         return f"{target}.{_call(name, draw.number())}"
     y = draw.broadcastable(x)
+    if draw.value(y).requires_grad and not (draw.value(x).is_floating_point() or draw.value(x).is_complex()):
+        raise NoChoice  # PyTorch would have an integer tensor require a gradient
     return f"{target}.{_call(name, y if y == target else draw.elsewhere(y, x))}"
 
 
@@ -129,7 +131,10 @@ def scattered(draw: Draw) -> str:
         f"F.relu({x}, inplace=True)",
         f"F.dropout({x}, 0.5, inplace=True)",
     )
-    return draw.one(kinds)
+    kind = draw.one(kinds)
+    if ".put_(" in kind and draw.overlaps(x):  # PyTorch does not refuse it, and writes in any order
+        raise NoChoice
+    return kind
 
 
 @line(2)
