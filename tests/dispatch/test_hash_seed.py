@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PLANS = 250
+PLANS = int(os.environ.get("SHARDWISE_PLANS", "500"))  # a few seconds; thousands take a minute
 
 PROGRAM = """
 import itertools
