@@ -4,7 +4,8 @@ The hot path builds it on every call, so it is short: the id of the op, then wha
 specs by identity, numbers by value, floats and generators by type. From it `plan_key` derives the key under which plans
 are shared, once for each new key:
 
-- a number whose value no rule reads counts by its type, so that `x * 2` and `x * 3` share a plan;
+- a number whose value no rule reads counts by its type, so that `x * 2` and `x * 3` share a plan; zeros, of
+  floats as well, count apart, for rules may ask for them: `x / 0` does not pass a Partial operand;
 - for the few ops whose rules do read numbers (the p of a norm), floats count by value after all.
 """
 
@@ -37,7 +38,7 @@ def argument_keys(kind: type[DTensorBase]) -> Callable[[object], object]:
         if its is list or its is tuple:
             return list_key(value)
         if its is float or its is torch.Generator:
-            return its
+            return its if value or its is not float else (its, 0)
         if its is bool:
             return its, value
         if its is kind:
@@ -54,7 +55,7 @@ def argument_keys(kind: type[DTensorBase]) -> Callable[[object], object]:
         if first is int:
             return tuple(values)
         if first is float:
-            return tuple(map(type, values))
+            return tuple([type(value) if value else (type(value), 0) for value in values])
         return tuple([v._spec if type(v) is kind else argument_key(v) for v in values])
 
     return argument_key
@@ -82,4 +83,6 @@ def _by_value(value: object) -> object:
 def _by_type(value: object, key: Any) -> object:
     if isinstance(value, (list, tuple)):
         return tuple(map(_by_type, value, key))
-    return type(value) if isinstance(value, (int, float, complex)) else key
+    if isinstance(value, (int, float, complex)):
+        return type(value) if value else (type(value), 0)
+    return key

@@ -108,7 +108,7 @@ def plan_list(op: ResolvedOp, args: Args, kwargs: Kwargs) -> ListPlan:
 def _hashable(value: object) -> object:
     if isinstance(value, Argument):
         return value
-    return (type(value), value) if isinstance(value, (int, bool)) else type(value)
+    return (type(value), value) if isinstance(value, (int, bool)) or value == 0 else type(value)
 
 
 # ---- from plans of elements to the plan of the list -----------------------------------------------------------------

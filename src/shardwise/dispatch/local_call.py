@@ -17,7 +17,7 @@ from ..notation import tensor_arguments
 from ..ops.resolve import ResolvedOp
 from ..random import Draw
 from ..sharding.layout import Coordinate, Layout
-from ..sharding.memory_order import MemoryOrder, in_memory_order, memory_order
+from ..sharding.memory_order import MemoryOrder, contiguous_stride, in_memory_order, memory_order
 from ..sharding.mesh import MeshInfo
 from ..sharding.recording import recorded
 from ..sharding.spec import DTensorSpec, TensorMeta
@@ -85,10 +85,13 @@ def skipping_empty(
         tensors = [t for value in read for t in tensors_in(value)]
         if not any(tensor.numel() == 0 for tensor in tensors):
             return run(*args, **kwargs)
-        made = [
-            tensors[0].new_full(layout.local_shape(at), fill, dtype=dtype, device=kwargs.get("device"))
-            for layout, fill, dtype in zip(layouts, fills, dtypes, strict=True)
-        ]
+        if op.is_view:
+            made = [_empty_view(tensors[0], layout.local_shape(at), dtypes[0]) for layout in layouts]
+        else:
+            made = [
+                tensors[0].new_full(layout.local_shape(at), fill, dtype=dtype, device=kwargs.get("device"))
+                for layout, fill, dtype in zip(layouts, fills, dtypes, strict=True)
+            ]
         for name, result in zip(outs, made, strict=False):
             if kwargs[name].shape == result.shape:
                 kwargs[name].copy_(result)
@@ -97,6 +100,12 @@ def skipping_empty(
         return None if structure is None else made[structure]
 
     return on_each(mesh_info, lambda at, args, kwargs: (args, kwargs), lambda call, at: at_rank(at, *call))
+
+
+def _empty_view(empty: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A view without elements. Writes to it count as writes to what it views, on all ranks alike."""
+    flat = empty.as_strided((0,), (1,))
+    return (flat if flat.dtype == dtype else flat.view(dtype)).as_strided(shape, contiguous_stride(shape))
 
 
 def drawing(run: Callable[..., object], mesh_info: MeshInfo, like: Tensor) -> Callable[..., object]:

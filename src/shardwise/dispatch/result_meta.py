@@ -140,15 +140,32 @@ def refuse_what_fails(
     if torch.Tag.nondeterministic_seeded not in func.tags:
         small, named = (args, kwargs) if few else pytree.tree_map(_shrunk, (list(args), kwargs), is_leaf=_is_meta)
         error = _own_error(func, small, named)
-        if isinstance(error, NotImplementedError):
-            if on_cpu and "not implemented for" in str(error):  # other devices take other dtypes
-                raise error
-        elif error is not None and few and empty and not isinstance(error, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+        if error is not None and _must_be_raised(error, func, small, named, on_cpu, few and empty):
             raise error
     if mixed and skips_empty:
         error = _own_error(func, args, kwargs)
         if error is not None:
             raise error
+
+
+def _must_be_raised(
+    error: Exception, func: OpOverload, args: Sequence[object], kwargs: dict[str, Any], on_cpu: bool, empty: bool
+) -> bool:
+    if isinstance(error, NotImplementedError):
+        return on_cpu and "Could not run" not in str(error)  # other devices take other dtypes
+    if on_cpu and _own_error(func, *_as_floats(args, kwargs)) is None:
+        return True
+    return empty and not isinstance(error, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
+
+
+def _as_floats(args: Sequence[object], kwargs: dict[str, Any]) -> tuple[Sequence[object], dict[str, Any]]:
+    """The arguments of a call with float32 in the place of all dtypes: if it takes these, the dtypes are at fault."""
+
+    def floating(value: object) -> object:
+        return value._replace(dtype=torch.float32) if isinstance(value, TensorMeta) else value
+
+    found: tuple[Sequence[object], dict[str, Any]] = pytree.tree_map(floating, (list(args), kwargs), is_leaf=_is_meta)
+    return found
 
 
 def _shrunk(value: object) -> object:

@@ -16,7 +16,7 @@ from .._torch import pytree
 from .._torch.modes import without_modes
 from ..ops.advanced_indexing import Indexed
 from ..ops.resolve import ResolvedOp
-from ..sharding.memory_order import TensorMeta, contiguous_stride
+from ..sharding.memory_order import TensorMeta, contiguous_stride, in_memory_order, memory_order
 from .result_meta import results_of_zeros
 
 _AS_RUN = 1 << 16  # elements up to which an op is run on zeros to see its strides
@@ -32,7 +32,7 @@ def with_real_strides(op: ResolvedOp, args: Sequence[Any], kwargs: Mapping[str, 
     if how == "indexed":
         return _laid_out(outputs, _indexed(outputs, *args))
     operands = [value for value in (*args, *kwargs.values()) if isinstance(value, TensorMeta)]
-    broadcast = how == "elementwise" and len({meta.shape for meta in operands}) > 1
+    broadcast = how.startswith("elementwise") and len({meta.shape for meta in operands}) > 1
     if not broadcast and all(meta.stride == contiguous_stride(meta.shape) for meta in operands):
         return outputs
     return pytree.tree_map_only(Tensor, lambda result: _laid_out(result, _LAYOUTS[how](operands, result)), outputs)
@@ -53,6 +53,10 @@ def _elementwise(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
             for tensor, meta in zip(given, operands, strict=True)
         ]
         return _iterated(given, result)
+
+
+def _elementwise_reversed(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
+    return _elementwise(operands[::-1], result)
 
 
 def _computed_dtype(operands: list[TensorMeta], result: torch.dtype) -> torch.dtype:
@@ -139,6 +143,7 @@ def _put_channels_last(shape: Sequence[int]) -> Sequence[int]:
 
 _LAYOUTS: dict[str, Callable[[list[TensorMeta], Tensor], Sequence[int]]] = {
     "elementwise": _elementwise,
+    "elementwise reversed": _elementwise_reversed,
     "row-major": _row_major,
     "row-major if complex": _row_major_if_complex,
     "channels last": _channels_last,
@@ -147,6 +152,34 @@ _LAYOUTS: dict[str, Callable[[list[TensorMeta], Tensor], Sequence[int]]] = {
 
 
 def _as_run(op: ResolvedOp, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> Any:
-    """The strides that small tensors of zeros give; large ones keep those of the meta kernel."""
+    """The strides that tensors of zeros give. Large tensors take the order of dims that small ones give."""
     found = results_of_zeros(op.func, args, dict(kwargs), _AS_RUN)
-    return outputs if found is None else found
+    if found is not None:
+        return found
+    given = [_small(value) for value in args], {name: _small(value) for name, value in kwargs.items()}
+    flat, tree = pytree.tree_flatten(outputs)
+    shown = pytree.tree_leaves(results_of_zeros(op.func, given[0], given[1], _AS_RUN))
+    if [_dims(result) for result in shown] != [_dims(result) for result in flat]:
+        return outputs
+    return pytree.tree_unflatten(list(map(_ordered_as, flat, shown)), tree)
+
+
+def _small(value: object) -> object:
+    """A tensor with sizes of at most 2, whose dims have the same order in memory; other values unchanged."""
+    if not isinstance(value, TensorMeta):
+        return value
+    made = in_memory_order(torch.empty([min(n, 2) for n in value.shape], device="meta"), memory_order(value))
+    return TensorMeta(made.shape, made.stride(), value.dtype)
+
+
+def _dims(result: object) -> int | None:
+    return result.dim() if isinstance(result, Tensor) else None
+
+
+def _ordered_as(result: Any, shown: Any) -> Any:
+    """A result with the order of dims of a smaller one."""
+    if not isinstance(result, Tensor):
+        return result
+    order = memory_order(TensorMeta(shown.shape, shown.stride(), shown.dtype))
+    with without_modes(), torch.no_grad():
+        return in_memory_order(torch.empty(result.shape, dtype=result.dtype, device="meta"), order)

@@ -34,7 +34,8 @@ def _define(operands: int, clauses: str, names: Iterable[str], **facts: Unpack[F
 _define(1, "linear 0 ; monotone 0", ["positive", "zero"])
 _define(1, "linear 0", ["conj_physical", "_conj_physical", "resolve_conj", "resolve_neg", "deg2rad", "rad2deg"])
 _define(1, "monotone 0", ["relu", "relu6", "hardtanh"])
-_define(2, "linear 0+1", ["add", "sub", "rsub", "complex"], strides="elementwise")
+_define(2, "linear 0+1", ["add", "sub", "complex"], strides="elementwise")
+_define(2, "linear 0+1", ["rsub"], strides="elementwise reversed")
 _define(2, "linear 0 | 1", ["mul"], strides="elementwise")
 # A maximum passes through `maximum` in both operands together, a minimum does not. fmax and fmin drop NaNs.
 _define(2, "monotone 0 | 1 | 0+1 ; reduce max", ["maximum", "clamp_min"], strides="elementwise")
@@ -56,8 +57,9 @@ def neg(call: Call) -> str:
 
 
 def div(call: Call) -> str:
-    """Division by a number is linear, unless it rounds. A tensor may hold zeros: dividing by them is undefined."""
-    linear = call.arg("rounding_mode", None) is None and not hasattr(call.tensors[1], "dtype")
+    """Division by a number other than 0 is linear, unless it rounds. A tensor may hold zeros."""
+    number = next((call.arguments[name] for name in ("other", "scalar", "scalars") if name in call.arguments), None)
+    linear = call.arg("rounding_mode", None) is None and isinstance(number, (int, float, complex)) and number != 0
     return pointwise(2, "linear 0" if linear else "")
 
 
@@ -78,13 +80,14 @@ define(
     [
         f"aten::{name}_backward"
         for name in (
-            *("threshold", "silu", "gelu", "sigmoid", "tanh", "elu", "leaky_relu", "hardtanh", "softplus"),
+            *("silu", "gelu", "sigmoid", "tanh", "elu", "hardtanh", "softplus"),
             *("mish", "hardswish", "hardsigmoid", "softshrink", "hardshrink", "native_dropout"),
         )
     ],
     of_gradient,
     strides="elementwise",
 )
+define(("aten::threshold_backward", "aten::leaky_relu_backward"), of_gradient, strides="elementwise reversed")
 
 # ---- ops that are elementwise in some of their dims -----------------------------------------------------------------
 
@@ -122,6 +125,9 @@ define("aten::isin", isin, strides="row-major")
 define("aten::log_sigmoid_backward", log_sigmoid_backward)
 define("aten::glu", glu)
 define("aten::glu_backward", glu_backward, derivative_makes_tensors=True, strides="row-major")
+define(("aten::ldexp", "aten::_prelu_kernel"), pointwise(2), strides="as run")
+define("aten::_prelu_kernel_backward", "b?.., b?.., b?.. -> b.., b..", strides="as run")
+define("aten::rrelu_with_noise_backward", pointwise(3), strides="as run")
 define("aten::pow.Scalar", "b?.. -> b..", strides="row-major")
 define("aten::log_sigmoid_forward", "b?.. -> b.., b..", strides="row-major")
 
@@ -129,7 +135,7 @@ define("aten::log_sigmoid_forward", "b?.. -> b.., b..", strides="row-major")
 
 _UNTAGGED = (
     *("hardswish", "leaky_relu", "floor_divide", "fill", "nan_to_num", "polar", "float_power"),
-    *("_prelu_kernel", "_prelu_kernel_backward", "frexp", "rrelu_with_noise_backward"),
+    "frexp",
     *("bessel_i0", "bessel_i0e", "bessel_i1", "bessel_i1e", "cbrt", "erf_inv", "shift_left", "shift_right_arithmetic"),
 )
 """Elementwise ops that PyTorch does not tag. Those of the last line exist as prims alone."""

@@ -99,12 +99,12 @@ for _losses, _operands in (
     (("soft_margin_loss",), 2),
     (("binary_cross_entropy",), 3),  # the last one is a weight that broadcasts
 ):
-    define([f"aten::{loss}" for loss in _losses], _elementwise(_operands), local=_forward(_elements))
+    define([f"aten::{loss}" for loss in _losses], _elementwise(_operands), local=_forward(_elements), strides="as run")
     define(
         [f"aten::{loss}_backward" for loss in _losses],
         _elementwise_backward(_operands),
         local=_backward(_elements),
-        strides="row-major" if "mse_loss" in _losses else "elementwise",
+        strides="as run",
     )
 define("aten::binary_cross_entropy_with_logits", _elementwise(4), local=_forward(_elements))
 

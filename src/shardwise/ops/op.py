@@ -36,11 +36,18 @@ kernel does not want it passes on with `call_original(func, keys, *args, **kwarg
 
 
 Strides = Literal[
-    "elementwise", "indexed", "row-major", "row-major if complex", "channels last", "convolution", "as run"
+    "elementwise",
+    "elementwise reversed",
+    "indexed",
+    "row-major",
+    "row-major if complex",
+    "channels last",
+    "convolution",
+    "as run",
 ]
-"""How an op lays out its results in memory: as ops do that iterate over their operands together; as indexing does, over
-the table and the indices; row-major, or so for complex operands; channels last if its operand is so; as convolutions,
-where the weight counts, too; or as running it on zeros shows."""
+"""How an op lays out its results in memory: as ops do that iterate over their operands together, or over these from
+last to first; as indexing does, over the table and the indices; row-major, or so for complex operands; channels last if
+its operand is so; as convolutions, where the weight counts, too; or as running it on zeros shows."""
 
 
 class Local(NamedTuple):

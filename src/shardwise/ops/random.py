@@ -201,12 +201,12 @@ def rrelu_with_noise(
     PyTorch draws for these elements only, so its numbers depend on all elements: an exact draw runs on gathered inputs.
     """
     if not training:
-        return torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
+        return torch.nn.functional.leaky_relu(x, (lower + upper) / 2).contiguous()
     if is_exact():
         return NotImplemented
     drawn = torch.empty_like(noise).uniform_(lower, upper, generator=generator)
     noise.copy_(torch.where(x <= 0, drawn, 1.0))
-    return x * noise
+    return (x * noise).contiguous()
 
 
 def rrelu_with_noise_(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
