@@ -16,6 +16,7 @@ from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, j
 import shardwise
 from shardwise import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
 from shardwise._torch import pytree
+from shardwise.errors import MixedTensorError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tests.ops.helpers import r, ranks
 from tests.processes.pool import on_processes
@@ -145,3 +146,15 @@ def test_the_ops_by_which_forward_derivatives_find_shapes(name: str) -> None:
         for one, other in ((Shard(0), Shard(0)), (Shard(1), Replicate()), (Replicate(), Shard(0))):
             found = op(distribute_tensor(X, mesh, [one]), distribute_tensor(X.cos(), mesh, [other]))
             assert_same(found, op(X, X.cos()))
+
+
+def test_vmap_of_embeddings_with_a_table_each() -> None:
+    indices, tables = torch.randint(5, (4, 6)), torch.randn(4, 5, 3)
+    wanted = torch.vmap(F.embedding)(indices, tables)
+    with shardwise.simulate(2):
+        mesh = init_device_mesh("cpu", (2,))
+        for placement in (Shard(0), Replicate()):
+            i, t = distribute_tensor(indices, mesh, [placement]), distribute_tensor(tables, mesh, [placement])
+            assert torch.equal(torch.vmap(F.embedding)(i, t).full_tensor(), wanted)
+            with pytest.raises(MixedTensorError):  # from outside: not known to be replicated
+                torch.vmap(F.embedding)(indices, t)

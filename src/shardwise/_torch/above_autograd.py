@@ -12,6 +12,7 @@ plain tensors pay nothing. It sees calls with tensors of any subclass, and passe
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -38,12 +39,17 @@ class Overrides:
     def __len__(self) -> int:
         return sum(len(library._op_impls) for library in self._libraries.values())
 
-    def add(self, func: OpOverload, kernel: Callable[..., object]) -> None:
-        """Run `kernel(keys, *args, **kwargs)` in the place of an op if a tensor subclass is among its arguments."""
+    def add(self, func: OpOverload, kernel: Callable[..., object], key: str = _KEY.name) -> None:
+        """Run `kernel(keys, *args, **kwargs)` in the place of an op if a tensor subclass is among its arguments.
+
+        With another dispatch key, where an op comes to that key.
+        """
         space = func.namespace
         if space not in self._libraries:
             self._libraries[space] = torch.library.Library(space, "IMPL")
-        self._libraries[space].impl(func.name(), kernel, _KEY.name, with_keyset=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+            self._libraries[space].impl(func.name(), kernel, key, with_keyset=True)
 
     def remove(self) -> None:
         """Let all these ops run as before. Relies on `Library._destroy`, which takes back what a library registered."""

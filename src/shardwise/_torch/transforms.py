@@ -9,6 +9,8 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from .ops import OpOverload
+
 outside_transforms = temporarily_clear_interpreter_stack
 """`with outside_transforms():` runs code as if no transform were active. For tensors that no transform has wrapped."""
 
@@ -28,6 +30,16 @@ transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_activ
 
 autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on in this thread, for any device."""
+
+
+BATCHED = "FuncTorchBatched"
+"""The dispatch key to which vmap brings an op on batched tensors."""
+
+
+def batch_rule(func: OpOverload) -> Callable[..., object]:
+    """What PyTorch runs for an op under vmap: `rule(keys, *args)`, with the wrappers of batched tensors."""
+    rule: Callable[..., object] = torch.library.get_kernel(func, BATCHED).call_boxed
+    return rule
 
 
 def anything_transforms() -> bool:

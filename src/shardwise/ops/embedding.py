@@ -135,7 +135,13 @@ def _one_hot(func: OpOverload) -> Callable[..., object]:
     return where_distributed(func, run)
 
 
-define("aten::embedding", "v d, i.. -> i.. d ; linear 0 ; kernel v", kernels=free(embedding), override=_override)
+define(
+    "aten::embedding",
+    "v d, i.. -> i.. d ; linear 0 ; kernel v",
+    kernels=free(embedding),
+    override=_override,
+    batch_rule_makes_tensors=True,
+)
 define("aten::embedding_dense_backward", embedding_backward_rule, kernels=free(embedding_backward))
 define(
     "shardwise::embedding_weight_gradient",

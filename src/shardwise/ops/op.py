@@ -128,6 +128,8 @@ class Op:
     all ranks, so they are taken as replicated."""
     derivative_makes_tensors: bool = False
     """The same of the op's derivative formula: that of cumprod fills in ones, that of slice_scatter returns zeros."""
+    batch_rule_makes_tensors: bool = False
+    """The same of what vmap makes of the op: for a batch of tables, an embedding adds a range to the indices."""
 
     origin: Literal["built in", "user", "generated", "elementwise"] = "built in"
     file: str = field(default="", compare=False)
@@ -161,3 +163,4 @@ class Facts(TypedDict, total=False):
     takes_empty: bool
     makes_tensors: bool
     derivative_makes_tensors: bool
+    batch_rule_makes_tensors: bool

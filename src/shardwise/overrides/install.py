@@ -11,7 +11,9 @@ from contextlib import suppress
 
 from .._torch.above_autograd import Overrides
 from .._torch.schemas import composites_with_out, is_composite
+from .._torch.transforms import BATCHED
 from ..ops.registry import registry
+from .batch_rules import batched_taking_plain_as_replicated
 from .composites import taking_plain_as_replicated
 from .data_parallel import install_data_parallel, uninstall_data_parallel
 from .derivatives import marking_formulas
@@ -53,6 +55,8 @@ def _add_kernels() -> None:
             _overrides.add(func, taking_plain_as_replicated(func))
     for func, _ in registry.overloads_with(lambda op: op.derivative_makes_tensors):
         _overrides.add(func, marking_formulas(func))
+    for func, _ in registry.overloads_with(lambda op: op.batch_rule_makes_tensors):
+        _overrides.add(func, batched_taking_plain_as_replicated(func), BATCHED)
     for func in composites_with_out():
         _overrides.add(func, copying_into_out(func))
 

@@ -1,0 +1,31 @@
+"""Ops of which vmap makes others, with plain tensors on the way.
+
+>>> torch.vmap(F.embedding)(indices, tables)       # adds a range to the indices: the same on all ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from .._torch import pytree
+from .._torch.above_autograd import Keys
+from .._torch.ops import OpOverload
+from .._torch.transforms import batch_rule, innermost
+from ..dispatch.modes import implicit_replication
+from ..sharding.base import DTensorBase
+
+
+def batched_taking_plain_as_replicated(func: OpOverload) -> Callable[..., object]:
+    """PyTorch's rule, with the plain tensors that it makes taken as replicated if all its arguments are distributed."""
+    rule = batch_rule(func)
+
+    def kernel(keys: Keys, *args: object, **kwargs: object) -> object:
+        tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if not all(isinstance(innermost(tensor), DTensorBase) for tensor in tensors):
+            return rule(keys, *args, **kwargs)
+        with implicit_replication():
+            return rule(keys, *args, **kwargs)
+
+    return kernel
