@@ -55,3 +55,7 @@ class EraseError(ShardwiseError, RuntimeError):
 
 class CommunicationError(ShardwiseError, RuntimeError):
     """Communication that is impossible or was not allowed."""
+
+
+class SavedTensorError(ShardwiseError, RuntimeError):
+    """A change to a tensor that a backward pass needs as it was."""

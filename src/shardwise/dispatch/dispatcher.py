@@ -93,7 +93,7 @@ class OpDispatcher:
     def dispatch(self, func: OpOverload, args: Args, kwargs: Kwargs, key: Key) -> object:
         """The result of a call that the hot path does not make."""
         op = resolve(func)
-        if op.op.addresses_storage:
+        if op.op.addresses_storage and op.in_place_view is None:
             args, kwargs = on_storage(op, args, kwargs), {}
             key = (id(func), *map(self._argument_key, args))
         shared = plan_key(op, key, args, kwargs)

@@ -48,6 +48,7 @@ from ..sharding.placement import (
 from ..sharding.spec import DTensorSpec, TensorMeta, contiguous_meta, rebuild_spec
 from ..world import RankTensor
 from .autograd import FromLocal, ToLocal, grad_spec_of_local, to_spec
+from .changed_shape import ChangingShape
 from .from_local import check_plain_tensor, copy_to_replicas, on_mesh, spec_of_local, without_grad
 from .leaf_gradient import LeafGradient, reduce_gradient_of
 from .saved import loaded_shard
@@ -65,7 +66,7 @@ _data: Any = torch.Tensor.data
 _requires_grad: Any = torch.Tensor.requires_grad
 
 
-class DTensor(DTensorBase):
+class DTensor(ChangingShape):
     """A tensor sharded over a mesh. It has the shape of the global tensor; each rank holds its local shard."""
 
     # No __slots__ of its own: the staging of asynchronous checkpoints copies those that `x.__slots__` names.

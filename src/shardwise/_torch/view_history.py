@@ -1,0 +1,81 @@
+"""What autograd knows of a view: the tensor that it views, and the calls that make it from that tensor.
+
+After a write PyTorch makes the views of a tensor subclass again from their base, to find the gradient functions that
+they have now. It repeats the calls that made them first.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DEFAULT = torch._C._autograd.CreationMeta.DEFAULT
+_NO_GRAD_MODE = torch._C._autograd.CreationMeta.NO_GRAD_MODE
+_COUNTS_AUTOGRAD = torch.__version__ >= (2, 13)  # type: ignore[operator]  # PyTorch's versions compare with tuples
+"""Whether what autograd holds of a tensor counts as one reference to its Python object."""
+
+
+def views_of(base: Tensor, kinds: Collection[type]) -> list[Any]:
+    """Return the views of a tensor that a program can reach, of these classes.
+
+    Nobody keeps a list of them, so this looks at all objects, unless `_use_count` says that only the Python object
+    holds the tensor: a view holds it, too. Views that only autograd holds are left out.
+    """
+    if not is_held(base):
+        return []
+    found = [thing for thing in gc.get_objects() if type(thing) in kinds and thing._base is base]
+    # Besides the program, the list, `view` and the argument of getrefcount refer to a view, and autograd once.
+    return [view for view in found if sys.getrefcount(view) > 3 + (_COUNTS_AUTOGRAD and is_held(view))]
+
+
+def is_held(tensor: Tensor) -> bool:
+    """Return whether something in autograd holds this tensor, besides its Python object: a view of it, or a node."""
+    held: bool = tensor._use_count() > 1  # type: ignore[attr-defined]
+    return held
+
+
+def is_recorded(view: Tensor) -> bool:
+    """Return whether autograd can record writes to a view and its base.
+
+    It refuses to do so for views that were made under `torch.no_grad()`, or by an op that makes several.
+    """
+    return _creation(view) == _DEFAULT
+
+
+def was_made_without_grad(view: Tensor) -> bool:
+    """Return whether a view was made under `torch.no_grad()`."""
+    return _creation(view) == _NO_GRAD_MODE
+
+
+def _creation(view: Tensor) -> object:
+    creation: object = torch._C._autograd._get_creation_meta(view)
+    return creation
+
+
+def remade(view: Tensor, base: Tensor) -> Tensor:
+    """Return the view that the calls which made `view` make of another base. Relies on `_view_func_unsafe`."""
+    made: Tensor = view._view_func_unsafe(base)
+    return made
+
+
+def copy_hooks(source: Tensor, target: Tensor) -> None:
+    """Register the gradient hooks of one tensor on another, which may need no gradient. Relies on `_backward_hooks`."""
+    if target.requires_grad:
+        for hook in (source._backward_hooks or {}).values():
+            target.register_hook(hook)
+
+
+def become(view: Tensor, other: Tensor) -> None:
+    """Let a view be to autograd what another view is. Its Python object stays, with its attributes.
+
+    Relies on `_swap_tensor_impl`, which exchanges what two Python objects stand for. Nothing else may hold either.
+    """
+    retains_grad = view.retains_grad
+    torch._C._swap_tensor_impl(view, other)
+    if retains_grad:
+        view.retain_grad()
