@@ -1,5 +1,7 @@
 """`out=` tensors that do not fit the result take its shape, as on one device; empty plain ones its global value."""
 
+import math
+
 import pytest
 import torch
 
@@ -60,3 +62,23 @@ def test_a_write_that_would_broadcast_its_target_raises():
         x = make_dtensor(VALUE[:1, :1].clone(), mesh, [Replicate()], seed=0)
         with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
             x[0].fmod_(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*out= tensor", "ignore:An output with one or more elements")
+@pytest.mark.parametrize("shape", [(1, 12), (3, 2, 2), (2,), (9, 3), ()], ids=str)
+@pytest.mark.parametrize("part", [slice(None), slice(1, None), slice(2, 3)], ids=str)
+def test_a_view_that_changes_its_shape_writes_the_memory_that_it_views(shape: tuple[int, ...], part: slice):
+    def into(base: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+        out = base[part]
+        torch.add(value, value, out=out)
+        return [base, out]
+
+    value = torch.arange(float(math.prod(shape))).view(shape) + 50
+    for placement in (Shard(0), Replicate()):
+        with mesh_of(2) as mesh:
+            found = into(
+                make_dtensor(VALUE, mesh, [placement], seed=0), make_dtensor(value, mesh, [Replicate()], seed=0)
+            )
+            for one, other in zip(into(VALUE.clone(), value), found, strict=True):
+                assert torch.equal(one, assemble(other))
+                assert one.stride() == other.stride()

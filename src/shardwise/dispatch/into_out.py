@@ -20,6 +20,7 @@ from ..errors import InputError
 from ..notation.schema import overloads, packet_name, variant_of
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
+from ..sharding.memory_order import contiguous_stride
 from .arguments import Args, Kwargs
 from .formulas import as_replicated
 from .gather_cache import after_write
@@ -68,10 +69,27 @@ def store(func: OpOverload, result: Tensor, out: Tensor) -> None:
     if not isinstance(out, DTensorBase):
         _fill_plain(func, result, out)
     elif resized:
-        out.data = result.detach().to(out.dtype)
+        out.data = _written_to_base(out, result.detach().to(out.dtype))
         after_write(out)
     else:
         out.copy_(result)
+
+
+def _written_to_base(out: DTensorBase, result: Tensor) -> Tensor:
+    """Write a result to where `out` begins in the tensor that it views, and return it as a view of that.
+
+    On one device `out` keeps its memory when it is resized, and gets more if the result needs it.
+    """
+    base: Any = out._base
+    if base is None or base.dtype != out.dtype or not base._spec.dense:
+        return result
+    begin = int(out.storage_offset()) - int(base.storage_offset())
+    count = min(result.numel(), base.numel() - begin)
+    base.as_strided((count,), (1,), out.storage_offset()).copy_(result.reshape(-1)[:count])
+    if count < result.numel():
+        return result
+    view: Tensor = base.as_strided(result.shape, contiguous_stride(result.shape), out.storage_offset())
+    return view
 
 
 def _fill_plain(func: OpOverload, result: Any, out: Tensor) -> None:
