@@ -67,6 +67,18 @@ WRAPPING: dict[str, Callable[[Tensor], Tensor]] = {
 SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "divided by zeros": lambda x: x.sum(0) / torch.zeros(4),
     "divided by some zeros": lambda x: x.sum(0) / x.sum(0).relu(),
+    "divided by the number zero": lambda x: x.sum(0) / 2 / 0.0,
+    "divided by the integer zero": lambda x: x.sum(0) / 0,
+    "divided by the negative zero": lambda x: x.mean(0).div(-0.0),
+    "divided in place": lambda x: x.sum(0).div_(0),
+    "times infinity": lambda x: x.sum(0) * inf,
+    "times another infinity": lambda x: (-inf) * (x.sum(0) * 2.0),
+    "times infinity in place": lambda x: x.sum(0).mul_(inf),
+    "times not a number": lambda x: x.sum(0) * nan,
+    "times zero": lambda x: x.sum(0) * 0.0,
+    "plus infinite multiples": lambda x: torch.add(x.sum(0), x.sum(0), alpha=inf),
+    "minus infinite multiples": lambda x: torch.sub(x.sum(0), x.sum(0), alpha=-inf),
+    "addcmul": lambda x: torch.addcmul(x.sum(0), x.sum(0), torch.ones(4), value=inf),
     "addcdiv": lambda x: torch.addcdiv(x.sum(0), x.sum(0), torch.zeros(4)),
 }
 
@@ -131,6 +143,10 @@ def test_what_is_worth_passing_still_passes() -> None:
         scale = on(mesh, torch.randn(6))
         assert communication(lambda: (x.sum(0) * 0.5 - x.sum(0) / 3 + -x.mean(0)) * scale) == []
         assert communication(lambda: torch.maximum(x.amax(0), -x.amin(0)).view(2, 3)) == []
+        for number in (2, 0.25, -1e30, 0.0, 0):
+            assert communication(lambda number=number: x.sum(0) * number) == []
+        for number in (2, 0.25, -1e30, inf):
+            assert communication(lambda number=number: x.sum(0) / number) == []
         half = x.to(torch.bfloat16)
         assert communication(lambda: half.sum(0).float()) == []
 

@@ -1,11 +1,11 @@
 """The key of a call: what its plan depends on.
 
 The hot path builds it on every call, so it is short: the id of the op, then what `argument_keys` says of each argument:
-specs by identity, numbers by value, floats and generators by type. From it `plan_key` derives the key under which plans
+specs by identity, numbers by value, floats and generators by type; but 0, infinity and NaN, by which a Partial sum may
+not be multiplied or divided, have keys of their own. From it `plan_key` derives the key under which plans
 are shared, once for each new key:
 
-- a number whose value no rule reads counts by its type, so that `x * 2` and `x * 3` share a plan; zeros, of
-  floats as well, count apart, for rules may ask for them: `x / 0` does not pass a Partial operand;
+- a number whose value no rule reads counts by its type, so that `x * 2` and `x * 3` share a plan;
 - for the few ops whose rules do read numbers (the p of a norm), floats count by value after all.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.call import is_ordinary
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
 from .arguments import Args, Kwargs
@@ -37,8 +38,10 @@ def argument_keys(kind: type[DTensorBase]) -> Callable[[object], object]:
             return value
         if its is list or its is tuple:
             return list_key(value)
-        if its is float or its is torch.Generator:
-            return its if value or its is not float else (its, 0)
+        if its is float:
+            return its if value - value == 0.0 and value else (its, repr(value))
+        if its is torch.Generator:
+            return its
         if its is bool:
             return its, value
         if its is kind:
@@ -83,6 +86,4 @@ def _by_value(value: object) -> object:
 def _by_type(value: object, key: Any) -> object:
     if isinstance(value, (list, tuple)):
         return tuple(map(_by_type, value, key))
-    if isinstance(value, (int, float, complex)):
-        return type(value) if value else (type(value), 0)
-    return key
+    return type(value) if isinstance(value, (int, float, complex)) and is_ordinary(value) else key

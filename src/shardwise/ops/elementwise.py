@@ -10,7 +10,7 @@ stay below infinity (`x + inf` is NaN where x is -inf on one rank).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Unpack
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from .._torch.ops import OpOverload
 from ..notation.build import pointwise, replicated_dims
 from ..notation.schema import FOREACH, KINDS, operands_of, overload_key, overloads, packet_name
-from .call import Call
+from .call import Call, is_ordinary
 from .op import Facts, Op
 from .registry import definitions_in, registry
 
@@ -34,16 +34,13 @@ def _define(operands: int, clauses: str, names: Iterable[str], **facts: Unpack[F
 _define(1, "linear 0 ; monotone 0", ["positive", "zero"])
 _define(1, "linear 0", ["conj_physical", "_conj_physical", "resolve_conj", "resolve_neg", "deg2rad", "rad2deg"])
 _define(1, "monotone 0", ["relu", "relu6", "hardtanh"])
-_define(2, "linear 0+1", ["add", "sub", "complex"], strides="elementwise")
-_define(2, "linear 0+1", ["rsub"], strides="elementwise reversed")
-_define(2, "linear 0 | 1", ["mul"], strides="elementwise")
+_define(2, "linear 0+1", ["complex"], strides="elementwise")
 # A maximum passes through `maximum` in both operands together, a minimum does not. fmax and fmin drop NaNs.
 _define(2, "monotone 0 | 1 | 0+1 ; reduce max", ["maximum", "clamp_min"], strides="elementwise")
 _define(2, "monotone 0 | 1 | 0+1 ; reduce min", ["minimum", "clamp_max"], strides="elementwise")
 _define(3, "linear 1+2 ; monotone 1+2", ["where"])
 _define(3, "linear 0+2 ; monotone 0 | 0+2", ["masked_fill"])
 _define(3, "linear 0+1", ["lerp"])
-_define(3, "linear 0+1 | 0+2", ["addcmul"])
 define("aten::angle", pointwise(1), strides="row-major if complex")
 define(("aten::sgn", "aten::mvlgamma"), pointwise(1), derivative_makes_tensors=True)
 define(("aten::copysign", "aten::nextafter"), pointwise(2), derivative_makes_tensors=True, strides="elementwise")
@@ -56,11 +53,27 @@ def neg(call: Call) -> str:
     return pointwise(1, "linear 0", "antitone 0" if call.tensors[0].dtype.is_floating_point else "")
 
 
+def _numbers(call: Call) -> list[complex]:
+    """The numbers among the arguments. Lists of them are not looked at."""
+    if packet_name(call.op).startswith("aten::_foreach"):
+        return []
+    return [value for value in call.arguments.values() if isinstance(value, (int, float, complex))]
+
+
+def _multiplying(operands: int, linear: str) -> Callable[[Call], str]:
+    """The rule of an op that multiplies by the numbers it is given. Infinity times 5 and times -2 add up to NaN."""
+
+    def rule(call: Call) -> str:
+        finite = all(is_ordinary(number) or number == 0 for number in _numbers(call))
+        return pointwise(operands, linear if finite else "")
+
+    return rule
+
+
 def div(call: Call) -> str:
     """Division by a number other than 0 is linear, unless it rounds. A tensor may hold zeros."""
-    number = next((call.arguments[name] for name in ("other", "scalar", "scalars") if name in call.arguments), None)
-    linear = call.arg("rounding_mode", None) is None and isinstance(number, (int, float, complex)) and number != 0
-    return pointwise(2, "linear 0" if linear else "")
+    linear = call.arg("rounding_mode", None) is None and not hasattr(call.tensors[1], "dtype")
+    return pointwise(2, "linear 0" if linear and 0 not in _numbers(call) else "")
 
 
 def clamp(call: Call) -> str:
@@ -74,6 +87,10 @@ def of_gradient(call: Call) -> str:
 
 
 define("aten::neg", neg)
+define(("aten::add", "aten::sub"), _multiplying(2, "linear 0+1"), strides="elementwise")
+define("aten::rsub", _multiplying(2, "linear 0+1"), strides="elementwise reversed")
+define("aten::mul", _multiplying(2, "linear 0 | 1"), strides="elementwise")
+define("aten::addcmul", _multiplying(3, "linear 0+1 | 0+2"))
 define("aten::div", div, strides="elementwise")
 define(("aten::clamp", "aten::clip"), clamp, strides="elementwise")
 define(
