@@ -140,3 +140,18 @@ def test_nodes_are_freed() -> None:
             assert alive() is None
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool], ids=str)
+@pytest.mark.parametrize("name", ["eq_", "ne_", "lt_", "le_", "gt_", "ge_"])
+def test_comparisons_written_to_a_view_of_integers(name: str, dtype: torch.dtype) -> None:
+    value, other = torch.tensor([[1, 0, 1], [0, 1, 1]]).to(dtype), torch.tensor([1.0, 1.0, 0.0])
+    expected = value.clone()
+    getattr(expected[1:], name)(other.clone().requires_grad_())
+    with ranks(2) as mesh:
+        for placement in (Shard(0), Shard(1), Replicate()):
+            x, y = on(mesh, value, placement), on(mesh, other).requires_grad_()
+            getattr(x[1:], name)(y)
+            assert torch.equal(whole(x), expected.detach())
+            (y * 2).sum().backward()
+            assert y.grad is not None

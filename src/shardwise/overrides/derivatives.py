@@ -32,6 +32,9 @@ def marking_formulas(func: OpOverload) -> Callable[..., object]:
             return call_with_autograd(func, keys, *args, **kwargs)
         if makes_new_tensors and not kwargs and not torch.is_grad_enabled() and is_ours(tensors):
             return call(func, *args)  # autograd has nothing to do
+        if in_place and _is_integer_view(tensors[0]):
+            with torch.no_grad():
+                return call_with_autograd(func, keys, *args, **kwargs)
         with _unpacking_outside_formulas():
             result = call_with_autograd(func, keys, *args, **kwargs)
         for tensor in _tensors(result):
@@ -42,6 +45,11 @@ def marking_formulas(func: OpOverload) -> Callable[..., object]:
         return result
 
     return kernel
+
+
+def _is_integer_view(target: Tensor) -> bool:
+    """Whether a target has no gradient, and is a view, which autograd would make again for the gradient's sake."""
+    return target._base is not None and not (target.dtype.is_floating_point or target.dtype.is_complex)
 
 
 def _tensors(result: object) -> Sequence[Tensor]:
