@@ -8,6 +8,29 @@ from shardwise.testing.fuzz.trial import alone
 from tests.processes.pool import on_processes
 
 FOUND = {
+    "a view of a tensor that changes its shape": (
+        "x1 = leaf((1, 1), torch.float32, [Replicate()], seed=325, grad=True)",
+        "x2 = F.pad(x1, (1, 1))",
+        "x3 = x2.squeeze(-1)",
+        "x2.unsqueeze_(0)",
+        "(x2.cos().sum() + (x3 * 0.5).sum()).backward()",
+    ),
+    "a view of a leaf changes its shape": (
+        "x0 = leaf((1, 1, 2), torch.float32, [Replicate()], seed=17, grad=True)",
+        "x4 = x0[-1]",
+        "with torch.no_grad(): x4.t_()",
+        "((x4 * x4.detach()).sum()).backward()",
+    ),
+    "a view as out= that takes another shape": (
+        "x2 = leaf((1, 1), torch.float32, [Replicate()], seed=914)",
+        "x3 = leaf((1, 1, 1), torch.float32, [Replicate()], seed=158)",
+        "torch.add(x3, x3, out=x2[...])",
+    ),
+    "a comparison written to a view of integers": (
+        "x1 = leaf((1, 1, 1), torch.int8, [Replicate()], seed=993)",
+        "x2 = leaf((), torch.float32, [Replicate()], seed=785, grad=True)",
+        "x1.narrow(-2, 0, 1).lt_(x2)",
+    ),
     "a leaf changes its shape after it was used": (
         "x1 = leaf((1,), torch.float32, [Replicate()], seed=183, grad=True)",
         "x3 = move(x1, [Replicate()])",

@@ -86,9 +86,15 @@ class Replayed:
         if isinstance(root._source, Replayed):
             # It may share memory with the root's shard, which is made again below.
             self.cached = copied(self.cached, tensor._spec)
-        written = self.view.put(root, type(tensor).wrap(self.cached, tensor._spec))
-        if written is None:
-            written = self._put_into_gathered(tensor)
+        expanded = [
+            dim for dim, (n, step) in enumerate(zip(root.shape, root.stride(), strict=True)) if n > 1 and not step
+        ]
+        if expanded and root.dtype == tensor.dtype:
+            written = self._put_into_expanded(tensor, expanded)
+        else:
+            written = self.view.put(root, type(tensor).wrap(self.cached, tensor._spec))
+            if written is None:
+                written = self._put_into_gathered(tensor)
         target = root._spec.with_meta(written._spec.tensor_meta)
         assign(root, redistribute_local(written._local_tensor, written._spec, target))
         if root._source is not None:
@@ -97,13 +103,31 @@ class Replayed:
 
     def _put_into_gathered(self, tensor: DTensorBase) -> DTensorBase:
         """The root with the view's value in its place, by way of the gathered root."""
-        root, gathered = self.view.root, self.view.root._spec.replicated(row_major=True)
-        value = redistribute_local(self.cached, tensor._spec, tensor._spec.replicated(row_major=True))
-        root_value = redistribute_local(root._local_tensor, root._spec, gathered)
-        if root_value is root._local_tensor:
-            root_value = root_value.clone()
-        self.view.of(root_value).copy_(value)
+        gathered = self.view.root._spec.replicated(row_major=True)
+        root_value = self._gathered_root()
+        self.view.of(root_value).copy_(self._gathered_value(tensor))
         return type(tensor).wrap(root_value, gathered)
+
+    def _put_into_expanded(self, tensor: DTensorBase, expanded: list[int]) -> DTensorBase:
+        """The same if the root repeats its elements along some dims: a write to one of them is a write to all."""
+        value = self._gathered_root()
+        written = torch.zeros_like(value, dtype=torch.bool)
+        self.view.of(value).copy_(self._gathered_value(tensor))
+        self.view.of(written).fill_(True)
+        for dim in expanded:
+            value = value.gather(dim, written.byte().argmax(dim, keepdim=True))
+            written = written.any(dim, keepdim=True)
+        repeated = value.expand(self.view.root.shape).contiguous()
+        return type(tensor).wrap(repeated, self.view.root._spec.replicated(row_major=True))
+
+    def _gathered_root(self) -> Tensor:
+        """A copy of the root, on every rank, with memory for each element."""
+        root = self.view.root
+        value = redistribute_local(root._local_tensor, root._spec, root._spec.replicated(row_major=True))
+        return value.clone(memory_format=torch.contiguous_format)
+
+    def _gathered_value(self, tensor: DTensorBase) -> Tensor:
+        return redistribute_local(self.cached, tensor._spec, tensor._spec.replicated(row_major=True))
 
     def _writes(self) -> State:
         """How often the local shard was written that the view is made from in the end."""
