@@ -15,6 +15,7 @@ extending     register_sharding, local_map; shardwise.rules.explain shows the ru
 """
 
 from . import experimental, random, rules
+from ._torch.dynamo import never_traced
 from .comm.cost import CostModel, cost_model, set_cost_model, using_cost_model
 from .dispatch.modes import explicit, implicit_replication, strict_ops
 from .dropin import find_table_modules, install, table_module, uninstall
@@ -85,6 +86,24 @@ __all__ = [
     "using_cost_model",
 ]
 
+# What runs below DTensor's methods and functions. Hooks of styles and `local_map` are traced: they call code of users.
+never_traced(
+    f"{__name__}.{part}"
+    for part in (
+        *("_torch", "comm", "debug", "dispatch", "dropin", "errors", "interop", "notation", "ops", "overrides"),
+        *(
+            "random",
+            "rules",
+            "run",
+            "sharding",
+            "tensor",
+            "testing",
+            "world",
+            "parallel.converters",
+            "parallel.last_input",
+        ),
+    )
+)
 _DTensorSpec = DTensorSpec  # by this name, other parts of PyTorch import it from torch.distributed.tensor
 find_table_modules()
 

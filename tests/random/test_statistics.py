@@ -91,7 +91,7 @@ def test_no_correlation_of_indices_calls_and_seeds(name: str) -> None:
         assert abs(correlation(x[:-lag], x[lag:])) < 4, lag
         assert abs(correlation(x[:-lag] ** 2, x[lag:] ** 2)) < 4, lag
     generators = [torch.Generator().manual_seed(seed) for seed in (0, 1, 2)]
-    first, *keys = [draw_key(generator) for generator in generators] + [draw_key(generators[0])]
+    first, *keys = [draw_key(generator, generator.device) for generator in [*generators, generators[0]]]
     keys.append(Key(mixed(0, 0, 0), mixed(0, 0, 1)))  # as from a GPU's generator, and its next call
     keys.append(Key(mixed(0, 4, 0), mixed(0, 4, 1)))
     x = drawn(name, 0.0, 1.0, key=first).double()

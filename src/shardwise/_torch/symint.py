@@ -14,13 +14,14 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 
-__all__ = ["NumberNode", "SizeOrNode", "make_symint", "node_of"]
+__all__ = ["NumberNode", "SizeOrNode", "is_symbol", "make_symint", "node_of", "specialized"]
 
 Number = int | float | bool
+T = TypeVar("T")
 
 
 def make_symint(node: NumberNode) -> torch.SymInt:
@@ -33,6 +34,24 @@ def node_of(number: object) -> object:
     if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return number.node
     return None
+
+
+def specialized(value: T) -> T:
+    """The value with the sizes that the compiler holds as symbols, also in lists, as numbers: its graph is for these.
+
+    Relies on `int(size)`, which adds a guard to the graph. Sizes that differ between simulated ranks stay as they are.
+    """
+    made: object = value
+    if isinstance(value, (list, tuple)):
+        made = [*map(specialized, value)] if isinstance(value, list) else tuple(map(specialized, value))
+    elif is_symbol(value):
+        made = int(value)  # type: ignore[call-overload]
+    return made  # type: ignore[return-value]
+
+
+def is_symbol(value: object) -> bool:
+    """Whether this is a size that the compiler holds as a symbol."""
+    return isinstance(value, torch.SymInt) and not isinstance(value.node, NumberNode)
 
 
 def _binary(operation: Callable[..., Number]) -> Callable[[NumberNode, NumberNode], NumberNode]:

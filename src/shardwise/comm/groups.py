@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.device_mesh import flattened_meshes, has_groups, root_mesh
+from .._torch.dynamo import real_object
 from .._torch.modes import without_modes
 from ..errors import MeshError
 from ..sharding.mesh import (
@@ -53,6 +54,7 @@ def adopt(mesh: DeviceMesh) -> MeshInfo:
 
 def _adopt(mesh: DeviceMesh) -> MeshInfo:
     first_use()
+    mesh = real_object(mesh)
     mesh_info = mesh_info_of(mesh)
     if not mesh_info.adopted:
         if has_groups(mesh):

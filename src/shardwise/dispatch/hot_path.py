@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._torch.bindings import binding, types_key
 from .._torch.ops import OpOverload
+from .._torch.symint import specialized
 from .._torch.wrapper import make_wrapper
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
@@ -62,6 +63,9 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
 
     on_activate(use_table_of)
 
+    def specialized_values(kwargs: Kwargs | None) -> Kwargs | None:
+        return kwargs and {name: specialized(value) for name, value in kwargs.items()}
+
     def __torch_dispatch__(func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
         # The key. Most calls have one or two arguments: for them the comprehensions are written out, which cost a frame
         # each. The registry keeps ops alive, so that an id means one op.
@@ -81,7 +85,10 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
             key = (id(func), *[v._spec if type(v) is kind else argument_key(v) for v in args])
         if kwargs:
             key = (*key, *kwargs, *map(argument_key, kwargs.values()))
-        ready = known(key)
+        try:
+            ready = known(key)
+        except TypeError:  # the compiler gives sizes as symbols, which have no hash
+            return __torch_dispatch__(func, types, specialized(tuple(args)), specialized_values(kwargs))
         if ready is None:
             return plan_and_run(func, args, kwargs or {}, key)
         run, meta, spec, offset, finish = ready

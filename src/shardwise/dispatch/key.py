@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch.symint import is_symbol
 from ..ops.call import is_ordinary
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
@@ -51,7 +52,7 @@ def argument_keys(kind: type[DTensorBase]) -> Callable[[object], object]:
                 return its, value._spec
             # A number in a plain tensor is the same on all ranks.
             return (value.dtype, its) if not value.dim() else (value.dtype, its, value.shape)
-        return object() if its in _UNHASHABLE else value  # equal to no other key
+        return object() if its in _UNHASHABLE and not is_symbol(value) else value  # equal to no other key
 
     def list_key(values: Any) -> object:
         first = type(values[0]) if values else None

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch import pytree
+from .._torch.dynamo import in_graph
 from ..comm.groups import adopt
 from ..errors import InputError, PlacementError, ShapeError
 from ..sharding.layout import divides_evenly
@@ -56,89 +57,77 @@ def local_map(
     @functools.wraps(func)
     def mapped(*args: object, **kwargs: object) -> object:
         flat, tree = pytree.tree_flatten(args)
-        mesh = device_mesh or next((value.device_mesh for value in flat if isinstance(value, DTensor)), None)
         for name, given in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
             if given is not None and len(given) != len(flat):
                 raise InputError(f"{len(given)} {name} for {len(flat)} arguments of {func.__name__}", "give one each")
-        if in_placements is not None:
-            flat = [_with_placements(x, i, in_placements, redistribute_inputs, func) for i, x in enumerate(flat)]
-        grads = in_grad_placements or (None,) * len(flat)
+        wanted, grads = in_placements or (None,) * len(flat), in_grad_placements or (None,) * len(flat)
+        for i, value in enumerate(flat):
+            if isinstance(value, DTensor) and in_placements is not None:
+                flat[i] = _with_placements(value, i, wanted[i], redistribute_inputs, func.__name__)
         local_args = [
             value.to_local(grad_placements=grad) if isinstance(value, DTensor) else value
             for value, grad in zip(flat, grads, strict=True)
         ]
         result = func(*pytree.tree_unflatten(local_args, tree), **kwargs)
-        if not any(isinstance(value, DTensor) for value in flat):
-            return result
-        assert mesh is not None, "some argument is a DTensor, so there is a mesh"
-        inputs = [value._spec for value in flat if isinstance(value, DTensor)]
-        return _distributed_results(result, out_placements, mesh, inputs, func)
+        inputs = [value for value in flat if isinstance(value, DTensor)]
+        return _distributed_results(result, out_placements, device_mesh, inputs, func.__name__) if inputs else result
 
     return mapped
 
 
+@in_graph
 def _with_placements(
-    value: object,
-    index: int,
-    in_placements: tuple[Placements | None, ...],
-    redistribute_inputs: bool,
-    func: Callable[..., object],
-) -> object:
-    """Return a DTensor argument with its in_placements, redistributed if that is asked for; other values unchanged."""
-    if not isinstance(value, DTensor):
-        return value
-    wanted = in_placements[index]
+    value: DTensor, index: int, wanted: Placements | None, redistribute_inputs: bool, func: str
+) -> DTensor:
+    """Return a DTensor argument with its in_placements, redistributed if that is asked for."""
     if wanted is None:
-        raise InputError(f"argument {index} of {func.__name__} is a DTensor, its in_placements are None", "give them")
+        raise InputError(f"argument {index} of {func} is a DTensor, its in_placements are None", "give them")
     if value._spec.with_placements(wanted).layout is value._spec.layout:
         return value
     if not redistribute_inputs:
         named = wanted if isinstance(wanted, P) else list(wanted)
         raise PlacementError(
-            f"argument {index} of {func.__name__} is {value._spec!r}, not {named}",
+            f"argument {index} of {func} is {value._spec!r}, not {named}",
             "redistribute it, or pass redistribute_inputs=True",
         )
     return value.redistribute(placements=wanted)
 
 
 def _distributed_results(
-    result: object,
-    out_placements: OutPlacements,
-    mesh: DeviceMesh,
-    inputs: list[DTensorSpec],
-    func: Callable[..., object],
+    result: object, out_placements: OutPlacements, mesh: DeviceMesh | None, inputs: list[DTensor], func: str
 ) -> object:
     """Return the results of the local function with every local tensor among them as a DTensor."""
     flat, tree = pytree.tree_flatten(result)
     wanted = _one_for_each(out_placements)
     if len(wanted) != len(flat):
         raise InputError(
-            f"{len(wanted)} out_placements for {len(flat)} results of {func.__name__}",
+            f"{len(wanted)} out_placements for {len(flat)} results of {func}",
             "give a tuple with one placement list for each result, None for those that are not tensors",
         )
     distributed = []
     for i, (value, placements) in enumerate(zip(flat, wanted, strict=True)):
         if isinstance(value, Tensor) != (placements is not None):
             kind = "a tensor" if isinstance(value, Tensor) else "not a tensor"
-            raise InputError(
-                f"result {i} of {func.__name__} is {kind}, its out_placements are {placements}", "change them"
-            )
+            raise InputError(f"result {i} of {func} is {kind}, its out_placements are {placements}", "change them")
         if isinstance(value, Tensor) and not isinstance(value, DTensor):
-            value = _distributed(value, mesh, placements, inputs, f"result {i} of {func.__name__}")
+            value = _distributed(value, mesh, placements, inputs, f"result {i} of {func}")
         distributed.append(value)
     return pytree.tree_unflatten(distributed, tree)
 
 
+@in_graph
 def _distributed(
-    local: Tensor, mesh: DeviceMesh, placements: Placements, inputs: list[DTensorSpec], name: str
+    local: Tensor, device_mesh: DeviceMesh | None, placements: Placements, inputs: list[DTensor], name: str
 ) -> DTensor:
     """Return the DTensor of local results. Nothing is communicated.
 
     Shards are taken to be even, unless an input is sharded unevenly over the axes of the result's dim: then that dim is
     taken to have the input's global size. Local results that do not fit are an error on the ranks where they do not.
     """
+    mesh = device_mesh if device_mesh is not None else inputs[0].device_mesh
     try:
-        return DTensor.from_local(local, mesh, placements, shape=_uneven_shape(local, mesh, placements, inputs))
+        shape = _uneven_shape(local, mesh, placements, [value._spec for value in inputs])
+        return DTensor.from_local(local, mesh, placements, shape=shape)
     except ShapeError as error:
         raise ShapeError(
             f"{name}: {error.problem}",

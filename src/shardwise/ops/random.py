@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch.fake_tensors import has_readable_values, is_traced
 from ..notation import pointwise
 from ..random import is_exact
 from ..random.box import box_of
@@ -75,7 +76,7 @@ def _bernoulli(call: LocalCall, out: Tensor | None) -> Tensor:
 
 def _require(condition: Tensor, message: str) -> None:
     """Raise an error unless a condition holds everywhere on this rank. An accelerator is not waited for."""
-    if condition.device.type == "cpu":
+    if has_readable_values(condition):
         recorded(_raise_unless, condition, message)
 
 
@@ -184,7 +185,7 @@ def _check_weights(weights: Tensor, num_samples: int, replacement: bool) -> None
     if num_samples <= 0 or not (replacement or num_samples <= weights.shape[-1]):
         raise RuntimeError(f"cannot draw {num_samples} of {weights.shape[-1]} indices without replacement")
     valid = (weights >= 0) & (weights < torch.inf)
-    if not bool(valid.all(-1).logical_and(weights.sum(-1) > 0).all()):
+    if not is_traced() and not bool(valid.all(-1).logical_and(weights.sum(-1) > 0).all()):
         raise RuntimeError("weights that are negative, infinite or NaN, or whose sum is not positive")
 
 

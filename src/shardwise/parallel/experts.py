@@ -21,7 +21,8 @@ from ..sharding.placement import AnyShard, InterleavedShard, Partial, Placement,
 from ..tensor.dtensor import DTensor
 from .axis import StyleAxis
 from .base import ParallelStyle
-from .hooks import Args, InputConverter, Kwargs, OutputConverter, register_input_hook, register_output_hook
+from .converters import InputConverter, OutputConverter
+from .hooks import Args, Kwargs, register_input_hook, register_output_hook
 from .local_parameters import LocalParameters
 from .prepare import PrepareModuleOutput
 
@@ -110,7 +111,7 @@ class _LocalExperts:
 
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Take the local tensors of all inputs and parameters."""
-        args, kwargs = pytree.tree_map_only(Tensor, self.inputs, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, self.inputs.convert, (args, kwargs))
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, DTensor)]
         local = _local_inputs(self.axis, tensors)
         swap = LocalParameters(dict.fromkeys((name for name, _ in module.named_parameters()), local.parameter))

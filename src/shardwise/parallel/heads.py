@@ -20,7 +20,8 @@ from ..sharding.placement import Replicate, Shard
 from ..sharding.spec import DTensorSpec
 from ..tensor.dtensor import DTensor
 from .axis import StyleAxis
-from .hooks import OutputConverter, redistribute_axis, register_output_hook
+from .converters import OutputConverter, redistribute_axis
+from .hooks import register_output_hook
 from .partition import is_linear
 from .styles import ColwiseParallel
 
@@ -57,14 +58,14 @@ class _HeadsOutput(OutputConverter):
         self.heads = heads
         self.sharded: dict[DTensorSpec, DTensorSpec] = {}
 
-    def __call__(self, value: object) -> object:
+    def convert(self, value: Tensor) -> Tensor:
         if not isinstance(value, DTensor):
             return value
         number, size, times = self.heads
         rows: Tensor = value.unflatten(-1, (number, 1, size))
         repeated = rows.expand(*rows.shape[:-2], times, size).flatten(-3)
         assert isinstance(repeated, DTensor)
-        return super().__call__(redistribute_axis(repeated, self.axis, Shard(-1), self.sharded))
+        return super().convert(redistribute_axis(repeated, self.axis, Shard(-1), self.sharded))
 
 
 class AttentionHeads:

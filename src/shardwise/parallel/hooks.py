@@ -1,192 +1,16 @@
-"""Forward hooks that convert a module's inputs and outputs: distribute, redistribute, or take the local tensor.
-
-A plain tensor becomes a DTensor with the layout that the style gives for it; a DTensor is redistributed to the desired
-layout. The target is computed once for each spec, so a tensor that has the desired layout costs one look-up.
-
-Several modules often get the same input: q, k and v of an attention. The last converted input is kept, so that one
-gather serves all of them, and one reduction in the backward pass.
-"""
+"""Forward hooks that convert a module's inputs and outputs. `torch.compile` traces them, and records conversions."""
 
 from __future__ import annotations
 
 import inspect
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch import pytree
-from .._torch.transforms import innermost, transforms_active
-from ..comm.groups import adopt
-from ..errors import MeshError, ShapeError
-from ..sharding.placement import AnyShard, Placement
-from ..sharding.runtime import WorldCache
-from ..sharding.spec import DTensorSpec, contiguous_meta, normalize_placements
-from ..tensor.autograd import to_spec
-from ..tensor.dtensor import DTensor
-from .axis import StyleAxis
-from .last_input import LAST_INPUT
+from .converters import InputConverter, OutputConverter, convert_input, convert_output
 
-_MAX_TARGETS = 4096
-_CONVERTERS: WorldCache[object, InputConverter | OutputConverter] = WorldCache("converters", max_bytes=1 << 18)
-"""For methods of styles that get all they need as arguments. A converter holds its mesh, so that the id is its own."""
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
-
-
-class InputConverter:
-    """Converts one input of a module: a plain tensor has `layout`, and the module gets `desired`.
-
-    None as `layout` leaves plain tensors plain; None as `desired` keeps the layout of the input. With `use_local` the
-    module gets the local tensor. `dim_size` is the global size of the dim in which a plain tensor is sharded, if the
-    module determines it. Otherwise the shards of all ranks are taken to be alike: nothing is communicated to find out.
-    """
-
-    def __init__(
-        self,
-        axis: StyleAxis,
-        layout: Placement | None,
-        desired: Placement | None,
-        use_local: bool = False,
-        dim_size: int | None = None,
-    ) -> None:
-        self.axis, self.layout, self.desired, self.use_local = axis, layout, desired, use_local
-        self.dim_size = dim_size
-        self.targets: dict[DTensorSpec, DTensorSpec] = {}
-        self.last = LAST_INPUT.of(axis.mesh_info.runtime)
-        self.key = (id(axis.mesh_info), layout, desired, use_local)
-
-    def __call__(self, value: object) -> object:
-        """Return the tensor that the module gets; values of other types unchanged."""
-        if not isinstance(value, Tensor):
-            return value
-        if transforms_active():  # the wrappers that they make are no tensors to remember
-            return self._convert(value)
-        if isinstance(value, DTensor) and not self.use_local and self.targets.get(value._spec) is value._spec:
-            return value
-        key = (self.key, torch.is_grad_enabled())
-        found = self.last.find(value, key)
-        if found is None:
-            found = self._convert(value)
-            self.last.keep(value, key, found)
-        return found
-
-    def _convert(self, value: Tensor) -> Tensor:
-        tensor = self.distribute(value)
-        if not isinstance(tensor, DTensor):
-            return tensor
-        if self.desired is not None:
-            tensor = redistribute_axis(tensor, self.axis, self.desired, self.targets)
-        return self.axis.to_local(tensor) if self.use_local else tensor
-
-    def distribute(self, value: Tensor) -> Tensor:
-        """Return a local tensor as a DTensor with `layout`; a DTensor, or any tensor without a layout, unchanged."""
-        if isinstance(value, DTensor) and not self.axis.is_local(value):
-            return value
-        if transforms_active() and isinstance(innermost(value), DTensor):
-            return value  # in the wrapper of a transform, which can be neither redistributed nor handed out as local
-        if self.layout is None:
-            return value
-        shape = None
-        if self.dim_size is not None and isinstance(self.layout, AnyShard) and self.axis.is_only_axis:
-            sizes = list(value.shape)
-            sizes[self.layout.dim] = self.dim_size
-            shape = tuple(sizes)
-        try:
-            return self.axis.from_local(value, self.layout, shape)
-        except ShapeError as error:
-            raise ShapeError(
-                f"a module's plain input, whose layout is {self.layout}: {error.problem}",
-                "pass the module a DTensor, which knows its global shape: in a style before it, use_local_output=False",
-            ) from None
-
-
-class OutputConverter:
-    """Converts one output of a module: a plain tensor has `layout`, and the caller gets `desired`.
-
-    None as `desired` keeps the layout of the output.
-    """
-
-    def __init__(self, axis: StyleAxis, layout: Placement | None, desired: Placement | None, use_local: bool) -> None:
-        self.axis, self.desired, self.use_local = axis, desired, use_local
-        self.inputs = InputConverter(axis, layout, None)
-        self.targets: dict[DTensorSpec, DTensorSpec] = {}
-
-    def __call__(self, value: object) -> object:
-        """Return the tensor that the caller gets; values of other types unchanged."""
-        tensor = self.inputs.distribute(value) if isinstance(value, Tensor) else value
-        if not isinstance(tensor, DTensor):
-            return tensor
-        if self.desired is not None:
-            tensor = redistribute_axis(tensor, self.axis, self.desired, self.targets)
-        return self.axis.to_local(tensor) if self.use_local else tensor
-
-
-# ---- converters of a world -------------------------------------------------------------------------------------------
-
-
-def input_converter(
-    mesh: DeviceMesh,
-    layout: Placement | None,
-    desired: Placement | None,
-    use_local: bool = False,
-    *,
-    dim_size: int | None = None,
-    axis: str | None = None,
-) -> InputConverter:
-    """Return the converter for inputs of this kind: the same one at each call."""
-    converters = _CONVERTERS.of(adopt(mesh).runtime)
-    key = (id(mesh), layout, desired, use_local, dim_size, axis)
-    found = converters.get(key)
-    if found is None:
-        found = InputConverter(StyleAxis(mesh, axis), layout, desired, use_local, dim_size)
-        converters[key] = found
-    assert isinstance(found, InputConverter)
-    return found
-
-
-def output_converter(
-    mesh: DeviceMesh, layout: Placement | None, desired: Placement | None, use_local: bool, *, axis: str | None = None
-) -> OutputConverter:
-    """Return the converter for outputs of this kind: the same one at each call."""
-    converters = _CONVERTERS.of(adopt(mesh).runtime)
-    key = (id(mesh), layout, desired, use_local, "output", axis)
-    found = converters.get(key)
-    if found is None:
-        found = OutputConverter(StyleAxis(mesh, axis), layout, desired, use_local)
-        converters[key] = found
-    assert isinstance(found, OutputConverter)
-    return found
-
-
-def redistribute_axis(
-    tensor: DTensor, axis: StyleAxis, placement: Placement, targets: dict[DTensorSpec, DTensorSpec]
-) -> DTensor:
-    """Return the tensor redistributed to this placement on one axis. `targets` caches the target of each spec."""
-    spec = tensor._spec
-    target = targets.get(spec)
-    if target is None:
-        if spec.mesh_info is not axis.mesh_info:
-            raise MeshError(
-                f"an input {spec!r} on {spec.mesh_info!r} for a module that was parallelized over {axis.mesh_info!r}",
-                "parallelize the module over the mesh of its inputs; styles act on its axis 'tp'",
-            )
-        if len(targets) >= _MAX_TARGETS:
-            targets.clear()
-        target = targets[spec] = _with_placements(spec, axis.placements_with(tensor, placement))
-    return tensor if target is spec else to_spec(tensor, target)
-
-
-def _with_placements(spec: DTensorSpec, placements: tuple[Placement, ...]) -> DTensorSpec:
-    """Return the spec with these placements: itself if the layout is the same, so that no autograd node is made."""
-    normal, order = normalize_placements(spec.mesh_info, placements, spec.ndim)
-    target = DTensorSpec(spec.mesh, normal, spec.tensor_meta, order)
-    if target.layout is spec.layout:
-        return spec
-    return target.with_meta(contiguous_meta(spec.shape, spec.dtype))
-
-
-# ---- hooks -----------------------------------------------------------------------------------------------------------
 
 
 def register_input_hook(module: nn.Module, leading: list[InputConverter], others: InputConverter | None) -> None:
@@ -195,17 +19,19 @@ def register_input_hook(module: nn.Module, leading: list[InputConverter], others
 
     def prepare(_: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         if len(args) == 1 and not kwargs:
-            return (leading[0](args[0]),), kwargs
+            value = args[0]
+            return (convert_input(leading[0], value) if isinstance(value, Tensor) else value,), kwargs
         # A tensor that is passed twice stays one tensor: attention tests whether its query is its key.
-        converted: dict[tuple[int, InputConverter], object] = {}
+        converted: list[tuple[Tensor, InputConverter, Tensor]] = []
 
         def convert(value: object, converter: InputConverter | None) -> object:
             if converter is None or not isinstance(value, Tensor):
                 return value
-            key = (id(value), converter)
-            if key not in converted:
-                converted[key] = converter(value)
-            return converted[key]
+            for source, its, result in converted:
+                if source is value and its is converter:
+                    return result
+            converted.append((value, converter, convert_input(converter, value)))
+            return converted[-1][2]
 
         converters = [*leading, *[others] * len(args)]
         new_args = tuple(map(convert, args, converters))
@@ -217,11 +43,11 @@ def register_input_hook(module: nn.Module, leading: list[InputConverter], others
 
 def register_output_hook(module: nn.Module, converter: OutputConverter) -> None:
     """Convert what a module returns: a tensor, or the tensors in a tuple, list or dict."""
-    module.register_forward_hook(lambda _, __, output: convert_output(converter, output))
+    module.register_forward_hook(lambda _, __, output: convert_outputs(converter, output))
 
 
-def convert_output(converter: OutputConverter, output: object) -> object:
+def convert_outputs(converter: OutputConverter, output: object) -> object:
     """Convert a tensor, or the tensors in a tuple, list or dict."""
     if isinstance(output, Tensor):
-        return converter(output)
-    return pytree.tree_map_only(Tensor, converter, output)
+        return convert_output(converter, output)
+    return pytree.tree_map_only(Tensor, lambda value: convert_output(converter, value), output)

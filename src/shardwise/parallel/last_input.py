@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from .._torch.fake_tensors import is_traced
 from ..dispatch.watch import Watch
 from ..sharding.base import DTensorBase
 from ..sharding.runtime import WorldState
@@ -64,9 +65,10 @@ LAST_INPUT = WorldState(LastInput)
 def _watched(source: Tensor, result: Tensor) -> list[tuple[Watch, Tensor]] | None:
     """The local shards to watch for writes; None if what is made from this tensor is not kept.
 
-    What is made from a parameter should not outlive the call, and writes to inference tensors are not counted.
+    What is made from a parameter should not outlive the call, writes to inference tensors are not counted, and what
+    is traced belongs to one graph.
     """
-    if source.is_inference() or isinstance(source, nn.Parameter):
+    if source.is_inference() or isinstance(source, nn.Parameter) or is_traced():
         return None
     if not isinstance(source, DTensorBase):
         return [] if _share_memory(source, result) else None

@@ -8,14 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InputError
 from ..sharding.placement import Placement, as_placement
 from .axis import StyleAxis
 from .base import ParallelStyle
-from .hooks import Args, InputConverter, Kwargs, OutputConverter, input_converter, output_converter
+from .converters import (
+    InputConverter,
+    OutputConverter,
+    convert_input,
+    convert_output,
+    input_converter,
+    output_converter,
+)
+from .hooks import Args, Kwargs
 
 Layouts = Placement | tuple[Placement | None, ...] | None
 
@@ -76,8 +84,8 @@ class PrepareModuleInput(ParallelStyle):
         def prepare(_: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
             if converters:
                 self._check_count(args)
-                args = tuple(convert(value) for convert, value in zip(converters, args, strict=True))
-            return args, {name: by_name[name](value) if name in by_name else value for name, value in kwargs.items()}
+                args = tuple(_converted(value, by) for by, value in zip(converters, args, strict=True))
+            return args, {name: _converted(value, by_name.get(name)) for name, value in kwargs.items()}
 
         return prepare
 
@@ -117,9 +125,9 @@ class PrepareModuleInput(ParallelStyle):
 
     def _converters(
         self, axis: StyleAxis, layouts: Iterable[Placement | None], desired: Iterable[Placement | None]
-    ) -> list[Callable[[object], object]]:
+    ) -> list[InputConverter | None]:
         return [
-            _unchanged if of is to is None else InputConverter(axis, of, to, self.use_local_output)
+            None if of is to is None else InputConverter(axis, of, to, self.use_local_output)
             for of, to in zip(layouts, desired, strict=True)
         ]
 
@@ -175,7 +183,7 @@ class PrepareModuleOutput(ParallelStyle):
                 f"{len(outputs)} outputs for output_layouts={self.output_layouts}",
                 "give one layout for each output, None for those to leave unchanged",
             )
-        done = [convert(value) if convert else value for convert, value in zip(converters, outputs, strict=True)]
+        done = [_converted(value, by) for by, value in zip(converters, outputs, strict=True)]
         return tuple(done) if outputs is output else done[0]
 
 
@@ -214,8 +222,11 @@ class PrepareModuleInputOutput(ParallelStyle):
         return module
 
 
-def _unchanged(value: object) -> object:
-    return value
+def _converted(value: object, by: InputConverter | OutputConverter | None) -> object:
+    """The value, converted if it is a tensor and there is a converter."""
+    if by is None or not isinstance(value, Tensor):
+        return value
+    return convert_input(by, value) if isinstance(by, InputConverter) else convert_output(by, value)
 
 
 def _as_tuple(layouts: Layouts) -> tuple[Placement | None, ...] | None:

@@ -19,15 +19,8 @@ from ..tensor.dtensor import DTensor
 from . import partition
 from .axis import StyleAxis
 from .base import ParallelStyle
-from .hooks import (
-    InputConverter,
-    OutputConverter,
-    convert_output,
-    input_converter,
-    output_converter,
-    register_input_hook,
-    register_output_hook,
-)
+from .converters import InputConverter, OutputConverter, input_converter, output_converter
+from .hooks import convert_outputs, register_input_hook, register_output_hook
 from .local_parameters import LocalParameters, owner_of
 
 
@@ -129,7 +122,7 @@ class _ShardingStyle(ParallelStyle):
         output_layouts: Layouts, use_local_output: bool, mod: nn.Module, outputs: object, device_mesh: DeviceMesh
     ) -> object:
         """Return what the caller gets for the output of the module."""
-        return convert_output(output_converter(device_mesh, None, output_layouts[0], use_local_output), outputs)
+        return convert_outputs(output_converter(device_mesh, None, output_layouts[0], use_local_output), outputs)
 
 
 class ColwiseParallel(_ShardingStyle):
@@ -209,7 +202,7 @@ class SequenceParallel(ParallelStyle):
     @staticmethod
     def _prepare_output_fn(use_local_output: bool, mod: nn.Module, outputs: object, device_mesh: DeviceMesh) -> object:
         """Return what the caller gets for the output of the module, which keeps its placements."""
-        return convert_output(output_converter(device_mesh, None, None, use_local_output), outputs)
+        return convert_outputs(output_converter(device_mesh, None, None, use_local_output), outputs)
 
 
 class ReplicateParallel(ParallelStyle):

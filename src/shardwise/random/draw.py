@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .._torch.fake_tensors import in_fake_mode
+from .._torch.fake_tensors import in_fake_mode, is_recorded
 from .._torch.tls import ThreadValue
 from ..comm.local_moves import take_slice
 from ..errors import InputError
@@ -57,25 +57,33 @@ def is_exact() -> bool:
 class Draw:
     """The numbers of one call, for a tensor of this global shape, stride and dtype. Using it advances the generator."""
 
-    __slots__ = ("_device", "_generator", "_global", "_has_data", "_key", "_meta", "_replicated")
+    __slots__ = ("_device", "_drawn_on", "_generator", "_global", "_has_data", "_key", "_meta", "_replicated")
 
     def __init__(
         self, mesh_info: MeshInfo, meta: TensorMeta, device: torch.device, generator: torch.Generator | None
     ) -> None:
+        self._generator: torch.Generator | None
         self._meta, self._device = meta, device
         self._key: Key | None = None
         self._global: Tensor | None = None
         self._replicated = Layout.make(mesh_info.sizes, tuple((Factor(size, ()),) for size in meta.shape))
-        self._has_data = device.type != "meta" and not in_fake_mode()
+        recorded = is_recorded()
+        self._has_data = device.type != "meta" and (recorded or not in_fake_mode())
         if not self._has_data:
             return
+        if recorded and generator is None:
+            # A graph draws from the default generator of the device on which it draws.
+            self._generator, self._drawn_on = None, device
+            return
         self._generator = generator = generator_for((generator,), device)
+        self._drawn_on = generator.device
         if generator.device.type not in ("cpu", device.type):
             raise InputError(
                 f"a generator on {generator.device} for numbers on {device}",
                 "use a generator on that device or on the CPU",
             )
-        check_first_use(mesh_info, generator)
+        if not recorded:
+            check_first_use(mesh_info, generator)
 
     def numbers(
         self,
@@ -102,14 +110,14 @@ class Draw:
     def key(self) -> Key | None:
         """The key from which elements are computed by index; None where the global tensor is drawn."""
         if self._key is None and self._has_data and not is_exact() and self._meta.shape.numel() > WHOLE_UP_TO:
-            self._key = draw_key(self._generator)
+            self._key = draw_key(self._generator, self._drawn_on)
         return self._key
 
     def _draw_global(self, name: str, arguments: Arguments, dtype: torch.dtype) -> Tensor:
         """Draw the global tensor: once, for all ranks of a simulated world."""
         if self._global is None:
             shape, stride = self._meta.shape, self._meta.stride
-            empty = torch.empty_strided(shape, stride, dtype=dtype, device=self._generator.device)
+            empty = torch.empty_strided(shape, stride, dtype=dtype, device=self._drawn_on)
             if name == "native_dropout":
                 ones = torch.ones_like(empty, dtype=self._meta.dtype)
                 self._global = torch.native_dropout(ones, arguments[0], True)[1]
@@ -123,10 +131,12 @@ class Draw:
 _moving_offset = threading.Lock()  # two threads that read one offset would draw the same key
 
 
-def draw_key(generator: torch.Generator) -> Key:
-    """Draw a key from a generator. It advances by the same amount for every key."""
-    device = generator.device
-    if torch.compiler.is_compiling():
+def draw_key(generator: torch.Generator | None, device: torch.device) -> Key:
+    """Draw a key from a generator on this device, None for the default one of a graph that is being recorded.
+
+    It advances by the same amount for every key.
+    """
+    if generator is None or is_recorded():
         return Key(*torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator, device=device).unbind())
     if device.type == "cpu":
         return Key(*torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator).tolist())

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._torch.collectives import group_named
 from .._torch.device_mesh import innermost_mesh, mesh_without_groups, parallel_instances
+from .._torch.dynamo import real_object
 from .._torch.modes import without_modes
 from ..errors import InputError, MeshError
 from .once import making
@@ -95,6 +96,13 @@ class MeshInfo:
             return self.names.index(name)
         raise MeshError(f"no axis {name!r} in {self!r}", f"its axes are {', '.join(self.names)}")
 
+    def __deepcopy__(self, memo: dict[int, object]) -> MeshInfo:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # With what graphs of the compiler depend on, which it keeps in files by what it pickles of their inputs.
+        return _mesh_info_like, (mesh_description(self.mesh), self.coordinate, self.world_size, self.simulated)
+
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
         return f"mesh({axes})"
@@ -111,6 +119,7 @@ def require_world() -> None:
 
 def mesh_info_of(mesh: DeviceMesh) -> MeshInfo:
     """The one `MeshInfo` of this mesh and of all meshes equal to it in this world."""
+    mesh = real_object(mesh)
     if not isinstance(mesh, DeviceMesh):
         raise InputError(
             f"device_mesh is a {type(mesh).__name__}", "pass a DeviceMesh, e.g. init_device_mesh('cpu', (4,))"
@@ -195,3 +204,7 @@ def mesh_like(description: MeshDescription) -> DeviceMesh:
         if mesh_info.coordinate and any(torch.equal(instance, ranks) for instance in mesh_info.instances):
             return mesh_info.mesh
     return mesh_without_groups(device_type, ranks, names, dist.get_rank() if initialised else 0)
+
+
+def _mesh_info_like(description: MeshDescription, *graphs_depend_on: object) -> MeshInfo:
+    return mesh_info_of(mesh_like(description))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch.dynamo import constant_in_graphs
 from .._torch.placements import torch_placement
 from ..errors import InputError, PlacementError
 
@@ -32,7 +33,7 @@ class Placement:
     their hash, so that programs that import `Shard` from either library can compare.
     """
 
-    __slots__ = ("_hash",)
+    __slots__ = ("__weakref__", "_hash")
     __match_args__: ClassVar[tuple[str, ...]] = ()
     _interned: ClassVar[dict[object, Any]] = {}
     _hash: int
@@ -86,6 +87,12 @@ class Placement:
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), tuple(getattr(self, name) for name in self.__match_args__)
+
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        """For the compiler: code that makes this placement, and the names in it."""
+        kind = type(self)
+        fields = ", ".join(repr(getattr(self, name)) for name in self.__match_args__)
+        return f"{kind.__name__}({fields})", {kind.__name__: kind}
 
 
 class AnyShard(Placement):
@@ -313,7 +320,7 @@ class P:
     P('dp', ('tp', 'cp'), None, partial={'ep': 'sum'})
     """
 
-    __slots__ = ("dims", "partial")
+    __slots__ = ("__weakref__", "dims", "partial")
 
     def __init__(self, *dims: DimAxes, partial: Mapping[str, str] | None = None) -> None:
         for entry in dims:
@@ -341,6 +348,10 @@ class P:
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild_p, (self.dims, self.partial)
+
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        """For the compiler: code that makes this one, and the names in it."""
+        return repr(self), {"P": P}
 
     def resolve(self, axis_names: Sequence[str], ndim: int) -> tuple[tuple[Placement, ...], ShardOrder]:
         """The placement of every axis of a mesh with these names, and the shard order."""
@@ -380,3 +391,6 @@ def _rebuild_p(dims: tuple[DimAxes, ...], partial: dict[str, str]) -> P:
 
 Placements = Sequence[Placement] | P
 """How public functions take placements: one for each mesh axis, or `P(...)`."""
+
+for _kind in (Placement, Shard, InterleavedShard, OrderedShard, Replicate, Partial, MaskPartial, P):
+    constant_in_graphs(_kind)

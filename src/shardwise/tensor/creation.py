@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch.dynamo import in_graph
 from ..comm.exchange import broadcast_move, scatter_move
 from ..comm.groups import adopt
 from ..comm.local_moves import take_slice
@@ -32,6 +33,7 @@ from .from_local import check_plain_tensor, check_reductions, on_mesh
 __all__ = ["distribute_tensor", "empty", "full", "ones", "rand", "randn", "randperm", "zeros"]
 
 
+@in_graph
 def distribute_tensor(
     tensor: Tensor,
     device_mesh: DeviceMesh | None = None,
@@ -147,6 +149,7 @@ def _to_partial(local: Tensor, spec: DTensorSpec) -> Tensor:
 # ---- factories -------------------------------------------------------------------------------------------------------
 
 
+@in_graph
 def zeros(
     *size: object,
     requires_grad: bool = False,
@@ -159,6 +162,7 @@ def zeros(
     return _filled(torch.zeros, size, dtype, layout, requires_grad, device_mesh, placements)
 
 
+@in_graph
 def ones(
     *size: object,
     dtype: torch.dtype | None = None,
@@ -171,6 +175,7 @@ def ones(
     return _filled(torch.ones, size, dtype, layout, requires_grad, device_mesh, placements)
 
 
+@in_graph
 def empty(
     *size: object,
     dtype: torch.dtype | None = None,
@@ -183,6 +188,7 @@ def empty(
     return _filled(torch.empty, size, dtype, layout, requires_grad, device_mesh, placements)
 
 
+@in_graph
 def full(
     size: object,
     fill_value: Any,
@@ -203,6 +209,7 @@ def full(
     return _filled(fill, (size,), dtype, layout, requires_grad, device_mesh, placements)
 
 
+@in_graph
 def rand(
     *size: object,
     requires_grad: bool = False,
@@ -215,6 +222,7 @@ def rand(
     return _drawn("uniform_", size, dtype, layout, requires_grad, device_mesh, placements)
 
 
+@in_graph
 def randn(
     *size: object,
     requires_grad: bool = False,
@@ -227,6 +235,7 @@ def randn(
     return _drawn("normal_", size, dtype, layout, requires_grad, device_mesh, placements)
 
 
+@in_graph
 def randperm(
     n: int,
     *,

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch.dynamo import in_graph
 from .._torch.optim import accept_class
 from .._torch.transforms import transforms_active
 from .._torch.wrapper import make_wrapper, no_torch_function, outside_inference_mode
@@ -45,10 +46,11 @@ from ..sharding.placement import (
     ShardOrder,
     ShardOrderEntry,
 )
-from ..sharding.spec import DTensorSpec, TensorMeta, contiguous_meta, rebuild_spec
+from ..sharding.spec import DTensorSpec, contiguous_meta, rebuild_spec
 from ..world import RankTensor
 from .autograd import FromLocal, ToLocal, grad_spec_of_local, to_spec
 from .changed_shape import ChangingShape
+from .flat import FlatContext, flat_context
 from .from_local import check_plain_tensor, copy_to_replicas, on_mesh, spec_of_local, without_grad
 from .leaf_gradient import LeafGradient, reduce_gradient_of
 from .saved import loaded_shard
@@ -117,6 +119,7 @@ class DTensor(ChangingShape):
     # ---- to and from local tensors ------------------------------------------------------------------------------
 
     @staticmethod
+    @in_graph
     def from_local(
         local_tensor: Tensor,
         device_mesh: DeviceMesh | None = None,
@@ -347,21 +350,37 @@ class DTensor(ChangingShape):
         spec = self._spec
         return _load, (self._local_tensor, spec, self.requires_grad, _is_param(self), spec.mesh_info.coordinate)
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[object, ...]]:
-        """For the compiler: the inner tensor, and what else it takes to build this one (sizes come separately)."""
-        spec = self._spec
-        return ["_local_tensor"], (spec.mesh, spec.placements, spec.shard_order, self.requires_grad)
+    # ---- for the compiler: see tensor/flat.py -------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], FlatContext]:
+        """The inner tensor, and what else it takes to build this one (sizes come separately)."""
+        return ["_local_tensor"], flat_context(self._spec, self.requires_grad)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner_tensors: dict[str, Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
+        inner_tensors: dict[str, Tensor], context: FlatContext, outer_size: Any, outer_stride: Any
     ) -> DTensor:
-        """For the compiler: back from `__tensor_flatten__`."""
+        """Back from `__tensor_flatten__`."""
         local = inner_tensors["_local_tensor"]
-        mesh, placements, order, requires_grad = context
-        meta = TensorMeta(torch.Size(outer_size), tuple(outer_stride), local.dtype)
-        tensor = DTensor.wrap(local, DTensorSpec(mesh, placements, meta, order))
-        return tensor.requires_grad_() if requires_grad else tensor
+        tensor = DTensor.wrap(local, context.spec(outer_size, outer_stride, local.dtype))
+        return tensor.requires_grad_() if context.requires_grad else tensor
+
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        """The gradient of a tensor like this one, which the backward pass is traced with."""
+        return to_spec(self, self._spec.cotangent())
+
+    def __coerce_same_metadata_as_tangent__(
+        self, expected: FlatContext, expected_type: type | None = None
+    ) -> Tensor | None:
+        """This gradient with the placements that the backward pass was traced with; None if that is impossible."""
+        if expected_type not in (None, DTensor) or expected.mesh_info is not self._spec.mesh_info:
+            return None
+        return to_spec(self, expected.spec(self.shape, None, self.dtype))
+
+    @classmethod
+    def __metadata_guard__(cls, traced: FlatContext, given: FlatContext) -> bool:
+        """Whether a graph that was traced with one context is right for another."""
+        return traced == given
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         """For torch.distributed.checkpoint: what this process writes."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .._torch.fake_tensors import is_fake
+from .._torch.symint import specialized
 from ..comm.exchange import broadcast_move
 from ..comm.transport import check_reducible
 from ..errors import InputError, ShapeError
@@ -141,6 +142,7 @@ def spec_of_local(
         found = None if run_check else _Active.specs.get(key)
     except TypeError:  # arguments of unexpected types, refused by name below
         key = found = None
+        placements, shape, stride = specialized(placements), specialized(shape), specialized(stride)
     if found is not None:
         return found
     found = _make_spec(local, mesh_info, _Given(placements, shape, stride, source), run_check)

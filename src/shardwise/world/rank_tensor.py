@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
+from .._torch.dynamo import break_graph, compiles
+from .._torch.fake_tensors import STAND_INS, is_traced
 from .._torch.ops import OpOverload
 from .._torch.wrapper import make_wrapper, no_torch_function, set_metadata
 from ..errors import WorldError
@@ -55,7 +57,7 @@ class RankTensor(torch.Tensor):
         args: Sequence[object] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        if len(types) > 1 and not all(issubclass(t, RankTensor) for t in types):
+        if len(types) > 1 and not all(issubclass(t, (RankTensor, *STAND_INS)) for t in types):
             return NotImplemented  # another subclass, which may hold RankTensors, goes first
         return implementation_of(func)(args, kwargs)
 
@@ -80,6 +82,8 @@ class RankTensor(torch.Tensor):
             suffix = f", grad_fn=<{self.grad_fn.name()}>"
         elif self.requires_grad:
             suffix = ", requires_grad=True"
+        if is_traced():  # nothing can be compared
+            return f"RankTensor({shards[0]!r} and those of {n - 1} other ranks{suffix})"
         if same(shards):
             return f"RankTensor({shards[0]!r}, same on all {n} ranks{suffix})"
         shown = range(n) if n <= 8 else [*range(4), *range(n - 2, n)]
@@ -102,6 +106,17 @@ class RankTensor(torch.Tensor):
         memo[id(self)] = out
         out.grad = copy.deepcopy(self.grad, memo)
         return out
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """For the compiler: the names of the inner tensors."""
+        if any(type(size) is not int for size in (*self.shape, *self.stride())):
+            break_graph("a simulated tensor with shards of different sizes, or with sizes that are symbols")
+        return _shard_names(len(self.shards)), None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: None, size: object, stride: object) -> RankTensor:
+        """For the compiler: back from `__tensor_flatten__`."""
+        return wrap(tuple(inner.values()))
 
     @property
     def data(self) -> torch.Tensor:
@@ -126,7 +141,10 @@ class RankTensor(torch.Tensor):
         raise WorldError("a RankTensor has no memory of its own", "use the tensors in `x.shards`")
 
     __dlpack__ = __dlpack_device__ = apply_ = map_ = map2_ = share_memory_ = _no_memory
-    untyped_storage = _no_memory
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Raise an error, except for the compiler, which describes the storages of its inputs."""
+        return super().untyped_storage() if compiles() else self._no_memory()
 
     def contiguous(self, *, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:  # type: ignore[override]
         """Return a contiguous tensor: a copy where the shards of some ranks are not, though those of others are."""
@@ -138,6 +156,19 @@ class RankTensor(torch.Tensor):
     def data_ptr(self) -> int:
         """Return 0, as every wrapper does: code that copies tensors asks for it, and then copies by ops."""
         return 0
+
+
+def _shard_names(count: int) -> list[str]:
+    """Names of attributes that are the shards of the first ranks."""
+    names = [f"rank{rank}" for rank in range(count)]
+    for rank, name in enumerate(names):
+        if not hasattr(RankTensor, name):
+            setattr(RankTensor, name, property(_shard_of(rank)))
+    return names
+
+
+def _shard_of(rank: int) -> Callable[[RankTensor], torch.Tensor]:
+    return lambda tensor: tensor.shards[rank]
 
 
 def _check_shards(shards: Sequence[torch.Tensor]) -> None:

@@ -1,0 +1,155 @@
+"""Dynamo, the frontend of `torch.compile`: what it must not trace, what it records as one call, and what is constant.
+
+Dynamo takes a second to import, so nothing here imports it: what it has to know is told when a program imports it.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["break_graph", "compiles", "constant_in_graphs", "in_graph", "never_traced", "real_object"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
+
+_NAME = "torch._dynamo"
+_waiting: list[Callable[[], None]] = []
+
+
+# ---- telling Dynamo when it is imported -----------------------------------------------------------------------------
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds Dynamo as the other finders do, and lets a loader of ours import it. Removes itself then."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _NAME:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    """Imports Dynamo with its own loader, then runs what waits for it."""
+
+    def __init__(self, own: importlib.abc.Loader) -> None:
+        self.own = own
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self.own.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.own
+        module.__loader__ = self.own
+        self.own.exec_module(module)
+        while _waiting:
+            _waiting.pop(0)()
+
+
+def _when_imported(tell: Callable[[], None]) -> None:
+    """Run this as soon as Dynamo is imported: now, if it is."""
+    if hasattr(sys.modules.get(_NAME), "allow_in_graph"):
+        tell()
+        return
+    if not _waiting:
+        sys.meta_path.insert(0, _Finder())
+    _waiting.append(tell)
+
+
+# ---- what Dynamo is told --------------------------------------------------------------------------------------------
+
+
+def in_graph(function: F) -> F:
+    """Let Dynamo record calls of this function as one call in its graph, through which AOTAutograd traces later.
+
+    Relies on `torch.compiler.allow_in_graph`. Arguments and results are tensors, numbers, containers, meshes, and
+    objects of classes that are `constant_in_graphs`.
+    """
+    _when_imported(lambda: torch.compiler.allow_in_graph(function) and None)
+    return function
+
+
+def never_traced(modules: Iterable[str]) -> None:
+    """Let Dynamo never trace code of these modules and packages: it breaks its graph at calls of it, and runs it.
+
+    Relies on `torch._dynamo.trace_rules.add`. Dynamo looks at every frame that begins while it is on, also those of
+    `__torch_dispatch__`.
+    """
+
+    def tell() -> None:
+        from torch._dynamo import trace_rules
+
+        for name in modules:
+            trace_rules.add(name)
+
+    _when_imported(tell)
+
+
+def constant_in_graphs(cls: C) -> C:
+    """Let graphs hold objects of this class, which do not change, as constants. A copy of one is itself.
+
+    Relies on `register_opaque_type`. Dynamo reads attributes and calls methods of the object itself. Versions of
+    PyTorch without such types break their graphs where these objects are arguments.
+    """
+    try:
+        from torch._library.opaque_object import MemberType, register_opaque_type
+    except ImportError:
+        return cls
+    if "members" not in inspect.signature(register_opaque_type).parameters:
+        return cls
+    members = {name: MemberType.USE_REAL for name in dir(cls) if not name.startswith("__")}
+    if not hasattr(cls, "__deepcopy__"):
+        cls.__deepcopy__ = _itself  # type: ignore[attr-defined]
+    if not hasattr(cls, "__fx_repr__"):
+        cls.__fx_repr__ = _fx_repr  # type: ignore[attr-defined]
+    if cls.__eq__ is object.__eq__:  # type: ignore[comparison-overlap]
+        cls.__eq__, cls.__hash__ = _is_same, object.__hash__  # type: ignore[assignment, method-assign]
+    register_opaque_type(cls, typ="value", members=members)
+    return cls
+
+
+def _fx_repr(self: object) -> tuple[str, dict[str, Any]]:
+    """A name for the object, and the object: what the code of a graph says."""
+    name = f"{type(self).__name__}_{id(self):x}"
+    return name, {name: self}
+
+
+def _itself(self: object, memo: dict[int, object]) -> object:
+    return self
+
+
+def _is_same(self: object, other: object) -> bool:
+    return self is other
+
+
+def real_object(value: Any) -> Any:
+    """The object itself, for the stand-in that Dynamo and AOTAutograd trace a mesh by. Relies on `real_obj`."""
+    return getattr(value, "real_obj", value)
+
+
+def compiles() -> bool:
+    """Whether `torch.compile` or `torch.export` is tracing in this thread. Relies on `TracingContext.try_get`."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+def break_graph(reason: str) -> None:
+    """Let Dynamo break its graph here, if it is tracing: what comes cannot be compiled. Relies on `unimplemented`."""
+    if compiles():
+        from torch._dynamo.exc import unimplemented
+
+        unimplemented(gb_type=reason, context="", explanation="shardwise runs this without a graph", hints=[])

@@ -1,0 +1,46 @@
+"""What the compiler keeps of a DTensor besides its local tensor, and how it makes one again.
+
+`torch.compile` takes DTensors apart at the edge of a graph (`__tensor_flatten__`), records ops on local tensors and
+collectives, and puts results together (`__tensor_unflatten__`). Between the two it keeps a `FlatContext`, and runs a
+graph again only for tensors with an equal one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .._torch.symint import specialized
+from ..sharding.layout import Layout
+from ..sharding.mesh import MeshInfo
+from ..sharding.placement import Placement, ShardOrder
+from ..sharding.spec import DTensorSpec, TensorMeta, contiguous_meta
+
+
+class FlatContext(NamedTuple):
+    """A spec without sizes and dtype; with the layout, sizes included, where no list of placements describes it."""
+
+    mesh_info: MeshInfo
+    placements: tuple[Placement, ...] | None
+    shard_order: ShardOrder
+    layout: Layout | None
+    requires_grad: bool
+
+    def spec(self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> DTensorSpec:
+        """The spec with these sizes; row-major without strides. A graph is for one set of sizes."""
+        meta = contiguous_meta(torch.Size(specialized(tuple(shape))), dtype)
+        if stride is not None:
+            meta = TensorMeta(meta.shape, specialized(tuple(stride)), dtype)
+        if self.placements is None:
+            assert self.layout is not None, "a spec without placements is kept by its layout"
+            return DTensorSpec.from_layout(self.mesh_info, self.layout, meta)
+        return DTensorSpec(self.mesh_info.mesh, self.placements, meta, self.shard_order)
+
+
+def flat_context(spec: DTensorSpec, requires_grad: bool) -> FlatContext:
+    """What the compiler keeps of a spec."""
+    placements = spec._placements
+    layout = spec.layout if placements is None else None
+    return FlatContext(spec.mesh_info, placements, spec.shard_order, layout, requires_grad)
