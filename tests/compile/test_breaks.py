@@ -16,7 +16,11 @@ from tests.compile.cases import MLP, Make
 from tests.compile.test_compile import WORLDS, check, results
 from tests.worlds import lone_rank, mesh_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:Dynamo")
+# PyTorch's own, while it compiles.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+]
 
 
 @pytest.fixture(autouse=True)

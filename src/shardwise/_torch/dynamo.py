@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed.device_mesh
 
 __all__ = ["break_graph", "compiles", "constant_in_graphs", "in_graph", "never_traced", "real_object"]
 
@@ -153,3 +154,14 @@ def break_graph(reason: str) -> None:
         from torch._dynamo.exc import unimplemented
 
         unimplemented(gb_type=reason, context="", explanation="shardwise runs this without a graph", hints=[])
+
+
+def _meshes_in_graphs() -> None:
+    """Let graphs take meshes as inputs. Relies on `_register_distributed_opaque_types`, which PyTorch's DTensor calls
+    when it is imported; under take-over it never is."""
+    register = getattr(torch.distributed.device_mesh, "_register_distributed_opaque_types", None)
+    if register is not None:
+        register()
+
+
+_when_imported(_meshes_in_graphs)

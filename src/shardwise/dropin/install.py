@@ -18,6 +18,7 @@ import torch.distributed
 
 from .._torch.wrapper import Placeholder, settle_dtensor_class
 from ..errors import InputError
+from ..tensor.flat import use_form_of_pytorch
 from .modules import PACKAGE
 from .table import FILES, MODULES
 
@@ -84,6 +85,7 @@ def install() -> None:
     sys.modules[THEIRS] = ours
     torch.distributed.tensor = ours
     sys.meta_path.insert(0, _finder)
+    use_form_of_pytorch(True)
     for name in FILES:
         importlib.import_module(f"{THEIRS}.{name}")
 
@@ -97,6 +99,7 @@ def uninstall() -> None:
     if not installed():
         return
     sys.meta_path.remove(_finder)
+    use_form_of_pytorch(False)
     for name in [name for name in sys.modules if _is_theirs(name)]:
         del sys.modules[name]
     sys.modules.update(_replaced)

@@ -50,7 +50,7 @@ from ..sharding.spec import DTensorSpec, contiguous_meta, rebuild_spec
 from ..world import RankTensor
 from .autograd import FromLocal, ToLocal, grad_spec_of_local, to_spec
 from .changed_shape import ChangingShape
-from .flat import FlatContext, flat_context
+from .flat import Context, context_on, flatten
 from .from_local import check_plain_tensor, copy_to_replicas, on_mesh, spec_of_local, without_grad
 from .leaf_gradient import LeafGradient, reduce_gradient_of
 from .saved import loaded_shard
@@ -352,17 +352,18 @@ class DTensor(ChangingShape):
 
     # ---- for the compiler: see tensor/flat.py -------------------------------------------------------------------
 
-    def __tensor_flatten__(self) -> tuple[list[str], FlatContext]:
+    def __tensor_flatten__(self) -> tuple[list[str], Context]:
         """The inner tensor, and what else it takes to build this one (sizes come separately)."""
-        return ["_local_tensor"], flat_context(self._spec, self.requires_grad)
+        return flatten(self._spec, self.requires_grad)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner_tensors: dict[str, Tensor], context: FlatContext, outer_size: Any, outer_stride: Any
+        inner_tensors: dict[str, Any], context: Context, outer_size: Any, outer_stride: Any
     ) -> DTensor:
         """Back from `__tensor_flatten__`."""
-        local = inner_tensors["_local_tensor"]
-        tensor = DTensor.wrap(local, context.spec(outer_size, outer_stride, local.dtype))
+        local, mesh = inner_tensors["_local_tensor"], inner_tensors.get("device_mesh")
+        made = context_on(mesh_info_of(mesh) if mesh is not None else None, context)
+        tensor = DTensor.wrap(local, made.spec(outer_size, outer_stride, local.dtype))
         return tensor.requires_grad_() if context.requires_grad else tensor
 
     def __coerce_tangent_metadata__(self) -> DTensor:
@@ -370,15 +371,16 @@ class DTensor(ChangingShape):
         return to_spec(self, self._spec.cotangent())
 
     def __coerce_same_metadata_as_tangent__(
-        self, expected: FlatContext, expected_type: type | None = None
+        self, expected: Context, expected_type: type | None = None
     ) -> Tensor | None:
         """This gradient with the placements that the backward pass was traced with; None if that is impossible."""
-        if expected_type not in (None, DTensor) or expected.mesh_info is not self._spec.mesh_info:
+        context = context_on(self._spec.mesh_info, expected)
+        if expected_type not in (None, DTensor) or context.mesh_info is not self._spec.mesh_info:
             return None
-        return to_spec(self, expected.spec(self.shape, None, self.dtype))
+        return to_spec(self, context.spec(self.shape, None, self.dtype))
 
     @classmethod
-    def __metadata_guard__(cls, traced: FlatContext, given: FlatContext) -> bool:
+    def __metadata_guard__(cls, traced: Context, given: Context) -> bool:
         """Whether a graph that was traced with one context is right for another."""
         return traced == given
 

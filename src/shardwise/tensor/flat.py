@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from .._torch.dynamo import break_graph
 from .._torch.symint import specialized
 from ..sharding.layout import Layout
 from ..sharding.mesh import MeshInfo
@@ -39,8 +40,48 @@ class FlatContext(NamedTuple):
         return DTensorSpec(self.mesh_info.mesh, self.placements, meta, self.shard_order)
 
 
-def flat_context(spec: DTensorSpec, requires_grad: bool) -> FlatContext:
-    """What the compiler keeps of a spec."""
+class PyTorchContext(NamedTuple):
+    """What Dynamo expects of the class `torch.distributed.tensor.DTensor`, whose mesh is an inner object."""
+
+    placements: tuple[Placement, ...]
+    tensor_meta: TensorMeta
+    shard_order: ShardOrder
+    requires_grad: bool
+
+
+Context = FlatContext | PyTorchContext
+
+
+class _Form:
+    """Whether tensors are taken apart as Dynamo expects of PyTorch's own class."""
+
+    pytorch: bool = False
+
+
+def use_form_of_pytorch(enabled: bool) -> None:
+    """Take tensors apart as Dynamo expects of `torch.distributed.tensor.DTensor`, or in the form of this file."""
+    _Form.pytorch = enabled
+
+
+def flatten(spec: DTensorSpec, requires_grad: bool) -> tuple[list[str], Context]:
+    """The names of the inner objects of a tensor, and what else the compiler keeps of it."""
+    if _Form.pytorch:
+        if spec._placements is None:
+            break_graph("a tensor whose sharding no list of placements describes")
+        context = PyTorchContext(spec.placements, spec.tensor_meta, spec.shard_order, requires_grad)
+        return ["_local_tensor", "device_mesh"], context
+    return ["_local_tensor"], _flat_context(spec, requires_grad)
+
+
+def context_on(mesh_info: MeshInfo | None, context: Context) -> FlatContext:
+    """The context, on the mesh that is an inner object in PyTorch's form."""
+    if isinstance(context, FlatContext):
+        return context
+    assert mesh_info is not None, "in PyTorch's form the mesh is an inner object"
+    return FlatContext(mesh_info, context.placements, context.shard_order, None, context.requires_grad)
+
+
+def _flat_context(spec: DTensorSpec, requires_grad: bool) -> FlatContext:
     placements = spec._placements
     layout = spec.layout if placements is None else None
     return FlatContext(spec.mesh_info, placements, spec.shard_order, layout, requires_grad)
