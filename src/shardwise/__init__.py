@@ -90,18 +90,9 @@ __all__ = [
 never_traced(
     f"{__name__}.{part}"
     for part in (
-        *("_torch", "comm", "debug", "dispatch", "dropin", "errors", "interop", "notation", "ops", "overrides"),
-        *(
-            "random",
-            "rules",
-            "run",
-            "sharding",
-            "tensor",
-            "testing",
-            "world",
-            "parallel.converters",
-            "parallel.last_input",
-        ),
+        *("_torch", "comm", "debug", "dispatch", "dropin", "erasing", "errors", "interop", "notation", "ops"),
+        *("overrides", "parallel.converters", "parallel.last_input", "random", "rules", "run", "sharding", "tensor"),
+        *("testing", "world"),
     )
 )
 _DTensorSpec = DTensorSpec  # by this name, other parts of PyTorch import it from torch.distributed.tensor
