@@ -291,5 +291,6 @@ def cached_results(op: ResolvedOp, key: object, operands: Sequence[object]) -> o
     made = []
     for dtype, sizes in zip(found.dtypes, found.sizes, strict=True):
         shape = [1 if place is None else operands[place[0]].shape[place[1]] for place in sizes]
-        made.append(None if dtype is None else torch.empty(shape, dtype=dtype, device="meta"))
+        with without_modes():  # planning is no part of what a mode records
+            made.append(None if dtype is None else torch.empty(shape, dtype=dtype, device="meta"))
     return made[0] if found.kind is None else found.kind(made)
