@@ -306,15 +306,6 @@ class DTensorSpec:
         """The spec of this tensor's gradient: as the tensor itself, with Partial axes replicated, and dense."""
         return self if self.dense and not self.layout.partial else self.derived("cotangent", lambda: _cotangent(self))
 
-    @staticmethod
-    def format_shard_order_str(placements: Sequence[Placement], shard_order: ShardOrder | None = None) -> str:
-        """For the text of graphs, where this is the spec of `torch.distributed.tensor`: the placements, and the order
-        in which axes shard if they do not do so from left to right."""
-        text = ", ".join(map(repr, placements))
-        if shard_order and tuple(shard_order) != default_order(placements):
-            text += "; " + ", ".join(f"dim {dim} over axes {list(axes)}" for dim, axes in shard_order)
-        return f"({text})"
-
     def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:
         """For Dynamo, where this is the spec of `torch.distributed.tensor`: whether a graph is right for both.
 
