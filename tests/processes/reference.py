@@ -49,7 +49,13 @@ def chunk(tensor: Tensor, dim: int, pieces: int, index: int) -> Tensor:
 
 def cut(whole: Tensor, mesh: DeviceMesh, placements: Any, at: Sequence[int]) -> Tensor:
     """What the rank at a coordinate holds of a whole tensor."""
-    for axis, placement in in_order(mesh, placements, whole.dim()):
+    entries = in_order(mesh, placements, whole.dim())
+    for axis, placement in list(entries):
+        if isinstance(placement, InterleavedShard) and whole.shape[placement.dim] % placement.blocks:
+            # Blocks of unequal sizes are the shards of the axes to its right, which it shards after them.
+            entries.remove((axis, placement))
+            entries.append((axis, Shard(placement.dim)))
+    for axis, placement in entries:
         if isinstance(placement, InterleavedShard) and placement.blocks > 1:
             blocks = whole.unflatten(placement.dim, (placement.blocks, -1))
             piece = chunk(blocks, placement.dim + 1, mesh.size(axis), at[axis])

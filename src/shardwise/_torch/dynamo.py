@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -104,8 +105,8 @@ def never_traced(modules: Iterable[str]) -> None:
 def constant_in_graphs(cls: C) -> C:
     """Let graphs hold objects of this class, which do not change, as constants. A copy of one is itself.
 
-    Relies on `register_opaque_type`. Dynamo reads attributes and calls methods of the object itself. Versions of
-    PyTorch without such types break their graphs where these objects are arguments.
+    Relies on `register_opaque_type`. Dynamo reads attributes and calls methods of the object itself. PyTorch 2.11 takes
+    classes with a metaclass of its own alone, and breaks its graphs where these objects are arguments.
     """
     try:
         from torch._library.opaque_object import MemberType, register_opaque_type
@@ -120,7 +121,8 @@ def constant_in_graphs(cls: C) -> C:
         cls.__fx_repr__ = _fx_repr  # type: ignore[attr-defined]
     if cls.__eq__ is object.__eq__:  # type: ignore[comparison-overlap]
         cls.__eq__, cls.__hash__ = _is_same, object.__hash__  # type: ignore[assignment, method-assign]
-    register_opaque_type(cls, typ="value", members=members)
+    with suppress(TypeError):
+        register_opaque_type(cls, typ="value", members=members)
     return cls
 
 

@@ -151,6 +151,8 @@ def refuse_what_fails(
 def _must_be_raised(
     error: Exception, func: OpOverload, args: Sequence[object], kwargs: dict[str, Any], on_cpu: bool, empty: bool
 ) -> bool:
+    if "ZeroDivisionError" in str(error):
+        return False  # by the zeros that it was called with
     if isinstance(error, NotImplementedError):
         return on_cpu and "Could not run" not in str(error)  # other devices take other dtypes
     if on_cpu and _own_error(func, *_as_floats(args, kwargs)) is None:

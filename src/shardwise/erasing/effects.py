@@ -10,11 +10,9 @@ from torch import fx
 
 from .._torch.collectives import STARTS, wait
 from .._torch.ops import OpOverload
+from ..ops.recorded import SHARES_MEMORY
 
 Roots = frozenset[fx.Node]
-
-_SHARES_MEMORY = {torch.ops.aten._unsafe_view.default, wait}
-"""Ops whose results are their first argument in other words, although their schemas do not say so."""
 
 
 def is_op(node: fx.Node) -> bool:
@@ -94,7 +92,7 @@ class Memory:
         """The arguments in whose memory the result of a node may lie."""
         if not is_op(node):
             return node.all_input_nodes if node.meta.get("pure") else ()
-        if node.target in _SHARES_MEMORY:
+        if node.target in SHARES_MEMORY:
             return _nodes_in(node.args[0])
         return [n for argument, value in _arguments(node) if argument.alias_info is not None for n in _nodes_in(value)]
 

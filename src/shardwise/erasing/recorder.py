@@ -21,6 +21,7 @@ from .._torch.collectives import wait
 from .._torch.modes import OwnMode
 from .._torch.ops import OpOverload
 from ..errors import EraseError
+from ..ops.recorded import DEPENDS_ON_DATA, READS_VALUES
 from ..sharding.base import DTensorBase
 from ..sharding.recording import recorder as active_recorder
 from ..world import RankTensor
@@ -29,14 +30,6 @@ from .source_lines import in_mesh_code, users_line
 
 T = TypeVar("T")
 
-_READS = {
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.equal.default,
-    torch.ops.aten.is_nonzero.default,
-    torch.ops.aten.item.default,
-}
-"""Ops that return what a tensor holds as a Python value."""
-_DEPENDS_ON_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _READING_METHODS = {
     getattr(Tensor, name)
     for name in ("tolist", "numpy", "__array__", "item", "__bool__", "__int__", "__float__", "__index__")
@@ -189,7 +182,7 @@ class OpRecorder(OwnMode):
             return NotImplemented
         if self.paused:
             return func(*args, **kwargs)
-        if func in _READS or _DEPENDS_ON_DATA & set(func.tags):
+        if func in READS_VALUES or DEPENDS_ON_DATA & set(func.tags):
             refuse_read(str(func))
             return func(*args, **kwargs)
         draws = torch.Tag.nondeterministic_seeded in func.tags

@@ -7,17 +7,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...ops.recorded import CHANGES_SHAPE, MAY_CHANGE_NOTHING, OTHER_NAMES, RESHAPES
 from ..effects import Memory, has_effects, is_op, written_by
 
 aten = torch.ops.aten
-
-_ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
-_RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
-_CHANGES_SHAPE = {
-    getattr(aten, name).default
-    for name in ("t_", "transpose_", "squeeze_", "unsqueeze_", "resize_", "as_strided_", "swapaxes_", "set_")
-    if hasattr(getattr(aten, name, None), "default")
-}
 
 
 def remove_dead(graph: fx.Graph) -> int:
@@ -61,18 +54,18 @@ def remove_duplicates(graph: fx.Graph) -> int:
 
 def simplify_views(graph: fx.Graph) -> int:
     """Remove views that change nothing, and reshape what a reshape was made from."""
-    if any(node.target in _CHANGES_SHAPE for node in graph.nodes):
+    if any(node.target in CHANGES_SHAPE for node in graph.nodes):
         return 0  # another name of a tensor then has a shape of its own
     changed = 0
     for node in list(graph.nodes):
         if not is_op(node) or not node.args or not isinstance(node.args[0], fx.Node):
             continue
         source = node.args[0]
-        if node.target in _ALIASES or _is_same(node, source):
+        if node.target in OTHER_NAMES or _is_same(node, source):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
             changed += 1
-        elif node.target in _RESHAPES and source.target in _RESHAPES and _can_view(source.args[0], node):
+        elif node.target in RESHAPES and source.target in RESHAPES and _can_view(source.args[0], node):
             node.update_arg(0, source.args[0])
             changed += 1
         elif node.target is aten.t.default and source.target is aten.t.default:
@@ -84,8 +77,7 @@ def simplify_views(graph: fx.Graph) -> int:
 
 def _is_same(node: fx.Node, source: fx.Node) -> bool:
     """Whether a view has the shape and strides of what it is a view of."""
-    views = (*_RESHAPES, aten.expand.default, aten.permute.default, aten.transpose.int)
-    if node.target not in views:
+    if node.target not in MAY_CHANGE_NOTHING:
         return False
     one, other = node.meta.get("tensor"), source.meta.get("tensor")
     return one is not None and other is not None and one == other

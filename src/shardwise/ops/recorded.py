@@ -1,0 +1,30 @@
+"""What a recording of ops on local tensors must know of them: which read values, share memory, or change nothing."""
+
+from __future__ import annotations
+
+import torch
+
+from .._torch.collectives import wait
+
+aten = torch.ops.aten
+
+READS_VALUES = frozenset(
+    [aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.item.default]
+)
+"""Ops that return what a tensor holds as a Python value."""
+DEPENDS_ON_DATA = frozenset([torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output])
+"""Tags of ops whose results have sizes that depend on data."""
+SHARES_MEMORY = frozenset([aten._unsafe_view.default, wait])
+"""Ops whose results are their first argument in other words, although their schemas do not say so."""
+OTHER_NAMES = frozenset([aten.detach.default, aten.alias.default, aten.lift_fresh.default])
+"""Ops that return their argument under another name."""
+RESHAPES = frozenset([aten.view.default, aten._unsafe_view.default, aten.reshape.default])
+"""Ops that give a tensor without gaps any shape."""
+MAY_CHANGE_NOTHING = RESHAPES | {aten.expand.default, aten.permute.default, aten.transpose.int}
+"""Views that may have the shape and strides of what they view."""
+CHANGES_SHAPE = frozenset(
+    getattr(aten, name).default
+    for name in ("t_", "transpose_", "squeeze_", "unsqueeze_", "resize_", "as_strided_", "swapaxes_", "set_")
+    if hasattr(getattr(aten, name, None), "default")
+)
+"""Ops that give a tensor another shape in place, which its other names do not get."""
