@@ -87,12 +87,15 @@ __all__ = [
 ]
 
 # What runs below DTensor's methods and functions. Hooks of styles and `local_map` are traced: they call code of users.
+# So are wrappers of PyTorch's own functions in Python, which plain tensors pass as well.
 never_traced(
     f"{__name__}.{part}"
     for part in (
         *("_torch", "comm", "debug", "dispatch", "dropin", "erasing", "errors", "interop", "notation", "ops"),
-        *("overrides", "parallel.converters", "parallel.last_input", "random", "rules", "run", "sharding", "tensor"),
-        *("testing", "world"),
+        *("overrides.batch_rules", "overrides.composites", "overrides.data_parallel", "overrides.derivatives"),
+        *("overrides.install", "overrides.out_arguments", "overrides.replaced", "overrides.safetensors_writer"),
+        *("overrides.state_dicts", "parallel.converters", "parallel.last_input", "random", "rules", "run"),
+        *("sharding", "tensor", "testing", "world"),
     )
 )
 _DTensorSpec = DTensorSpec  # by this name, other parts of PyTorch import it from torch.distributed.tensor

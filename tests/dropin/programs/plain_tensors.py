@@ -13,6 +13,8 @@ from torch import nn
 
 OWN_KEY = "PythonTLSSnapshot"
 """The dispatch key that tensor subclasses have, and plain tensors lack."""
+OWN_KERNELS = {("aten::embedding", "FuncTorchBatched")}
+"""Kernels in whose place ours stand, and call them for plain tensors."""
 
 
 def held_by_pytorch():
@@ -71,6 +73,7 @@ def values():
         x.cumprod(0),
         torch.combinations(x[0, 0]),
         F.rms_norm(x, (4,)),
+        torch.vmap(F.embedding)(torch.tensor([[0, 1], [1, 0]]), torch.stack([bag[:2], bag[2:4]])),
     ]
     sum(result.float().sum() for result in results).backward()
     assert all(type(value) is torch.Tensor for value in (*results, x.grad, bag.grad))
@@ -103,7 +106,8 @@ def main():
     for found, expected in zip(after[0], before[0], strict=True):
         assert torch.equal(found, expected)
     for name, lines in before[2].items():
-        assert after[2][name] == lines, (name, [line for line in after[2][name] if line not in lines])
+        other = [line for line in after[2][name] if line not in lines]
+        assert all((name, line.partition(":")[0]) in OWN_KERNELS for line in other), (name, other)
     changed = {place for place, value in before[1].items() if is_other(after[1].get(place, value), value)}
     for place in changed:
         found, expected = after[1][place], before[1][place]
