@@ -137,7 +137,9 @@ def refuse_what_fails(
     mixed = len({meta.dtype for meta in metas if meta.dtype.is_floating_point or meta.dtype.is_complex}) > 1
     few = sum(meta.shape.numel() for meta in metas) <= _FEW
     empty = any(meta.shape.numel() == 0 for meta in metas)
-    if torch.Tag.nondeterministic_seeded not in func.tags:
+    # What autograd calls gets what the forward pass has saved, in the dtypes of local code.
+    by_user = "backward" not in str(func)
+    if by_user and torch.Tag.nondeterministic_seeded not in func.tags:
         small, named = (args, kwargs) if few else pytree.tree_map(_shrunk, (list(args), kwargs), is_leaf=_is_meta)
         error = _own_error(func, small, named)
         if error is not None and _must_be_raised(error, func, small, named, on_cpu, few and empty):

@@ -69,6 +69,8 @@ def _bernoulli(call: LocalCall, out: Tensor | None) -> Tensor:
     chance = call["self"] if chance is None else chance
     if not isinstance(chance, Tensor):
         return _numbers(call, "bernoulli_", (chance,), out=out)
+    if not chance.is_floating_point():
+        torch.bernoulli(torch.zeros(1, dtype=chance.dtype, device=chance.device))  # raises the error of one device
     _require((chance >= 0) & (chance <= 1), "Expected p_in >= 0 && p_in <= 1 to be true, but got false")
     dtype = torch.float64 if chance.dtype == torch.float64 else torch.float32
     return _numbers(call, "uniform_", (0.0, 1.0), dtype=dtype) < chance

@@ -107,6 +107,12 @@ def slice_backward(call: LocalCall, cut: Cut) -> KernelRun:
 def slice_scatter_rule(call: Call) -> str:
     """Both tensors are sharded along the dim, each by its own size."""
     ndim, dim = call.ndim(0), call.arg("dim") % call.ndim(0)
+    start, stop, step = slice(call.arg("start"), call.arg("end"), call.arg("step")).indices(call.shape(0)[dim])
+    if call.shape(1)[dim] != len(range(start, stop, step)):
+        raise RuntimeError(
+            f"expected src to have a size equal to the slice of self. src size = {list(call.shape(1))}, "
+            f"of the slice in dim {dim}: {len(range(start, stop, step))}"
+        )
     text = dims_text("x", ndim, {dim: "k"})
     return join(f"{text}, {text} -> {text}", "linear 0+1", "kernel k")
 

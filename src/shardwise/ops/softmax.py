@@ -96,8 +96,11 @@ def _softmax_rule(operands: int, *clauses: str) -> Callable[[Call], str]:
     """The rule of an op whose operands and result have the same dims; `dim`, if there is one, has a kernel."""
 
     def rule(call: Call) -> str:
-        ndim = call.ndim(0)
-        dims = normalized(ndim, call.arg("dim"))
+        ndim, dim = call.ndim(0), call.arg("dim")
+        if not -max(ndim, 1) <= dim < max(ndim, 1):  # the meta kernel takes any
+            least, most = -max(ndim, 1), max(ndim, 1) - 1
+            raise IndexError(f"Dimension out of range (expected to be in range of [{least}, {most}], but got {dim})")
+        dims = normalized(ndim, dim)
         text = dims_text("x", ndim, dict.fromkeys(dims, "k"))
         return join(f"{', '.join([text] * operands)} -> {text}", *clauses, "kernel k" if dims else "")
 
