@@ -32,30 +32,17 @@ RANKS = 4
 # ---- written by hand ------------------------------------------------------------------------------------------------
 
 
-class Gather(torch.autograd.Function):
-    """The sequence from all ranks; the gradient is summed and cut."""
+class Move(torch.autograd.Function):
+    """Gather the sequence from all ranks, or sum over all ranks and keep a part; the gradient does the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return gathered(x, group)
+    def forward(ctx: Any, x: Tensor, group: str, there: Callable[..., Tensor], back: Callable[..., Tensor]) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return summed(grad, ctx.group), None
-
-
-class Scatter(torch.autograd.Function):
-    """The sum over all ranks, cut along the sequence; the gradient is gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return gathered(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grad, ctx.group), None, None, None
 
 
 c10d = torch.ops._c10d_functional
@@ -84,12 +71,12 @@ class LocalBlock(nn.Module):
         self.down = nn.Linear(HIDDEN // RANKS, DIM, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = Gather.apply(self.norm_1(x), self.group)
+        y = Move.apply(self.norm_1(x), self.group, gathered, summed)
         q, k, v = (w(y).view(BATCH, LENGTH, -1, DIM // HEADS).transpose(1, 2) for w in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(BATCH, LENGTH, -1)
-        x = x + Scatter.apply(self.out(y), self.group)
-        y = Gather.apply(self.norm_2(x), self.group)
-        return x + Scatter.apply(self.down(F.silu(self.gate(y)) * self.up(y)), self.group)
+        x = x + Move.apply(self.out(y), self.group, summed, gathered)
+        y = Move.apply(self.norm_2(x), self.group, gathered, summed)
+        return x + Move.apply(self.down(F.silu(self.gate(y)) * self.up(y)), self.group, summed, gathered)
 
 
 def by_hand(mesh: Any, device: str, blocks: int) -> Step:
@@ -111,17 +98,12 @@ def by_hand(mesh: Any, device: str, blocks: int) -> Step:
     return run
 
 
-class GatherWeight(torch.autograd.Function):
-    """A parameter from all ranks; its gradient is summed and cut."""
+def gathered_rows(x: Tensor, group: str) -> Tensor:
+    return c10d.wait_tensor(c10d.all_gather_into_tensor(x, RANKS, group))
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return c10d.wait_tensor(c10d.all_gather_into_tensor(x, RANKS, group))
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return c10d.wait_tensor(c10d.reduce_scatter_tensor(grad.contiguous(), "sum", RANKS, ctx.group)), None
+def summed_rows(grad: Tensor, group: str) -> Tensor:
+    return c10d.wait_tensor(c10d.reduce_scatter_tensor(grad.contiguous(), "sum", RANKS, group))
 
 
 def sharded_by_hand(mesh: Any, device: str, blocks: int) -> Step:
@@ -135,7 +117,7 @@ def sharded_by_hand(mesh: Any, device: str, blocks: int) -> Step:
 
     def run() -> None:
         optimizer.zero_grad()
-        weights = {name: GatherWeight.apply(p, group) for name, p in shards.items()}
+        weights = {name: Move.apply(p, group, gathered_rows, summed_rows) for name, p in shards.items()}
         (torch.func.functional_call(model, weights, (x,)).square().mean() / RANKS).backward()
         optimizer.step()
 

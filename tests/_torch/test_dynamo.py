@@ -1,4 +1,4 @@
-"""Dynamo is told when it is imported what it must not trace, and which objects are constants."""
+"""Dynamo is configured when it is imported: what it must not trace, and which objects are constants."""
 
 from __future__ import annotations
 

@@ -401,7 +401,6 @@ def test_recordings_die_with_their_world():
         step(batch(mesh, 0))
         info = weakref.ref(mesh_info_of(mesh))
         del mesh
-    step._last = None
     gc.collect()
     assert info() is None
     with mesh_of(4) as mesh:

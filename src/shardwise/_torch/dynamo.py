@@ -1,6 +1,6 @@
 """Dynamo, the frontend of `torch.compile`: what it must not trace, what it records as one call, and what is constant.
 
-Dynamo takes a second to import, so nothing here imports it: what it has to know is told when a program imports it.
+Dynamo takes a second to import, so nothing here imports it: it is configured when a program imports it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _when_imported(tell: Callable[[], None]) -> None:
     _waiting.append(tell)
 
 
-# ---- what Dynamo is told --------------------------------------------------------------------------------------------
+# ---- configuring Dynamo ---------------------------------------------------------------------------------------------
 
 
 def in_graph(function: F) -> F:

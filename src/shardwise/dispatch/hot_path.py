@@ -49,11 +49,13 @@ class Ready(NamedTuple):
 HOT: WorldCache[Key, Ready] = WorldCache("hot calls", 32 << 20, lambda key, ready: ENTRY_BYTES + 8 * len(key))
 
 
-def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Callable[..., object]:
-    """`__torch_dispatch__` of a class of distributed tensors.
+def _specialized_values(kwargs: Kwargs | None) -> Kwargs | None:
+    """Named arguments with sizes in the place of the compiler's symbols."""
+    return kwargs and {name: specialized(value) for name, value in kwargs.items()}
 
-    One look-up, the op on the local shards, one wrapper: whatever can be done once is done in planning.
-    """
+
+def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Callable[..., object]:
+    """`__torch_dispatch__` of a class of distributed tensors: one look-up, the op on the local shards, one wrapper."""
     argument_key = argument_keys(kind)
     known: Callable[[Any], Ready | None] = {}.get
 
@@ -62,9 +64,6 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
         known = HOT.of(runtime).recent.get
 
     on_activate(use_table_of)
-
-    def specialized_values(kwargs: Kwargs | None) -> Kwargs | None:
-        return kwargs and {name: specialized(value) for name, value in kwargs.items()}
 
     def __torch_dispatch__(func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
         # The key. Most calls have one or two arguments: for them the comprehensions are written out, which cost a frame
@@ -88,7 +87,7 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
         try:
             ready = known(key)
         except TypeError:  # the compiler gives sizes as symbols, which have no hash
-            return __torch_dispatch__(func, types, specialized(tuple(args)), specialized_values(kwargs))
+            return __torch_dispatch__(func, types, specialized(tuple(args)), _specialized_values(kwargs))
         if ready is None:
             return plan_and_run(func, args, kwargs or {}, key)
         run, meta, spec, offset, finish = ready

@@ -34,7 +34,7 @@ def bindings_of(graph: fx.Graph) -> dict[fx.Node, Callable[..., object]]:
 
 
 class _Unknown(Exception):
-    """An argument of which no sample can be made."""
+    """An argument without a sample: its sizes differ between ranks, or it is no tensor."""
 
 
 def _samples(value: Any) -> Any:

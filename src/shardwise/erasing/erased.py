@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch.distributed as dist
+
 from ..errors import EraseError, InputError
 from ..sharding.runtime import WorldCache, all_runtimes, runtime_of_world
 from .guards import Signature, flatten, signature_of
@@ -15,9 +17,18 @@ from .passes import PASSES
 from .record import record
 from .replay import Replay
 
-Table = dict[Signature, list[Replay]]
 
-_RECORDINGS: WorldCache[int, Table] = WorldCache("recordings of erased steps", 256, lambda serial, table: 1)
+class Recordings:
+    """The recordings of one step in one world."""
+
+    def __init__(self) -> None:
+        self.replays: dict[Signature, list[Replay]] = {}
+        self.escapes: dict[Signature, int] = {}
+        """How often something outside has kept a tensor of a call."""
+        self.last: Replay | None = None
+
+
+_RECORDINGS: WorldCache[int, Recordings] = WorldCache("recordings of erased steps", 256, lambda serial, recordings: 1)
 """The recordings of each step, by its number. As all caches, it is emptied when rules or the cost model change."""
 _MOST_SIGNATURES = 16
 _MOST_VARIANTS = 4
@@ -32,8 +43,6 @@ class Erased:
         functools.update_wrapper(self, fn)
         self._fn, self._backend, self._passes = fn, backend, passes
         self._serial = next(_serial)
-        self._last: Replay | None = None
-        self._escapes: dict[Signature, int] = {}
         self.recordings = 0
         """How often the step was recorded."""
         weakref.finalize(self, _forget, self._serial).atexit = False
@@ -41,18 +50,19 @@ class Erased:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = flatten(args, kwargs)
         signature = signature_of(leaves, structure)
-        for replay in self._table().get(signature, ()):
+        recordings = self._recordings()
+        for replay in recordings.replays.get(signature, ()):
             if replay.guards.hold():
-                self._last = replay
+                recordings.last = replay
                 return replay(leaves)
         return self._record(args, kwargs, leaves, signature)
 
-    def _table(self) -> Table:
+    def _recordings(self) -> Recordings:
         cache = _RECORDINGS.of(runtime_of_world())
-        table = cache.get(self._serial)
-        if table is None:
-            table = cache[self._serial] = {}
-        return table
+        found = cache.get(self._serial)
+        if found is None:
+            found = cache[self._serial] = Recordings()
+        return found
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """As a decorator of a method: an erased step for each object."""
@@ -72,9 +82,10 @@ class Erased:
         return self._replay().explain()
 
     def _replay(self) -> Replay:
-        if self._last is None:
-            raise EraseError("nothing is recorded yet", "call the step first")
-        return self._last
+        last = self._recordings().last if dist.is_initialized() else None
+        if last is None:
+            raise EraseError("nothing is recorded yet in this world", "call the step first")
+        return last
 
     def _record(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], signature: Signature) -> Any:
         recorded, result = record(self._fn, args, kwargs, leaves)
@@ -82,8 +93,8 @@ class Erased:
         if recorded.escaped:
             return self._kept_outside(recorded.escaped, signature, result)
         replay = Replay(recorded, self._backend, self._passes)
-        self._last = replay
-        table = self._table()
+        recordings = self._recordings()
+        recordings.last, table = replay, recordings.replays
         known = table.pop(signature, [])
         while len(table) >= _MOST_SIGNATURES:
             del table[next(iter(table))]
@@ -92,7 +103,8 @@ class Erased:
 
     def _kept_outside(self, lines: list[str], signature: Signature, result: Any) -> Any:
         """The first calls of a step may fill caches. If every call keeps something, it cannot be replayed."""
-        self._escapes[signature] = count = self._escapes.get(signature, 0) + 1
+        escapes = self._recordings().escapes
+        escapes[signature] = count = escapes.get(signature, 0) + 1
         if count >= _MOST_ATTEMPTS:
             raise EraseError(
                 f"{lines[0]}: something outside the step keeps a tensor that it makes, in each of {count} calls; "
@@ -129,6 +141,7 @@ def erase(fn: Any = None, *, backend: str = "eager", passes: Iterable[str] = tup
 def _forget(serial: int) -> None:
     """Drop the recordings of a step that is gone."""
     for runtime in all_runtimes():
-        table = _RECORDINGS.of(runtime).get(serial)
-        if table is not None:
-            table.clear()
+        recordings = _RECORDINGS.of(runtime).get(serial)
+        if recordings is not None:
+            recordings.replays.clear()
+            recordings.last = None

@@ -20,6 +20,8 @@ OTHER_NAMES = frozenset([aten.detach.default, aten.alias.default, aten.lift_fres
 """Ops that return their argument under another name."""
 RESHAPES = frozenset([aten.view.default, aten._unsafe_view.default, aten.reshape.default])
 """Ops that give a tensor without gaps any shape."""
+UNDONE_BY_THEMSELVES = frozenset([aten.t.default])
+"""Views that give back their argument when they are made twice."""
 MAY_CHANGE_NOTHING = RESHAPES | {aten.expand.default, aten.permute.default, aten.transpose.int}
 """Views that may have the shape and strides of what they view."""
 CHANGES_SHAPE = frozenset(

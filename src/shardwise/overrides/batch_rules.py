@@ -1,4 +1,4 @@
-"""Ops of which vmap makes others, with plain tensors on the way.
+"""Batching rules of vmap that make plain tensors.
 
 >>> torch.vmap(F.embedding)(indices, tables)       # adds a range to the indices: the same on all ranks
 """

@@ -51,7 +51,7 @@ class ParallelStyle(ABC):
         if self.axis not in (None, DEFAULT_AXIS) and mesh.ndim > 1:
             raise InputError(
                 f"{type(self).__name__} overrides {name} and is applied over {self.axis!r} of a mesh of {mesh.ndim} "
-                "axes: the method is not told which",
+                "axes: the method cannot know which",
                 f"pass the axis as a mesh: parallelize_module(module, mesh[{self.axis!r}], plan)",
             )
         return True

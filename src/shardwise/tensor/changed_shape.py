@@ -69,7 +69,7 @@ def _change_base(tensor: DTensorBase, change: Change) -> Any:
         _refuse_if_held(view, change)
     if views and change.view(tensor).numel() < tensor.numel():
         raise InputError(
-            f"{change.name} leaves out elements of {tensor._spec!r}, of which there are views",
+            f"{change.name} leaves out elements of {tensor._spec!r}, which has views",
             f"make a new tensor: x = x.{change.name.removesuffix('_')}(...)",
         )
     before = Geometry(tensor.shape, tensor.stride(), int(tensor.storage_offset()))

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...ops.recorded import CHANGES_SHAPE, MAY_CHANGE_NOTHING, OTHER_NAMES, RESHAPES
+from ...ops.recorded import CHANGES_SHAPE, MAY_CHANGE_NOTHING, OTHER_NAMES, RESHAPES, UNDONE_BY_THEMSELVES
 from ..effects import Memory, has_effects, is_op, written_by
-
-aten = torch.ops.aten
 
 
 def remove_dead(graph: fx.Graph) -> int:
@@ -68,7 +66,7 @@ def simplify_views(graph: fx.Graph) -> int:
         elif node.target in RESHAPES and source.target in RESHAPES and _can_view(source.args[0], node):
             node.update_arg(0, source.args[0])
             changed += 1
-        elif node.target is aten.t.default and source.target is aten.t.default:
+        elif node.target in UNDONE_BY_THEMSELVES and source.target is node.target:
             node.replace_all_uses_with(source.args[0])
             graph.erase_node(node)
             changed += 1
