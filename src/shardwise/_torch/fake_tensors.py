@@ -7,6 +7,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from .modes import count_modes
+
 __all__ = ["STAND_INS", "has_readable_values", "in_fake_mode", "is_fake", "is_recorded", "is_traced"]
 
 
@@ -24,7 +26,7 @@ def is_traced() -> bool:
 
     Values then cannot be read, and must not be: the recording would hold them for ever.
     """
-    return in_fake_mode() or is_recorded()
+    return count_modes() > 0 and (in_fake_mode() or is_recorded())
 
 
 def is_recorded() -> bool:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._torch import pytree
 from .._torch.ops import OpOverload
 from ..errors import MeshError
 from ..ops.call import Args as Args
@@ -82,7 +81,13 @@ def localize(value: Any, how: Treatment) -> Any:
 
 def distributed(args: Args, kwargs: Kwargs) -> list[DTensorBase]:
     """The distributed tensors among the arguments, those in lists included."""
-    return [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, DTensorBase)]
+    found = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, DTensorBase):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [element for element in value if isinstance(element, DTensorBase)]
+    return found
 
 
 def common_mesh(func: OpOverload, tensors: Sequence[DTensorBase]) -> MeshInfo:

@@ -68,7 +68,7 @@ class LocalCode:
         """Raise the error of the op itself where it is not called, or not on all ranks."""
         if not self.in_list:
             on_cpu = self.mesh_info.device_type == "cpu"
-            refuse_what_fails(self.func, *self.found.metas, on_cpu=on_cpu, skips_empty=skips_empty)
+            refuse_what_fails(self.op, *self.found.metas, on_cpu=on_cpu, skips_empty=skips_empty)
 
     # ---- empty shards -------------------------------------------------------------------------------------------
 

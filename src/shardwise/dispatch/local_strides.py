@@ -25,11 +25,17 @@ class FirstRun:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run on local arguments."""
-        specs = [spec for spec in pytree.tree_leaves(self.plan.results) if isinstance(spec, DTensorSpec)]
         result = self.plan.run_local(*args, **kwargs)
-        tensors = [value for value in pytree.tree_leaves(result) if isinstance(value, Tensor)]
-        if all(map(_lies_as, tensors, specs)):
-            return result
+        specs = self.plan.results
+        if type(specs) is DTensorSpec:
+            if _lies_as(result, specs):
+                return result
+            specs = [specs]
+        else:
+            specs = [spec for spec in pytree.tree_leaves(specs) if isinstance(spec, DTensorSpec)]
+            tensors = [value for value in pytree.tree_leaves(result) if isinstance(value, Tensor)]
+            if all(map(_lies_as, tensors, specs)):
+                return result
         self.plan = self.plan._replace(run_local=ordered_as(specs, self.plan.run_local))
         return ordered_as(specs, lambda: result)()
 
@@ -40,5 +46,6 @@ def makes_results(plan: CallPlan) -> bool:
 
 
 def _lies_as(local: Tensor, spec: DTensorSpec) -> bool:
-    shards = local.shards if isinstance(local, RankTensor) else (local,)
-    return all(lies_as(shard, spec.tensor_meta) for shard in shards)
+    if isinstance(local, RankTensor):
+        return all(lies_as(shard, spec.tensor_meta) for shard in local.shards)
+    return lies_as(local, spec.tensor_meta)

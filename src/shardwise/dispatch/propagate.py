@@ -90,11 +90,11 @@ class ShardingPropagator:
         self.mesh_sizes, self.links, self.kernels, self.groups = mesh_sizes, links, kernels, groups
         self.any_goes = not kernels and not any(factor.even for factor in bound.factors)
         """Whether all shardings of factors are possible together, as for most ops."""
-        self.preferred = [self._preferred_order(factor) for factor in range(len(bound.factors))]
         self.factors_of = [frozenset(itertools.chain(*operand.tensor.dims)) for operand in operands]
         self.factors_of_results = [frozenset(itertools.chain(*result.tensor.dims)) for result in results]
         # Most choices share the layouts of most of their tensors.
         self._summands_of: dict[int, frozenset[int]] = {}
+        self._preferred: dict[int, tuple[int, ...]] = {}
         self._priced: dict[object, tuple[float, float]] = {}
         self._priced_operands: dict[object, tuple[Layout, float, float]] = {}
         self._priced_results: dict[object, tuple[Layout, float, float]] = {}
@@ -172,6 +172,12 @@ class ShardingPropagator:
 
     def _preferred_order(self, factor: int) -> tuple[int, ...]:
         """The order of the axes over which the largest operand is sharded along a factor."""
+        found = self._preferred.get(factor)
+        if found is None:
+            found = self._preferred[factor] = self._find_preferred_order(factor)
+        return found
+
+    def _find_preferred_order(self, factor: int) -> tuple[int, ...]:
         best: tuple[int, tuple[int, ...]] = (-1, ())
         for operand in self.operands:
             size = math.prod(operand.tensor.shape)
@@ -186,10 +192,12 @@ class ShardingPropagator:
     def _cuts(self, options: Sequence[Option]) -> Cuts:
         """The axes that shard factors in a choice; those of one factor are in its preferred order."""
         cuts = [(axis, option) for axis, option in enumerate(options) if isinstance(option, int)]
+        if len(cuts) < 2:
+            return tuple(cuts)
 
         def place(cut: tuple[int, int]) -> tuple[int, int, int]:
             axis, factor = cut
-            order = self.preferred[factor]
+            order = self._preferred_order(factor)
             return factor, order.index(axis) if axis in order else len(order), axis
 
         return tuple(sorted(cuts, key=place))

@@ -125,7 +125,7 @@ def _own_error(func: OpOverload, args: Sequence[object], kwargs: dict[str, objec
 
 
 def refuse_what_fails(
-    func: OpOverload, args: Sequence[object], kwargs: dict[str, Any], *, on_cpu: bool, skips_empty: bool
+    op: ResolvedOp, args: Sequence[object], kwargs: dict[str, Any], *, on_cpu: bool, skips_empty: bool
 ) -> None:
     """Raise the error of a call that its meta kernel accepts and the op does not, if not all ranks would.
 
@@ -133,6 +133,7 @@ def refuse_what_fails(
     with empty shards do not call it. These are errors of dtypes that do not go together, or that the op does not take,
     and of tensors without elements. Other errors may be due to the zeros that the op is called with here.
     """
+    func = op.func
     metas = [value for value in (*args, *kwargs.values()) if _is_meta(value)]
     mixed = len({meta.dtype for meta in metas if meta.dtype.is_floating_point or meta.dtype.is_complex}) > 1
     few = sum(meta.shape.numel() for meta in metas) <= _FEW
@@ -141,13 +142,21 @@ def refuse_what_fails(
     by_user = "backward" not in str(func)
     if by_user and torch.Tag.nondeterministic_seeded not in func.tags:
         small, named = (args, kwargs) if few else pytree.tree_map(_shrunk, (list(args), kwargs), is_leaf=_is_meta)
-        error = _own_error(func, small, named)
-        if error is not None and _must_be_raised(error, func, small, named, on_cpu, few and empty):
-            raise error
+        tried = _call_key(small, named, on_cpu)
+        if op.accepted.get(tried) is None:
+            error = _own_error(func, small, named)
+            if error is not None and _must_be_raised(error, func, small, named, on_cpu, few and empty):
+                raise error
+            op.accepted[tried] = True
     if mixed and skips_empty:
         error = _own_error(func, args, kwargs)
         if error is not None:
             raise error
+
+
+def _call_key(args: Sequence[object], kwargs: dict[str, Any], on_cpu: bool) -> str:
+    """What the error of an op on zeros depends on. Written out, 1 and 1.0 and True are not the same."""
+    return f"{on_cpu} {list(args)} {kwargs}"
 
 
 def _must_be_raised(

@@ -67,6 +67,7 @@ class ResolvedOp:
         # Worked out by dispatch when it is first needed.
         self.bindings: Cache[Hashable, Function] = Cache(1 << 16, _entry_bytes)
         self.result_forms: Cache[Hashable, Any] = Cache(1 << 16, _entry_bytes)
+        self.accepted: Cache[Hashable, bool] = Cache(1 << 16, _entry_bytes)
         self.warned = False
         self.in_place_view: OpOverload | None = None
 

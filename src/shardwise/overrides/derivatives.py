@@ -17,13 +17,16 @@ from .._torch.above_autograd import Keys, call_with_autograd
 from .._torch.backward_pass import saved_tensor_hooks
 from .._torch.ops import OpOverload
 from ..dispatch.formulas import mark_formula, outside_formula
-from ..ops.above_autograd import call, is_ours
+from ..ops.above_autograd import call, is_ours, needs_grad
 from ..sharding.base import DTensorBase
 
 
 def marking_formulas(func: OpOverload) -> Callable[..., object]:
     """The kernel that runs an op and marks the nodes that autograd records for it."""
     in_place = func._schema.name.endswith("_")
+    takes_lists = any(
+        "Tensor" in str(argument.type) and "[]" in str(argument.type) for argument in func._schema.arguments
+    )
     makes_new_tensors = not any(argument.alias_info is not None for argument in func._schema.arguments)
 
     def kernel(keys: Keys, *args: object, **kwargs: object) -> object:
@@ -35,6 +38,8 @@ def marking_formulas(func: OpOverload) -> Callable[..., object]:
         if in_place and _is_integer_view(tensors[0]):
             with torch.no_grad():
                 return call_with_autograd(func, keys, *args, **kwargs)
+        if not takes_lists and not needs_grad(tensors):
+            return call_with_autograd(func, keys, *args, **kwargs)
         with _unpacking_outside_formulas():
             result = call_with_autograd(func, keys, *args, **kwargs)
         for tensor in _tensors(result):
