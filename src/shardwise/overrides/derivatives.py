@@ -24,9 +24,7 @@ from ..sharding.base import DTensorBase
 def marking_formulas(func: OpOverload) -> Callable[..., object]:
     """The kernel that runs an op and marks the nodes that autograd records for it."""
     in_place = func._schema.name.endswith("_")
-    takes_lists = any(
-        "Tensor" in str(argument.type) and "[]" in str(argument.type) for argument in func._schema.arguments
-    )
+    takes_lists = any("List[" in str(argument.type) for argument in func._schema.arguments)
     makes_new_tensors = not any(argument.alias_info is not None for argument in func._schema.arguments)
 
     def kernel(keys: Keys, *args: object, **kwargs: object) -> object:
