@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._torch import pytree
 from ..sharding.memory_order import lies_as
 from ..sharding.spec import DTensorSpec
 from ..world import RankTensor
 from .call_plan import CallPlan
-from .local_call import ordered_as
+from .local_call import ordered_as, tensors_in
 
 
 class FirstRun:
@@ -32,9 +31,8 @@ class FirstRun:
                 return result
             specs = [specs]
         else:
-            specs = [spec for spec in pytree.tree_leaves(specs) if isinstance(spec, DTensorSpec)]
-            tensors = [value for value in pytree.tree_leaves(result) if isinstance(value, Tensor)]
-            if all(map(_lies_as, tensors, specs)):
+            specs = [spec for spec in specs or () if isinstance(spec, DTensorSpec)]
+            if all(map(_lies_as, tensors_in(result), specs)):
                 return result
         self.plan = self.plan._replace(run_local=ordered_as(specs, self.plan.run_local))
         return ordered_as(specs, lambda: result)()

@@ -96,6 +96,8 @@ class ShardingPropagator:
         self._summands_of: dict[int, frozenset[int]] = {}
         self._preferred: dict[int, tuple[int, ...]] = {}
         self._priced: dict[object, tuple[float, float]] = {}
+        self._last: tuple[object, Cuts, tuple[Layout, ...], tuple[Layout, ...]] | None = None
+        """The choice that was priced last, with its layouts: mostly it is the one taken."""
         self._priced_operands: dict[object, tuple[Layout, float, float]] = {}
         self._priced_results: dict[object, tuple[Layout, float, float]] = {}
 
@@ -236,8 +238,10 @@ class ShardingPropagator:
         if not self._allowed(cuts):
             return math.inf, math.inf
         seconds = memory = output_bytes = 0.0
+        operands, results = [], []
         for i, operand in enumerate(self.operands):
             layout, price, nbytes = self._operand(i, cuts, options)
+            operands.append(layout)
             if operand.plain and layout is not operand.layout:
                 return math.inf, math.inf
             seconds += price
@@ -245,9 +249,11 @@ class ShardingPropagator:
             if seconds > limit:
                 return math.inf, math.inf
         for i in range(len(self.results)):
-            _, price, nbytes = self._result(i, cuts, options)
+            layout, price, nbytes = self._result(i, cuts, options)
+            results.append(layout)
             seconds += price
             output_bytes += nbytes
+        self._last = options, cuts, tuple(operands), tuple(results)
         axes = tuple([axis for axis, factor in cuts if factor in self.kernels]) if self.kernels else ()
         if axes:  # of one kernel, which may handle several factors
             rounds, traffic, _ = self.kernels[dict(cuts)[axes[0]]]
@@ -315,9 +321,12 @@ class ShardingPropagator:
         return _DEFERRED * self.links.seconds(axes, peers - 1, nbytes * (peers - 1) / peers)
 
     def _decide(self, options: tuple[Option, ...]) -> Decision:
-        cuts = self._cuts(options)
-        operands = tuple(self._operand(i, cuts, options)[0] for i in range(len(self.operands)))
-        results = tuple(self._result(i, cuts, options)[0] for i in range(len(self.results)))
+        if self._last is not None and self._last[0] == options:
+            _, cuts, operands, results = self._last
+        else:
+            cuts = self._cuts(options)
+            operands = tuple([self._operand(i, cuts, options)[0] for i in range(len(self.operands))])
+            results = tuple([self._result(i, cuts, options)[0] for i in range(len(self.results))])
         summed = any(self._summands(factor) for _, factor in cuts)
         return Decision(operands, results, cuts, self._price(options)[0], summed)
 
