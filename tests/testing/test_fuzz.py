@@ -1,14 +1,15 @@
 """Random programs: a quick part of `make fuzz`, a sample on processes, and faults on purpose that it must find."""
 
 import dataclasses
+import os
 
 import pytest
 import torch
 
 from shardwise.ops.registry import registry
-from shardwise.testing.fuzz import Program, generate, replay
+from shardwise.testing.fuzz import Program, batch, generate, replay
 from shardwise.testing.fuzz.__main__ import main, text_of
-from shardwise.testing.fuzz.batch import Report, batches, run_batch
+from shardwise.testing.fuzz.batch import Report, batches, run_all, run_batch
 from shardwise.testing.fuzz.compare import Failure, close
 from shardwise.testing.fuzz.draw import GLOO_MESHES
 from shardwise.testing.fuzz.processes import Found, Held, compare_rank, different
@@ -20,9 +21,9 @@ from tests.processes.pool import on_processes
 BATCHES = batches(range(200, 500))
 
 
-@pytest.mark.parametrize("batch", BATCHES, ids=[f"{len(batch)} from seed {batch[0]}" for batch in BATCHES])
-def test_programs(batch: tuple[int, ...]) -> None:
-    answer = run_batch(batch, ())
+@pytest.mark.parametrize("seeds", BATCHES, ids=[f"{len(seeds)} from seed {seeds[0]}" for seeds in BATCHES])
+def test_programs(seeds: tuple[int, ...]) -> None:
+    answer = run_batch(seeds, ())
     assert not answer.reports, "\n".join(map(text_of, answer.reports))
 
 
@@ -95,11 +96,63 @@ def test_rounding_is_no_difference() -> None:
     )
 
 
+ROUNDED = {
+    "a product that overflows in one order, with a zero": (
+        "x1 = leaf((8, 2, 3), torch.float16, [Shard(1)], seed=433)",
+        "x3 = x1.prod()",
+    ),
+    "a divisor that cancels": (
+        "x0 = leaf((1, 4, 5), torch.bfloat16, [Shard(1)], seed=869)",
+        "x2 = torch.logaddexp(x0, x0)",
+        "x3 = x2.nansum(-2)",
+        "x6 = torch.addcdiv(x2, x2, x3)",
+    ),
+    "the sign of an element that equals the mean": (
+        "x0 = leaf((4, 5, 1), torch.float32, [Shard(0)], seed=365)",
+        "x4 = F.batch_norm(x0, None, None, training=True)",
+        "x5 = x4.masked_fill(x4 > 0, 2)",
+    ),
+    "zero by zero, or almost": (
+        "x0 = leaf((6, 4, 4), torch.bfloat16, [Shard(2)], seed=708)",
+        "x0.atan2_(x0)",
+        "x1 = torch.bmm(x0, x0)",
+        'x3 = torch.div(x1, x1, rounding_mode="floor")',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_what_rounding_leaves_undefined_is_no_difference(name: str) -> None:
+    for mesh in ((1,), (2,)):
+        assert alone(Program(1, mesh, ROUNDED[name])) is None
+
+
 def test_numbers_are_compared_up_to_their_precision() -> None:
     value = torch.tensor([1.0, 1000.0, float("nan"), float("inf")])
     assert close(value * (1 + 1e-6), value)
     assert not close(value * (1 + 1e-3), value)
     assert not close(torch.tensor([1, 2]), torch.tensor([1, 3]))
+
+
+def test_a_crash_is_reported_with_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that crashes when it runs, one that crashes when it is generated, and one that crashes if shrunk."""
+
+    def crash(*_: object) -> None:
+        os.abort()
+
+    monkeypatch.setattr(batch, "trial", lambda program, *_: os.abort() if program.seed == 501 else None)
+    [crashed] = [report for answer in run_all(range(500, 503)) for report in answer.reports]
+    assert (crashed.seed, crashed.failure.where) == (501, "the process")
+    assert crashed.program == generate(501)
+
+    monkeypatch.setattr(batch, "trial", lambda program, *_: Failure("value", "x0", "wrong"))
+    monkeypatch.setattr(batch, "alone", crash)
+    [unshrunk] = [report for answer in run_all([501]) for report in answer.reports]
+    assert (unshrunk.failure.kind, unshrunk.program) == ("value", generate(501))
+
+    monkeypatch.setattr(batch, "generate", crash)
+    [unknown] = [report for answer in run_all([501]) for report in answer.reports]
+    assert (unknown.seed, unknown.failure.where) == (501, "the generator, on plain tensors")
 
 
 def test_lines() -> None:

@@ -56,8 +56,22 @@ def run_all(seeds: Sequence[int], ignored: Sequence[str] = (), jobs: int = 1) ->
             elif len(batch) > 1:  # find the program that crashes
                 waiting += [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
             else:
-                failure = Failure("crash", "the process", answer.reason)
-                yield Answer(1, [Report(batch[0], failure, generate(batch[0]))])
+                yield _lost(batch[0], ignored, answer)
+
+
+def _lost(seed: int, ignored: Sequence[str], lost: Lost) -> Answer:
+    """Return the answer for a program whose child crashed or ran out of time: in it, in a smaller one, or before it.
+
+    Whatever is tried here may crash again, so it runs in children, too.
+    """
+    [(_, answer)] = in_children({seed: partial(run_batch, (seed,), ignored, shrinking=False)}, 1, SECONDS)
+    if not isinstance(answer, Lost):
+        return answer  # a smaller program crashes
+    [(_, program)] = in_children({seed: partial(generate, seed)}, 1, SECONDS)
+    if isinstance(program, Lost):
+        failure = Failure("crash", "the generator, on plain tensors", program.reason)
+        return Answer(1, [Report(seed, failure, Program(seed, mesh_of(seed), ()))])
+    return Answer(1, [Report(seed, Failure("crash", "the process", lost.reason), program)])
 
 
 def run_batch(seeds: Sequence[int], ignored: Sequence[str] = (), shrinking: bool = True) -> Answer:

@@ -35,8 +35,15 @@ EXACT = words("""
 """)
 
 SUMS = words("""
-    mm bmm addmm baddbmm mv dot sum mean linalg_vector_norm convolution var std cumsum
+    mm bmm addmm baddbmm addbmm addmv addr mv dot vdot sum nansum mean linalg_vector_norm convolution
+    convolution_backward var var_mean std std_mean cumsum logsumexp logcumsumexp trace addcmul addcdiv lerp
+    native_batch_norm native_layer_norm native_group_norm native_batch_norm_backward native_layer_norm_backward
+    native_group_norm_backward _native_batch_norm_legit _softmax_backward_data _log_softmax_backward_data
 """)
+"""Ops that add terms, which may cancel: what is left is then rounding alone."""
+CANCELLED = 8.0  # times the rounding error: what is smaller may as well be zero, or have the other sign
+LEFT = (1.0, -1.0, 0.0)
+"""What is left of terms that cancel, in rounding errors: in each run something else."""
 
 
 class Noise(TorchDispatchMode):
@@ -50,30 +57,63 @@ class Noise(TorchDispatchMode):
         self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an op and change its results."""
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
         name = func.overloadpacket.__name__.rstrip("_")
+        other = self._with_other_operands(func, args, kwargs) if name in SUMS else None
+        overflows = _overflows(*args, **kwargs) if name == "prod" else None
+        result = func(*args, **kwargs)
+        if other is not None:
+            for x, y in zip(pytree.tree_leaves(result), pytree.tree_leaves(other), strict=True):
+                if isinstance(x, Tensor):
+                    self._cancel(x, y)
+        elif overflows is not None:
+            result.masked_fill_(overflows, (math.nan, math.inf, 0.0)[self.seed % 3])
         if not func.is_view and name not in EXACT:
             pytree.tree_map_only(Tensor, self._disturb, result)
-        if name in SUMS:
-            pytree.tree_map_only(Tensor, self._disturb_zeros, result)
         return result
 
-    def _disturb_zeros(self, x: Tensor) -> Tensor:
-        """Change what cancels: a sum that is zero in one order is almost zero in another."""
-        if x.dtype.is_floating_point and x.numel() and x.is_contiguous():
-            scale = float(x.abs().max()) * torch.finfo(x.dtype).eps
-            x.add_((torch.randn(x.shape, generator=self.generator) * scale).to(x.dtype))
-        return x
+    def _with_other_operands(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an op on copies of its operands that are off in their last digits: so are the terms it adds."""
+        args, kwargs = pytree.tree_map_only(Tensor, lambda x: self._disturb(x.clone()), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _cancel(self, x: Tensor, other: Tensor) -> None:
+        """Change what cancels: a sum that is zero in one order is almost zero in another, of either sign."""
+        if (x.dtype.is_floating_point or x.dtype.is_complex) and x.numel() and _is_writable(x):
+            error = (x - other).abs()
+            cancelled = x.abs() <= CANCELLED * error
+            x.copy_(torch.where(cancelled, error * LEFT[self.seed % len(LEFT)], x))
 
     def _disturb(self, x: Tensor) -> Tensor:
         # Zeros that autograd makes for derivatives known to be zero have elements, but no memory.
         if (x.dtype.is_floating_point or x.dtype.is_complex) and x.numel() and x.data_ptr():
             noise = torch.randn(x.shape, generator=self.generator) * (UNITS * torch.finfo(x.dtype).eps)
-            if all(stride or size == 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
+            if _is_writable(x):
                 x.mul_((1 + noise.double()).to(x.dtype) if not x.dtype.is_complex else 1 + noise)
                 if x.dtype.is_floating_point and self.seed < len(NANS):
                     x.masked_fill_(x.isnan(), NANS[self.seed])
         return x
+
+
+def _is_writable(x: Tensor) -> bool:
+    """Return whether each element has memory of its own."""
+    return all(stride or size == 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _overflows(
+    x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor | None:
+    """Return which products overflow or vanish on the way if their factors come in the worst order.
+
+    In float16 `300 * 300 * 0` is NaN, and `300 * 0 * 300` is zero.
+    """
+    made = dtype or x.dtype
+    if not made.is_floating_point:
+        return None
+    sizes = x.detach().to(torch.float64).abs().nan_to_num(1.0, 1.0)
+    worst = [sizes.clamp(min=1.0), sizes.masked_fill(sizes == 0, 1.0).clamp(max=1.0)]
+    most, least = [y.prod() if dim is None else y.prod(dim, keepdim) for y in worst]
+    return (most > torch.finfo(made).max) | (least < torch.finfo(made).tiny)
 
 
 def noisy(program: Program) -> Callable[[], list[Outcome]]:

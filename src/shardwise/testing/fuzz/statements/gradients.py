@@ -56,9 +56,12 @@ def second(draw: Draw) -> str:
 
 @line(1)
 def hook(draw: Draw) -> str:
-    """A hook, or a gradient that is kept."""
+    """A hook, or a gradient that is kept.
+
+    PyTorch crashes if a view gets a hook after a write to its base. Reading `grad_fn` brings the view up to date.
+    """
     x = _with_graph(draw)
-    return draw.one((f"{x}.register_hook(twice)", f"{x}.retain_grad()"))
+    return draw.one((f"{x}.grad_fn; {x}.register_hook(twice)", f"{x}.retain_grad()"))
 
 
 @line(0.7)
