@@ -101,6 +101,18 @@ ROUNDED = {
         "x1 = leaf((8, 2, 3), torch.float16, [Shard(1)], seed=433)",
         "x3 = x1.prod()",
     ),
+    "a sum that overflows in one order": (
+        "x2 = leaf((2, 8), torch.float16, [Shard(0)], seed=819, grad=True)",
+        "x4 = torch.mm(x2, x2.mT)",
+        "x6 = torch.matmul(x4, x4)",
+        "((x6 * x6).sum()).backward(retain_graph=True)",
+    ),
+    "terms of a sum, times infinity": (
+        "x0 = leaf((4, 3), torch.int64, [Replicate()], seed=979)",
+        'x1 = leaf((1, 1, 4), torch.float32, [Partial("sum")], seed=328)',
+        "x3 = x0.reciprocal()",
+        "x7 = torch.matmul(x1, x3)",
+    ),
     "a divisor that cancels": (
         "x0 = leaf((1, 4, 5), torch.bfloat16, [Shard(1)], seed=869)",
         "x2 = torch.logaddexp(x0, x0)",
@@ -117,6 +129,10 @@ ROUNDED = {
         "x0.atan2_(x0)",
         "x1 = torch.bmm(x0, x0)",
         'x3 = torch.div(x1, x1, rounding_mode="floor")',
+    ),
+    "the sign of NaN": (
+        'x0 = leaf((), torch.float32, [Partial("min")], seed=736, special=True)',
+        "x1 = torch.signbit(x0)",
     ),
 }
 

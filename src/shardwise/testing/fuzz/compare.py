@@ -166,7 +166,7 @@ def _undefined(failure: Failure, plain: Outcome, found: Outcome, others: Sequenc
             if not torch.equal(value.value, wanted.value):
                 return True
             continue
-        if not torch.equal(value.value.isfinite(), wanted.value.isfinite()):
+        if not all(torch.equal(kind(value.value), kind(wanted.value)) for kind in (torch.isfinite, torch.isnan)):
             return True
         finite = (value.value - wanted.value).abs()[wanted.value.isfinite()]
         deviation = max(deviation, float(finite.max()) if finite.numel() else 0.0)

@@ -69,10 +69,12 @@ class State:
         name = f"x{self.made}"
         line = text if bare else f"{name} = {text}"
         before = self._values(line) if bare else []
+        random_state = torch.get_rng_state()
         try:
             execute(line, self.namespace)
         except Exception as error:
-            if self.draw.chance(KEPT_ERRORS) and self._defined(line, before, error):
+            drew = not torch.equal(random_state, torch.get_rng_state())  # up to the element that was refused
+            if self.draw.chance(KEPT_ERRORS) and not drew and self._defined(line, before, error):
                 self._add(line, bare)
             return
         if not bare:

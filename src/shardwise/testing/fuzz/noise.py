@@ -41,6 +41,12 @@ SUMS = words("""
     native_group_norm_backward _native_batch_norm_legit _softmax_backward_data _log_softmax_backward_data
 """)
 """Ops that add terms, which may cancel: what is left is then rounding alone."""
+PRODUCTS = words("""
+    mul mm bmm addmm baddbmm addbmm addmv addr mv dot vdot addcmul lerp convolution convolution_backward
+""")
+"""Where an operand of these is infinite, so are the terms of a Partial sum that it multiplies, with either sign."""
+ORDERED = words("mm bmm mv dot vdot sum nansum mean cumsum")
+"""Sums that may overflow in one order of their terms, and not in another."""
 CANCELLED = 8.0  # times the rounding error: what is smaller may as well be zero, or have the other sign
 LEFT = (1.0, -1.0, 0.0)
 """What is left of terms that cancel, in rounding errors: in each run something else."""
@@ -60,16 +66,18 @@ class Noise(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__.rstrip("_")
         other = self._with_other_operands(func, args, kwargs) if name in SUMS else None
-        overflows = _overflows(*args, **kwargs) if name == "prod" else None
+        overflows = _overflows(func, name, args, kwargs)
         result = func(*args, **kwargs)
         if other is not None:
             for x, y in zip(pytree.tree_leaves(result), pytree.tree_leaves(other), strict=True):
                 if isinstance(x, Tensor):
                     self._cancel(x, y)
-        elif overflows is not None:
+        if overflows is not None:
             result.masked_fill_(overflows, (math.nan, math.inf, 0.0)[self.seed % 3])
-        if not func.is_view and name not in EXACT:
-            pytree.tree_map_only(Tensor, self._disturb, result)
+        if name in PRODUCTS and self.seed == 0:
+            pytree.tree_map_only(Tensor, _infinite_is_nan, result)
+        if not func.is_view:
+            pytree.tree_map_only(Tensor, self._sign_nans if name in EXACT else self._disturb, result)
         return result
 
     def _with_other_operands(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -90,8 +98,11 @@ class Noise(TorchDispatchMode):
             noise = torch.randn(x.shape, generator=self.generator) * (UNITS * torch.finfo(x.dtype).eps)
             if _is_writable(x):
                 x.mul_((1 + noise.double()).to(x.dtype) if not x.dtype.is_complex else 1 + noise)
-                if x.dtype.is_floating_point and self.seed < len(NANS):
-                    x.masked_fill_(x.isnan(), NANS[self.seed])
+        return self._sign_nans(x)
+
+    def _sign_nans(self, x: Tensor) -> Tensor:
+        if x.dtype.is_floating_point and self.seed < len(NANS) and x.numel() and x.data_ptr() and _is_writable(x):
+            x.masked_fill_(x.isnan(), NANS[self.seed])
         return x
 
 
@@ -100,19 +111,26 @@ def _is_writable(x: Tensor) -> bool:
     return all(stride or size == 1 for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
-def _overflows(
-    x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor | None:
-    """Return which products overflow or vanish on the way if their factors come in the worst order.
+def _infinite_is_nan(x: Tensor) -> Tensor:
+    if x.dtype.is_floating_point and x.numel() and _is_writable(x):
+        x.masked_fill_(x.isinf(), math.nan)
+    return x
 
-    In float16 `300 * 300 * 0` is NaN, and `300 * 0 * 300` is zero.
+
+def _overflows(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return which results overflow or vanish on the way if their terms or factors come in the worst order.
+
+    In float16 `60000 + 60000 - 60000` is infinite, `300 * 300 * 0` is NaN, and neither is in another order.
     """
-    made = dtype or x.dtype
-    if not made.is_floating_point:
+    made = kwargs.get("dtype") or args[0].dtype if args and isinstance(args[0], Tensor) else None
+    if name not in (*ORDERED, "prod") or made is None or not made.is_floating_point:
         return None
-    sizes = x.detach().to(torch.float64).abs().nan_to_num(1.0, 1.0)
-    worst = [sizes.clamp(min=1.0), sizes.masked_fill(sizes == 0, 1.0).clamp(max=1.0)]
-    most, least = [y.prod() if dim is None else y.prod(dim, keepdim) for y in worst]
+    sizes = pytree.tree_map_only(Tensor, lambda x: x.detach().double().abs().nan_to_num(1.0, 1.0), list(args))
+    if name in ORDERED:
+        return func(*sizes) > torch.finfo(made).max
+    factors, *dims = sizes
+    most = func(factors.clamp(min=1.0), *dims)
+    least = func(factors.masked_fill(factors == 0, 1.0).clamp(max=1.0), *dims)
     return (most > torch.finfo(made).max) | (least < torch.finfo(made).tiny)
 
 
