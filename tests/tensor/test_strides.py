@@ -211,6 +211,7 @@ def meta(shape: Sequence[int], stride: Sequence[int]) -> TensorMeta:
         (((8, 4), (4, 1)), ((8, 4), (0, 1)), False),
         (((5, 1, 3), (6, 6, 1)), ((5, 5, 3), (30, 6, 1)), True),
         (((5, 3, 2, 3), (15, 1, 6, 3)), ((5, 5, 2, 3), (25, 1, 10, 5)), True),  # windows
+        (((2, 1, 2), (3, 3, 2)), ((2, 2, 2), (6, 3, 2)), True),  # windows with gaps, in which another dim lies
     ],
 )
 def test_lies_as(local: Any, spec: Any, lies: bool) -> None:

@@ -96,6 +96,44 @@ FOUND = {
         "x7 = x4.unsqueeze(-1).expand([6, 8, 3])",
         "x7[-5] = x7[1]",
     ),
+    "rows are filled in a tensor with gaps": (
+        "x0 = leaf((2, 2, 2), torch.int8, [Replicate()], seed=882)",
+        "x1 = x0.diagonal()",
+        "x2 = x1.index_fill(-2, x1.flatten().abs() % 2, 3)",
+    ),
+    "an expanded tensor is resized to the size that it has": (
+        "x1 = leaf((1, 1), torch.uint8, [Replicate()], seed=133)",
+        "x2 = torch.broadcast_to(x1, [2, 1])",
+        "x2.resize_([2, 1])",
+    ),
+    "tensors that are not row-major are resized": (
+        "x0 = leaf((2, 4), torch.float32, [Shard(1)], seed=133)",
+        "x1 = x0.mT",
+        "x1.resize_([2, 2])",
+        "x2 = x0[:, 1:3]",
+        "x2.resize_([8])",
+        "x3 = x0[:, ::2]",
+        "x3.resize_([2, 2], memory_format=torch.contiguous_format)",
+        "x3.zero_()",
+        "x4 = x0[0].expand([3, 4])",
+        "x4.resize_([3])",
+    ),
+    "windows that leave gaps, of a sharded tensor": (
+        "x0 = leaf((2, 2, 3), torch.float32, [Shard(1)], seed=316)",
+        "x1 = x0.unfold(2, 1, 2)",
+    ),
+    "an element of an odd stride travels as bytes": (
+        "x0 = leaf((1, 8), torch.complex64, [Shard(1)], seed=847)",
+        "x1 = x0.unsqueeze(1).diagonal()",
+        "x2 = x0[:, ::4].unsqueeze(1).diagonal()",
+        "x3 = move(x2, [Replicate()])",
+        "x4 = torch.matmul(x0, x1)",
+    ),
+    "the mean of nothing": (
+        "x0 = leaf((1, 0), torch.float32, [Shard(1)], seed=681)",
+        "x1, x2 = torch.var_mean(x0, 1)",
+        "x3, x4 = torch.std_mean(x0, 1, correction=0)",
+    ),
 }
 
 

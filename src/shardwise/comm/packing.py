@@ -48,4 +48,5 @@ def received_box(tensor: Tensor, box: Box) -> Tensor:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor as a vector: how dtypes travel that some backend does not move."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    # The stride of a single element may be anything; that of a new dim is 1.
+    return tensor.contiguous().unsqueeze(-1).view(-1).view(torch.uint8)

@@ -13,6 +13,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from ..comm.packing import as_bytes
 from ..sharding.recording import is_recording
 from ..world import RankTensor
 
@@ -78,4 +79,4 @@ def _state(local: Tensor) -> tuple[object, ...]:
 
 def _same_bits(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors hold the same bits, so that NaN equals NaN."""
-    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
+    return torch.equal(as_bytes(first), as_bytes(second))

@@ -69,15 +69,33 @@ define("aten::new_empty_strided", new, local=Local(new_empty_strided), reads_sha
 
 
 def resize(x: Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> Tensor:
-    """`resize_` of a contiguous tensor."""
-    if not x.is_contiguous() or memory_format not in (None, torch.contiguous_format, torch.preserve_format):
-        return NotImplemented
-    if tuple(size) != tuple(x.shape):
-        flat, count = x.reshape(-1), math.prod(size)
-        missing = count - flat.numel()
-        flat = torch.cat([flat, flat.new_zeros(missing)]) if missing > 0 else flat[:count]
-        x.data = flat.view(size)
+    """`resize_`: nothing for the size that a tensor has, else the first elements in its memory, without gaps."""
+    if memory_format not in (None, torch.contiguous_format):
+        raise InputError(f"resize_ with memory_format={memory_format}", "leave memory_format out")
+    same = tuple(size) == tuple(x.shape)
+    if (same and memory_format is None) or (same and x.is_contiguous()):
+        return x
+    flat, count, offset = _in_memory(x), math.prod(size), int(x.storage_offset())
+    missing = count - flat.numel()
+    if missing > 0:  # memory before the first element stays
+        flat = torch.cat([flat.new_zeros(offset), flat, flat.new_zeros(missing)])[offset:]
+    x.data = flat[:count].view(size)
     return x
+
+
+def _in_memory(x: Tensor) -> Tensor:
+    """The elements from the first one of `x` to the last one in memory of `x` or of the tensor that it views."""
+    if x.is_contiguous() and x._base is None:
+        return x.reshape(-1)
+    ends = [_end(held) for held in (x, x._base) if held is not None]
+    offset = int(x.storage_offset())
+    return x.as_strided([max(ends) - offset], [1], offset)
+
+
+def _end(x: Tensor) -> int:
+    """The place after the last element in memory."""
+    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return int(x.storage_offset()) + (last + 1 if x.numel() else 0)
 
 
 def resize_as(x: Tensor, other: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:

@@ -182,7 +182,7 @@ def index_write(call: LocalCall, cut: Cut) -> Tensor:
 define("aten::index_select", index_select_rule, kernels=free(index_select))
 define("aten::index_add", row_writes(True, "linear 0+2"), kernels=free(index_write))
 define("aten::index_copy", row_writes(False, "linear 0+2"), kernels=free(index_write))
-define(("aten::index_fill", "aten::index_reduce"), row_writes(False, ""), kernels=free(index_write))
+define(("aten::index_fill", "aten::index_reduce"), row_writes(False, ""), kernels=free(index_write), strides="as run")
 
 # ---- indices that are searched for ----------------------------------------------------------------------------------
 

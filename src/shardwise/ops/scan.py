@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._torch.above_autograd import Keys, call_original
 from .._torch.ops import OpOverload
+from ..comm.packing import as_bytes
 from ..notation import dims_text, replicated_dims
 from ..notation.build import normalized
 from .above_autograd import where_distributed
@@ -37,7 +38,7 @@ def _last(call: LocalCall, scanned: Tensor, cut: Cut, start: float) -> Tensor:
 
 def gather_both(one: Tensor, other: Tensor) -> Steps[tuple[Tensor, Tensor]]:
     """Two tensors of every rank in one collective, as bytes since their dtypes may differ."""
-    raw = [tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, other)]
+    raw = [as_bytes(tensor) for tensor in (one, other)]
     parts = yield Gather(torch.cat(raw))
     ones, others = parts.split([part.numel() for part in raw], 1)
     return _seen_as(ones, one), _seen_as(others, other)

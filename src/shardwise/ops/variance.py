@@ -53,6 +53,8 @@ def variance(root: bool, with_mean: bool) -> Kernel:
         x, dims = call["self"], over(call)
         everywhere = counts(call, dims, x)[1]
         center, squares = yield from moments(x.to(wide(x.dtype)), dims, everywhere, cut)
+        if everywhere == 0:
+            center, squares = torch.full_like(center, math.nan), torch.full_like(squares, math.nan)
         spread = squares.real / max(0.0, everywhere - _correction(call))
         results = [spread.sqrt() if root else spread, *([center] if with_mean else [])]
         keepdim = call.arguments.get("keepdim", False)

@@ -110,5 +110,6 @@ def lies_as(local: torch.Tensor, meta: TensorMeta) -> bool:
             least, exact = steps[dim], True
         else:
             exact = exact and packed
+            least = 1 if overlaps else least  # it lies in the gaps of inner dims, and so may what comes next
         least *= sizes[dim]
     return True

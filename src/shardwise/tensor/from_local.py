@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from .._torch.fake_tensors import is_fake
 from .._torch.symint import specialized
 from ..comm.exchange import broadcast_move
+from ..comm.packing import as_bytes
 from ..comm.transport import check_reducible
 from ..errors import InputError, ShapeError
 from ..sharding.memory_order import in_memory_order, memory_order
@@ -193,5 +194,5 @@ def _fingerprint(local: Tensor) -> int:
     """A number that differs for different data."""
     if local.is_meta or is_fake(local):
         return 0
-    data = local.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    data = as_bytes(local.detach().cpu().resolve_conj().resolve_neg())
     return int.from_bytes(hashlib.blake2b(data.numpy().tobytes(), digest_size=8).digest(), "little", signed=True)
