@@ -35,6 +35,8 @@ def difference(plain: Outcome, found: Outcome, noisy: Noisy, ignored: Sequence[s
     """
     if any(isinstance(error, SavedTensorError) for error in found.errors.values()):
         return None  # where one device raises an error later, in the backward pass, if there is one
+    if any(_is_of_another_shape(name, plain) for name in plain.seen):
+        return None
     failures = [*_errors(plain, found), *_variables(plain, found)]
     failures = [failure for failure in failures if failure.kind not in ignored]
     if not failures:
@@ -47,6 +49,15 @@ def difference(plain: Outcome, found: Outcome, noisy: Noisy, ignored: Sequence[s
                 continue
         return failure
     return None
+
+
+def _is_of_another_shape(name: str, plain: Outcome) -> bool:
+    """Return whether this is the gradient of a leaf that had another shape when it was used.
+
+    Autograd takes it as it is, or raises an error, depending on who else holds it inside autograd.
+    """
+    gradient, leaf = plain.seen[name], plain.seen.get(name.removesuffix(".grad"))
+    return isinstance(gradient, Seen) and isinstance(leaf, Seen) and gradient.shape != leaf.shape
 
 
 def _errors(plain: Outcome, found: Outcome) -> list[Failure]:
