@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise import Shard, implicit_replication
+from shardwise import Partial, Replicate, Shard, implicit_replication
 from shardwise.errors import InputError, MixedTensorError
 from shardwise.testing import assemble
 from tests.ops.helpers import Case, check_case, on, r, ranks, table, whole
@@ -144,3 +144,24 @@ def test_the_loss_of_a_linear_layer(reduction: str, plain_weight: bool) -> None:
         found.sum().backward()
         torch.testing.assert_close(whole(found), wanted.detach())
         torch.testing.assert_close(whole(q.grad), one.grad)
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="not in this PyTorch")
+def test_the_loss_of_a_linear_layer_in_chunks_has_no_gradient_for_class_weights() -> None:
+    options = pytest.importorskip("torch.nn.modules.linear_cross_entropy_options").LinearCrossEntropyOptions(
+        batch_chunk_size=2
+    )
+    x, w, c, target = r(6, 4), r(3, 4), r(3).abs(), torch.tensor([0, 2, 1, 1, 0, 2])
+    one, one_c = x.clone().requires_grad_(), c.clone().requires_grad_()
+    wanted = F.linear_cross_entropy(one, w, target, weight=one_c, options=options)
+    wanted.backward()
+    assert one_c.grad is None
+    with ranks(2) as mesh:
+        q, class_weight = on(mesh, x, Shard(0), grad=True), on(mesh, c, Partial("max"), grad=True)
+        found = F.linear_cross_entropy(
+            q, on(mesh, w, Replicate()), on(mesh, target, Shard(0)), weight=class_weight, options=options
+        )
+        found.backward()
+        torch.testing.assert_close(whole(found), wanted.detach())
+        torch.testing.assert_close(whole(q.grad), one.grad)
+        assert class_weight.grad is None

@@ -119,6 +119,12 @@ UNDEFINED = {
         "with torch.no_grad(): x1.squeeze_()",
         "(x3.sum()).backward()",
     ),
+    "a number and the average of three of it": (
+        "x1 = leaf((5,), torch.complex64, [Replicate()], seed=533)",
+        "x3 = x1 / 5",
+        'x5 = move(x3, [Partial("avg")])',
+        "x5.eq_(x3)",
+    ),
     "a divisor that cancels": (
         "x0 = leaf((1, 4, 5), torch.bfloat16, [Shard(1)], seed=869)",
         "x2 = torch.logaddexp(x0, x0)",
@@ -145,7 +151,7 @@ UNDEFINED = {
 
 @pytest.mark.parametrize("name", UNDEFINED)
 def test_what_is_undefined_is_no_difference(name: str) -> None:
-    for mesh in ((1,), (2,)):
+    for mesh in ((1,), (2,), (3,)):
         assert alone(Program(1, mesh, UNDEFINED[name])) is None
 
 

@@ -245,7 +245,9 @@ def _linear_cross_entropy(func: OpOverload) -> Callable[..., object]:
         named = {"reduction": "none", "label_smoothing": 0.0, **resolve(func).arguments(args, kwargs)}
         logits = F.linear(named["input"], named["linear_weight"], named["linear_bias"])
         options = {name: named[name] for name in ("reduction", "ignore_index", "label_smoothing")}
-        loss = F.cross_entropy(logits, named["target"], named["weight"], **options)
+        weight = named["weight"]
+        weight = weight.detach() if isinstance(weight, Tensor) else weight  # the op has no derivative for it
+        loss = F.cross_entropy(logits, named["target"], weight, **options)
         return (loss, *(logits.new_empty(0) for _ in range(gradients))) if gradients else loss
 
     return where_distributed(func, run)

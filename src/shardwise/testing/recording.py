@@ -94,4 +94,8 @@ def recorded(
 
 
 def _is_definite(call: Recorded) -> bool:
-    return bool(tensors_in(call)) and not any(part in call.func._schema.name for part in INDEFINITE)
+    """Return whether a call has a result to compare: not one on meta tensors, by which PyTorch finds out the shape of a
+    product with the zeros that autograd makes for a derivative of `sgn`, without their memory."""
+    tensors = tensors_in(call)
+    defined = not any(part in call.func._schema.name for part in INDEFINITE)
+    return bool(tensors) and defined and not any(tensor.is_meta for tensor in tensors)

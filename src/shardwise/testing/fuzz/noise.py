@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..._torch import pytree
 from ..._torch.modes import TorchDispatchMode
+from ...sharding.placement import Partial, Placements
 from .outcome import Outcome, plain_value, run
 from .program import Program
 from .sides import Plain
@@ -134,6 +135,16 @@ def _overflows(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, A
     return (most > torch.finfo(made).max) | (least < torch.finfo(made).tiny)
 
 
+class NoisyPlain(Plain):
+    """Plain tensors that become terms of a sum, an average or a product, which round, where distributed ones do."""
+
+    def move(self, x: Tensor, placements: Placements) -> Tensor:
+        """Return a copy, which noise changes if it stands for several terms."""
+        copy = super().move(x, placements)
+        partial = any(isinstance(placement, Partial) for placement in placements)
+        return copy * 1 if partial and (copy.is_floating_point() or copy.is_complex()) else copy
+
+
 def noisy(program: Program) -> Callable[[], list[Outcome]]:
     """Return a function that runs the plain program a few times, with different noise."""
 
@@ -141,7 +152,7 @@ def noisy(program: Program) -> Callable[[], list[Outcome]]:
         found = []
         for seed in range(RUNS):
             with Noise(seed):
-                found.append(run(program, Plain(), plain_value))
+                found.append(run(program, NoisyPlain(), plain_value))
         return found
 
     return outcomes
