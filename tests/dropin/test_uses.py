@@ -86,8 +86,19 @@ def test_functions_of_local_tensors_and_refused_communication():
         assert torch.equal(doubled.full_tensor(), value * 2)
         with ExplicitRedistributionContext(), pytest.raises(CommunicationError):
             x + distribute_tensor(value, mesh, [Partial()])
+        summands = distribute_tensor(value, mesh, [Partial()])
         with ExplicitRedistributionContext(mode="warn"):
-            assert torch.equal((x + distribute_tensor(value, mesh, [Partial()])).full_tensor(), value * 2)
+            for _ in range(2):  # also when the plan is known
+                with pytest.warns(UserWarning, match="redistribute first"):
+                    both = x + summands
+            with pytest.warns(UserWarning, match="redistribute first"):
+                torch.linalg.eigvals(distribute_tensor(torch.eye(4), mesh, [Shard(0)]))
+            with ExplicitRedistributionContext(enable=False, mode="warn"):
+                torch.add(x, summands)
+            with ExplicitRedistributionContext(), pytest.raises(CommunicationError):
+                torch.add(x, summands)
+            x + x
+        assert torch.equal(both.full_tensor(), value * 2)
 
 
 def test_random_numbers_need_no_tracker():

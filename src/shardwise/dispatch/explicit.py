@@ -9,12 +9,14 @@ The calls that an error names were tried before: with them, this very op needs n
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from .._torch import pytree
 from ..comm.redistribute import plan_redistribution
 from ..errors import CommunicationError, LayoutError, PlacementError
+from ..ops.modes import modes
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
 from ..sharding.from_placements import default_order
@@ -30,8 +32,8 @@ Plan = Callable[[ResolvedOp, Args, Kwargs], CallPlan | ListPlan | None]
 
 def refuse_communication(
     op: ResolvedOp, args: Args, kwargs: Kwargs, plan: CallPlan | ListPlan, plan_again: Plan
-) -> NoReturn:
-    """Refuse a planned call that communicates."""
+) -> None:
+    """Refuse a planned call that communicates, or warn of it."""
     treatments = [*plan.args, *(plan.kwargs[name] for name in kwargs)]
     wanted = [how if type(how) is DTensorSpec else None for how in _of_tensors(args, kwargs, treatments)]
 
@@ -39,23 +41,31 @@ def refuse_communication(
         found = plan_again(op, *with_specs)
         return _needs_gathering(specs) if found is None else bool(found.communication)
 
-    raise CommunicationError(
+    refuse(
         f"{op.func} needs communication in explicit mode ({'; '.join(plan.communication)})",
-        "redistribute first: " + _advice(op, args, kwargs, wanted, communicates),
+        _advice(op, args, kwargs, wanted, communicates),
     )
 
 
 def refuse_gathering(op: ResolvedOp, args: Args, kwargs: Kwargs) -> None:
-    """Refuse a call that runs on gathered inputs, if gathering them needs communication."""
+    """Refuse a call that runs on gathered inputs, or warn of it, if gathering them needs communication."""
     specs = [spec for _, spec in _named_specs(op, args, kwargs)]
     if not _needs_gathering(specs):
         return
     moving = ", ".join(repr(spec) for spec in specs if _needs_gathering([spec]))
     wanted: list[DTensorSpec | None] = [spec.replicated() for spec in specs]
-    raise CommunicationError(
+    refuse(
         f"{op.func} runs on gathered inputs, and gathering {moving} needs communication in explicit mode",
-        "redistribute first: " + _advice(op, args, kwargs, wanted, lambda _, specs: _needs_gathering(specs)),
+        _advice(op, args, kwargs, wanted, lambda _, specs: _needs_gathering(specs)),
     )
+
+
+def refuse(problem: str, advice: str) -> None:
+    """Raise the error of explicit mode, or warn."""
+    error = CommunicationError(problem, f"redistribute first: {advice}")
+    if not modes.explicit_warns:
+        raise error
+    warnings.warn(str(error), UserWarning, stacklevel=4)
 
 
 def _needs_gathering(specs: Sequence[DTensorSpec]) -> bool:

@@ -18,7 +18,12 @@ from .formulas import mark_held_result
 
 def explicit(enabled: bool = True) -> AbstractContextManager[None]:
     """Inside, an op that needs communication is an error; only `redistribute` and its like communicate."""
-    return switched(explicit=enabled)
+    return switched(explicit="raise" if enabled else "off")
+
+
+def warning_of_communication() -> AbstractContextManager[None]:
+    """Inside, an op that needs communication warns, with the text of the error that `explicit` raises."""
+    return switched(explicit="warn")
 
 
 @contextmanager

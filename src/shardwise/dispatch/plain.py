@@ -18,12 +18,13 @@ from torch import Tensor
 
 from .._torch import pytree
 from ..comm.redistribute import redistribute_local
-from ..errors import CommunicationError, MixedTensorError
+from ..errors import MixedTensorError
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
 from ..world import RankTensor
 from ..world.agreement import same
 from .arguments import Args, Kwargs, named_tensors, replace_tensors, written_arguments
+from .explicit import refuse
 from .formulas import as_replicated
 from .modes import modes
 from .provenance import record_replicated, taken_as_replicated
@@ -130,9 +131,9 @@ def with_numbers(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Args, Kwar
 def _number(tensor: DTensorBase) -> object:
     spec = tensor._spec
     if modes.explicit and spec.layout.partial:
-        raise CommunicationError(
+        refuse(
             f"{spec!r} meets tensors that are not on its mesh, so it must be reduced, in explicit mode",
-            "redistribute it first, e.g. x = x.redistribute(placements=[Replicate(), ...])",
+            "x = x.redistribute(placements=[Replicate(), ...])",
         )
     local = redistribute_local(tensor._local_tensor, spec, spec.replicated())
     return local.shards[0] if isinstance(local, RankTensor) and same(local.shards) else local

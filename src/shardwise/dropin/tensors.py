@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.estimate import estimate
 from ..comm.redistribute import links_of, redistribute_local, start_redistribute
-from ..dispatch.modes import explicit
+from ..dispatch.modes import explicit, warning_of_communication
 from ..extend import local_map
 from ..sharding.placement import Placement, Replicate, Shard
 from ..sharding.spec import DTensorSpec
@@ -72,8 +72,8 @@ def _get_flattened_mesh_by_layout_impl(*args: object, **kwargs: object) -> None:
 def ExplicitRedistributionContext(
     enable: bool = True, strict: bool = False, mode: str = "raise"
 ) -> AbstractContextManager[None]:
-    """`shardwise.explicit`: inside, an op that needs communication is an error. `mode="warn"` allows it."""
-    return explicit(enable) if mode == "raise" else nullcontext()
+    """`shardwise.explicit`: inside, an op that needs communication is an error, or a warning with `mode="warn"`."""
+    return warning_of_communication() if enable and mode == "warn" else explicit(enable)
 
 
 def _local_map_wrapped(

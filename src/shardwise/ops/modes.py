@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from .._torch.tls import ThreadValue
+
+Explicit = Literal["off", "raise", "warn"]
+"""What happens where an op needs communication."""
 
 
 class Switches(NamedTuple):
     """Which modes are on."""
 
-    explicit: bool = False
+    explicit: Explicit = "off"
     implicit_replication: bool = False
     strict_ops: bool = False
 
@@ -21,8 +24,8 @@ current = ThreadValue("modes", Switches())
 
 
 @contextmanager
-def switched(**switches: bool) -> Iterator[None]:
-    """Inside, these modes are on or off."""
+def switched(**switches: bool | Explicit) -> Iterator[None]:
+    """Inside, these modes have these values."""
     before = current.get()
     current.set(before._replace(**switches))
     try:
@@ -36,8 +39,13 @@ class Modes:
 
     @property
     def explicit(self) -> bool:
-        """Whether an op that needs communication is an error."""
-        return current.get().explicit
+        """Whether an op that needs communication is an error, or at least a warning."""
+        return current.get().explicit != "off"
+
+    @property
+    def explicit_warns(self) -> bool:
+        """Whether it is a warning."""
+        return current.get().explicit == "warn"
 
     @property
     def implicit_replication(self) -> bool:
