@@ -80,7 +80,27 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "minus infinite multiples": lambda x: torch.sub(x.sum(0), x.sum(0), alpha=-inf),
     "addcmul": lambda x: torch.addcmul(x.sum(0), x.sum(0), torch.ones(4), value=inf),
     "addcdiv": lambda x: torch.addcdiv(x.sum(0), x.sum(0), torch.zeros(4)),
+    "lerp": lambda x: torch.lerp(x.sum(0), 2 * x.sum(0), inf),
+    "lists times infinity": lambda x: torch._foreach_mul([x.sum(0)], inf)[0],
+    "lists times zero": lambda x: torch._foreach_mul([x.sum(0)], 0.0)[0],
+    "lists times numbers": lambda x: torch.stack(torch._foreach_mul([x.sum(0)] * 3, [2.0, inf, nan])),
+    "lists times other numbers": lambda x: torch.stack(torch._foreach_mul([x.sum(0)] * 3, [inf, 2.0, -inf])),
+    "lists divided by zero": lambda x: torch._foreach_div([x.sum(0)], 0)[0],
+    "lists divided by numbers": lambda x: torch.stack(torch._foreach_div([x.sum(0)] * 2, [2.0, 0.0])),
+    "lists plus infinite multiples": lambda x: torch._foreach_add([x.sum(0)], [x.sum(0)], alpha=inf)[0],
+    "lists of addcmul": lambda x: torch._foreach_addcmul([x.sum(0)], [x.sum(0)], [torch.ones(4)], value=inf)[0],
+    "lists of addcmul with numbers": lambda x: torch.stack(
+        torch._foreach_addcmul([x.sum(0)] * 2, [x.sum(0)] * 2, [torch.ones(4)] * 2, [2.0, -inf])
+    ),
+    "lists of lerp": lambda x: torch._foreach_lerp([x.sum(0)], [2 * x.sum(0)], inf)[0],
+    "lists in place": lambda x: _in_place(x.sum(0), x.sum(0)),
 }
+
+
+def _in_place(*tensors: Tensor) -> Tensor:
+    torch._foreach_mul_(tensors, [inf, 2.0])
+    torch._foreach_div_(tensors, [2.0, 0.0])
+    return torch.stack(tensors)
 
 
 def compare(fn: Callable[[Tensor], Tensor], x: Tensor) -> None:

@@ -59,7 +59,9 @@ def argument_keys(kind: type[DTensorBase]) -> Callable[[object], object]:
         if first is int:
             return tuple(values)
         if first is float:
-            return tuple([type(value) if value else (type(value), 0) for value in values])
+            total = sum(values)
+            if total - total == 0.0:  # all are finite
+                return tuple([type(value) if value else (type(value), 0) for value in values])
         return tuple([v._spec if type(v) is kind else argument_key(v) for v in values])
 
     return argument_key

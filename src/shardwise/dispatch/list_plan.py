@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from .._torch.ops import OpOverload
 from ..errors import InputError
+from ..ops.call import is_ordinary
 from ..ops.drive import Pieces, drive
 from ..ops.kernel import LocalCall
 from ..ops.op import ListKernel
@@ -108,7 +109,9 @@ def plan_list(op: ResolvedOp, args: Args, kwargs: Kwargs) -> ListPlan:
 def _hashable(value: object) -> object:
     if isinstance(value, Argument):
         return value
-    return (type(value), value) if isinstance(value, (int, bool)) or value == 0 else type(value)
+    if isinstance(value, (float, complex)):
+        return type(value) if is_ordinary(value) else (type(value), repr(value))
+    return (type(value), value) if isinstance(value, int) else type(value)
 
 
 # ---- from plans of elements to the plan of the list -----------------------------------------------------------------

@@ -89,3 +89,13 @@ def is_list(value: object) -> bool:
 def is_ordinary(number: complex) -> bool:
     """Whether a number is neither zero nor infinite nor NaN. Each of those has plans of its own: any rule may ask."""
     return number - number == 0 and number != 0
+
+
+def numbers_of(call: Call) -> list[complex]:
+    """The numbers among the arguments; of an op on lists, those for one element."""
+    return [value for value in call.arguments.values() if isinstance(value, (int, float, complex))]
+
+
+def has_finite_numbers(call: Call) -> bool:
+    """Whether a sum may pass a product with the numbers of a call. Infinity times 5 and times -2 add up to NaN."""
+    return all(is_ordinary(number) or number == 0 for number in numbers_of(call))

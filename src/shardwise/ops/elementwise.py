@@ -18,7 +18,7 @@ import torch
 from .._torch.ops import OpOverload
 from ..notation.build import pointwise, replicated_dims
 from ..notation.schema import FOREACH, KINDS, operands_of, overload_key, overloads, packet_name
-from .call import Call, is_ordinary
+from .call import Call, has_finite_numbers, numbers_of
 from .op import Facts, Op
 from .registry import definitions_in, registry
 
@@ -40,7 +40,6 @@ _define(2, "monotone 0 | 1 | 0+1 ; reduce max", ["maximum", "clamp_min"], stride
 _define(2, "monotone 0 | 1 | 0+1 ; reduce min", ["minimum", "clamp_max"], strides="elementwise")
 _define(3, "linear 1+2 ; monotone 1+2", ["where"])
 _define(3, "linear 0+2 ; monotone 0 | 0+2", ["masked_fill"])
-_define(3, "linear 0+1", ["lerp"])
 define("aten::angle", pointwise(1), strides="row-major if complex")
 define(("aten::sgn", "aten::mvlgamma"), pointwise(1), derivative_makes_tensors=True)
 define(("aten::copysign", "aten::nextafter"), pointwise(2), derivative_makes_tensors=True, strides="elementwise")
@@ -53,19 +52,11 @@ def neg(call: Call) -> str:
     return pointwise(1, "linear 0", "antitone 0" if call.tensors[0].dtype.is_floating_point else "")
 
 
-def _numbers(call: Call) -> list[complex]:
-    """The numbers among the arguments. Lists of them are not looked at."""
-    if packet_name(call.op).startswith("aten::_foreach"):
-        return []
-    return [value for value in call.arguments.values() if isinstance(value, (int, float, complex))]
-
-
 def _multiplying(operands: int, linear: str) -> Callable[[Call], str]:
     """The rule of an op that multiplies by the numbers it is given. Infinity times 5 and times -2 add up to NaN."""
 
     def rule(call: Call) -> str:
-        finite = all(is_ordinary(number) or number == 0 for number in _numbers(call))
-        return pointwise(operands, linear if finite else "")
+        return pointwise(operands, linear if has_finite_numbers(call) else "")
 
     return rule
 
@@ -73,7 +64,7 @@ def _multiplying(operands: int, linear: str) -> Callable[[Call], str]:
 def div(call: Call) -> str:
     """Division by a number other than 0 is linear, unless it rounds. A tensor may hold zeros."""
     linear = call.arg("rounding_mode", None) is None and not hasattr(call.tensors[1], "dtype")
-    return pointwise(2, "linear 0" if linear and 0 not in _numbers(call) else "")
+    return pointwise(2, "linear 0" if linear and 0 not in numbers_of(call) else "")
 
 
 def clamp(call: Call) -> str:
@@ -91,6 +82,7 @@ define(("aten::add", "aten::sub"), _multiplying(2, "linear 0+1"), strides="eleme
 define("aten::rsub", _multiplying(2, "linear 0+1"), strides="elementwise reversed")
 define("aten::mul", _multiplying(2, "linear 0 | 1"), strides="elementwise")
 define("aten::addcmul", _multiplying(3, "linear 0+1 | 0+2"))
+define("aten::lerp", _multiplying(3, "linear 0+1"))
 define("aten::div", div, strides="elementwise")
 define(("aten::clamp", "aten::clip"), clamp, strides="elementwise")
 define(

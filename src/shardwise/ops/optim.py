@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from ..notation.build import join
 from ..notation.schema import tensor_arguments
-from .call import Call
+from .call import Call, has_finite_numbers
 from .kernel import Cut, KernelRun, LocalCall, Reduce
 from .op import ListKernel
 from .registry import definitions_in
@@ -34,12 +35,15 @@ for _name in ("adam", "adamw", "sgd", "adagrad"):
 
 # ---- lists ----------------------------------------------------------------------------------------------------------
 
-# One tensor holds a number for each element of the lists.
-for _name, _passing in (("addcmul", " ; linear 0+1 | 0+2"), ("addcdiv", "")):
-    define(
-        (f"aten::_foreach_{_name}.Tensor", f"aten::_foreach_{_name}_.Tensor"),
-        f"b?.., b?.., b?.., _ -> b..{_passing}",
-    )
+
+def addcmul(call: Call) -> str:
+    """A tensor, or a number for each element, multiplies a product."""
+    return join("b?.., b?.., b?.., _ -> b..", "linear 0+1 | 0+2" if has_finite_numbers(call) else "")
+
+
+# One tensor holds a number for each element of the lists; there may be a number in its place.
+define(("aten::_foreach_addcmul.Tensor", "aten::_foreach_addcmul_.Tensor"), addcmul)
+define(("aten::_foreach_addcdiv.Tensor", "aten::_foreach_addcdiv_.Tensor"), "b?.., b?.., b?.., _ -> b..")
 define("aten::_foreach_max", "x.. -> ; monotone 0 ; reduce max")
 define("aten::_foreach_powsum", "x.. -> ")
 
