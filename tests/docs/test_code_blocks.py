@@ -21,6 +21,9 @@ from textwrap import dedent
 
 import pytest
 
+from shardwise.world.registry import active
+from shardwise.world.simulate import SimulatedWorld
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md")])
 FENCE = re.compile(r"\s*(?P<ticks>`{3,})\s*(?P<info>[^`]*)")
@@ -54,7 +57,7 @@ def run_page(page: Path) -> None:
     # A module of its own, so that classes and functions made on the page know where they live.
     module = types.ModuleType(f"page_{page.stem}")
     printed: str | None = None
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, ending_worlds():
         patch.setitem(sys.modules, module.__name__, module)
         for block in blocks(page):
             if block.info == "python":
@@ -65,6 +68,18 @@ def run_page(page: Path) -> None:
                 compare(page, block, printed)
             elif block.info.startswith(("python ", "text ")):
                 pytest.fail(f"{page}:{block.line}: unknown kind of block: {block.info!r}", pytrace=False)
+
+
+@contextlib.contextmanager
+def ending_worlds() -> Iterator[None]:
+    """Stop the simulated worlds that a page has started and not stopped, as a page does that fails."""
+    before = len(active)
+    try:
+        yield
+    finally:
+        for world in reversed(active[before:]):
+            assert isinstance(world, SimulatedWorld)
+            world.stop()
 
 
 def run_block(page: Path, block: Block, module: types.ModuleType) -> str:
@@ -166,3 +181,11 @@ def test_a_wrong_page_fails(tmp_path: Path, right: str, wrong: str, complaint: s
     page = page_of(tmp_path, wrong.join(RIGHT.rsplit(right, 1)))
     with pytest.raises((AssertionError, pytest.fail.Exception), match=complaint):
         run_page(page)
+
+
+def test_a_page_that_fails_ends_its_worlds(tmp_path: Path) -> None:
+    text = "```python\nfrom shardwise import simulate\nouter = simulate(2).start()\nsimulate(3).start()\n1 / 0\n```\n"
+    before = list(active)
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        run_page(page_of(tmp_path, text))
+    assert active == before
