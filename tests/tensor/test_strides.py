@@ -15,6 +15,7 @@ from shardwise.sharding.memory_order import contiguous_meta, in_memory_order, li
 from shardwise.sharding.spec import TensorMeta
 from shardwise.testing import assemble, make_dtensor
 from shardwise.testing.values import check_strides
+from shardwise.world import RankTensor
 from tests.processes.pool import on_processes
 from tests.worlds import mesh_of
 
@@ -249,3 +250,18 @@ def test_distributing_keeps_the_strides_of_a_tensor_without_gaps(
 
 
 OTHER = ("sliced", "expanded")
+
+
+@pytest.mark.parametrize("placements", [(Shard(0), Shard(1)), (Shard(2), Replicate()), (Partial(), Shard(3))], ids=str)
+def test_the_global_tensor_keeps_the_order_of_its_dims(placements: tuple[Placement, ...]) -> None:
+    value = torch.randn(4, 4, 2, 6).contiguous(memory_format=torch.channels_last)
+    weight = torch.randn(4, 4, 2, 6)
+    with mesh_of(2, 2) as mesh:
+        x = distribute_tensor(value, mesh, placements).requires_grad_()
+        found = x.full_tensor()
+        assert found.stride() == value.stride()
+        assert isinstance(found, RankTensor)
+        torch.testing.assert_close(found.shards[3].detach(), value)
+        (found * weight).sum().backward()
+        torch.testing.assert_close(assemble(x.grad), weight)
+        assert x.grad.stride() == value.stride()

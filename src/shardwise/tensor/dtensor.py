@@ -171,9 +171,11 @@ class DTensor(ChangingShape):
         return local
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
-        """Return the global tensor, as an ordinary tensor on every rank. Differentiable."""
-        replicated = [Replicate()] * len(self._spec.mesh_info.sizes)
-        return self.redistribute(placements=replicated).to_local(grad_placements=grad_placements)
+        """Return the global tensor, as an ordinary tensor on every rank, with its dims in the same order in memory.
+
+        Differentiable.
+        """
+        return to_spec(self, self._spec.replicated()).to_local(grad_placements=grad_placements)
 
     def redistribute(
         self,
