@@ -129,6 +129,13 @@ FOUND = {
         "x3 = move(x2, [Replicate()])",
         "x4 = torch.matmul(x0, x1)",
     ),
+    "the gradient of vectors without elements": (
+        "x0 = leaf((0,), torch.float32, [Replicate()], seed=799, grad=True)",
+        "x1 = leaf((2, 3), torch.float32, [Shard(0)], seed=798, grad=True)",
+        "x2 = torch.cat([x0, x0])",
+        "x3 = torch.cat([x1, x0, x1])",
+        "((x2 * x2).sum() + (x0 * 0.5).sum() + (x3 * x3).sum()).backward()",
+    ),
     "the mean of nothing": (
         "x0 = leaf((1, 0), torch.float32, [Shard(1)], seed=681)",
         "x1, x2 = torch.var_mean(x0, 1)",
