@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import DTensor, InterleavedShard, P, Placement, Replicate, Shard, distribute_tensor
+from shardwise.comm import token_route
 from shardwise.debug import CommDebugMode
 from shardwise.errors import InputError
 from tests.ops.helpers import check_case, on, r, ranks, table, whole
@@ -80,7 +81,12 @@ def test_gradients_of_gradients() -> None:
 
     expected = twice(*(tensor.clone().requires_grad_() for tensor in data), ENDS)
     with ranks(2) as mesh:
-        for placements in ([Shard(1), Shard(1)], [Shard(0), Replicate()], [Replicate(), Shard(0)]):
+        for placements in (
+            [Shard(1), Shard(1)],
+            [Shard(0), Replicate()],
+            [Replicate(), Shard(0)],
+            [Shard(0), Shard(0)],
+        ):
             tensors = (on(mesh, t, p, grad=True) for t, p in zip(data, placements, strict=True))
             found = twice(*tensors, distribute_tensor(ENDS, mesh, P()))
             for mine, plain in zip(found, expected, strict=True):
@@ -92,3 +98,51 @@ def test_a_bias_is_refused() -> None:
         x, w, ends = on(mesh, r(12, 8)), on(mesh, r(4, 8, 4)), distribute_tensor(ENDS, mesh, P())
         with pytest.raises(InputError, match="takes no bias and no out_dtype: add the bias after it"):
             torch._grouped_mm(x, w, offs=ends, bias=w[:, 0])
+
+
+# ---- rows and groups over one axis ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ends", [EIGHT, torch.full_like(EIGHT, 12)], ids=["several groups", "one group"])
+@pytest.mark.parametrize("groups", [8, 3])
+@pytest.mark.parametrize("axes", [(Shard(0), Shard(0)), (Replicate(), Shard(0)), ("features", Shard(0))], ids=str)
+def test_rows_travel_to_groups_of_the_same_axis(axes: Any, groups: int, ends: Tensor) -> None:
+    """Neither rows nor matrices are gathered; sizes are read once for three products, and no counts are sent."""
+    ends = ends[:groups].contiguous()
+    data = r(12, 16), r(groups, 32, 16, seed=1) / 4, r(groups, 16, 16, seed=2) / 4
+    plain = [tensor.clone().requires_grad_() for tensor in data]
+    grouped = int(ends[-1])  # PyTorch leaves the rows after the last group undefined; here they are zero
+    expected = F.pad(both(plain[0][:grouped], *plain[1:], ends), (0, 0, 0, 12 - grouped))
+    expected.square().sum().backward()
+    with ranks(2, 4) as mesh:
+        first, second = axes
+        by_features = first == "features"
+        x = on(mesh, data[0], Replicate() if by_features else first, second, grad=True)
+        up = on(mesh, data[1], InterleavedShard(1, 2) if by_features else Replicate(), Shard(0), grad=True)
+        down = on(mesh, data[2], Shard(2) if by_features else Replicate(), Shard(0), grad=True)
+        where = distribute_tensor(ends, mesh, P())
+        with CommDebugMode() as comm:
+            result = both(x, up, down, where)
+            result.square().sum().backward()
+        counts = comm.get_comm_counts()
+        assert counts[torch.ops.c10d_functional.all_to_all_single] >= 6
+        # Over the other axis, features of the result are summed and gradients of the matrices are.
+        assert by_features or counts[torch.ops.c10d_functional.all_gather_into_tensor] == 0
+        torch.testing.assert_close(whole(result), expected.detach())
+        for mine, theirs in zip((x, up, down), plain, strict=True):
+            assert mine.grad.placements == mine.placements
+            torch.testing.assert_close(whole(mine.grad), theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_reads_sizes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[object] = []
+    read_sizes = token_route.read_sizes
+    monkeypatch.setattr(token_route, "read_sizes", lambda sizes: reads.append(sizes) or read_sizes(sizes))
+    with ranks(4) as mesh:
+        x, up, down = on(mesh, r(12, 16), Shard(0), grad=True), *(on(mesh, r(8, n, 16), Shard(0)) for n in (32, 16))
+        ends = distribute_tensor(EIGHT, mesh, P())
+        both(x, up, down, ends).sum().backward()
+        assert len(reads) == 1
+        ends.clamp_(max=5)  # another route
+        assert not whole(both(x, up, down, ends))[5:].any()
+        assert len(reads) == 2

@@ -145,6 +145,14 @@ def route_sorted_rows(counts: Tensor, rows: Size, axis: ExpertAxis, *, read_coun
     return _route(axis, torch.cat([ends.new_zeros(1), ends]), rows, None, read_counts)
 
 
+def route_known_rows(starts: Tensor, table: Tensor, axis: ExpertAxis) -> TokenRoute:
+    """The route of sorted rows where it is known what other ranks send: `table[source, expert]` rows.
+
+    `starts` says where the experts begin among this rank's rows, and where they end. No counts are sent.
+    """
+    return _route(axis, starts, None, None, False, table)
+
+
 def own_rows(expert_of_row: Tensor, axis: ExpertAxis, *, read_counts: bool = False) -> TokenRoute:
     """The route of rows that all ranks of the axis hold alike: each takes those of its own experts."""
     order, starts = _sorted_by_expert(expert_of_row, axis.experts)
@@ -163,20 +171,27 @@ def own_rows(expert_of_row: Tensor, axis: ExpertAxis, *, read_counts: bool = Fal
     )
 
 
-def _route(axis: ExpertAxis, starts: Tensor, rows: Size, order: Tensor | None, read_counts: bool) -> TokenRoute:
+def _route(
+    axis: ExpertAxis,
+    starts: Tensor,
+    rows: Size | None,
+    order: Tensor | None,
+    read_counts: bool,
+    table: Tensor | None = None,
+) -> TokenRoute:
     """The route of rows whose experts begin, in sorted order, at `starts`; the last of these is where they end."""
     restore = None if order is None else _by_rank(_inverse, order)
     counts = starts.diff()
-    if axis.ranks == 1:
+    if axis.ranks == 1 and rows is not None:
         return TokenRoute(axis, counts, rows, order, restore, sizes=read_sizes(counts) if read_counts else None)
-    peers, ranks = range(axis.ranks), axis.ranks
-    own_counts = split_sizes(axis.mesh_info, ranks, lambda at: [axis.held(at[axis.index]) for _ in peers])
-    table = axis.all_to_all(counts, own_counts, [axis.held(peer) for peer in peers]).view(ranks, axis.own)
+    ranks = axis.ranks
+    table = _table_of_counts(axis, counts) if table is None else table
     counts = _padded(table.sum(0), axis)
     leaving = starts[torch.tensor(axis.bounds, device=starts.device)].diff()
     read = read_sizes(torch.cat([leaving, table.sum(1), *([counts] if read_counts else [])]))
     sent, received, sizes = read[:ranks], read[ranks : 2 * ranks], read[2 * ranks :]
-    _check_all_are_sent(sum(sent), rows, axis.experts)
+    if rows is not None:
+        _check_all_are_sent(sum(sent), rows, axis.experts)
     total = sum(received)
     by_expert = by_source = None
     if axis.most > 1:
@@ -185,6 +200,13 @@ def _route(axis: ExpertAxis, starts: Tensor, rows: Size, order: Tensor | None, r
     return TokenRoute(
         axis, counts, total, order, restore, by_expert, by_source, sent, received, sizes=sizes if read_counts else None
     )
+
+
+def _table_of_counts(axis: ExpertAxis, counts: Tensor) -> Tensor:
+    """How many rows each rank sends to each of this rank's experts: one all-to-all of counts."""
+    peers = range(axis.ranks)
+    received = split_sizes(axis.mesh_info, axis.ranks, lambda at: [axis.held(at[axis.index]) for _ in peers])
+    return axis.all_to_all(counts, received, [axis.held(peer) for peer in peers]).view(axis.ranks, axis.own)
 
 
 def _padded(counts: Tensor, axis: ExpertAxis) -> Tensor:

@@ -10,12 +10,12 @@
 
 So rows, features and groups may all be sharded, and matrices are never gathered. A rank that holds some of the rows
 counts those of each group among them. A rank that holds some of the groups computes their rows and leaves zeros in the
-others: the result is a Partial sum.
+others: the result is a Partial sum. Where one axis shards both rows and groups, rows travel (`grouped_exchange`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,78 +25,18 @@ from .._torch.above_autograd import Keys
 from .._torch.autograd import QuickFunction
 from .._torch.ops import OpOverload
 from ..errors import InputError
+from ..sharding.base import DTensorBase
 from ..sharding.layout import Run
 from .above_autograd import needs_grad, new_op, where_distributed
+from .grouped_exchange import Exchange, exchange_of, exchanged_gradients, exchanged_product
+from .grouped_local import grouped_mm, grouped_outer, local_ends
 from .kernel import LocalCall
 from .op import Local
 from .registry import definitions_in
 
 define = definitions_in(__name__)
 
-_ALIGNMENT = 16  # bytes: PyTorch's op takes matrices whose rows begin at multiples of it
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-# ---- on plain tensors -----------------------------------------------------------------------------------------------
-
-
-def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """The product of each group's rows with its matrix. Rows after the last group are zero."""
-    result = rows.new_zeros((rows.shape[0], matrices.shape[2]))
-    if result.is_meta or 0 in (*rows.shape, *matrices.shape):
-        return result
-    if rows.dtype not in _DTYPES:
-        for group, (start, stop) in enumerate(_bounds(ends)):
-            result[start:stop] = rows[start:stop] @ matrices[group]
-        return result
-    product = torch.nn.functional.grouped_mm(_padded(rows, 1), _padded(matrices, 1, 2), offs=ends.int())
-    computed = torch.arange(rows.shape[0], device=rows.device) < ends[-1]
-    return torch.where(computed[:, None], product[:, : matrices.shape[2]], result)
-
-
-def grouped_outer(left: Tensor, right: Tensor, ends: Tensor, like: Tensor | None = None) -> Tensor:
-    """For each group the product of the columns of `left` with the rows of `right` that belong to it.
-
-    `like`, the matrices whose gradient this is, is not read: its sharding tells which groups to compute.
-    """
-    result = left.new_zeros((ends.shape[0], left.shape[0], right.shape[1]))
-    if result.is_meta or 0 in (*left.shape, *right.shape, *ends.shape):
-        return result
-    if left.dtype not in _DTYPES:
-        for group, (start, stop) in enumerate(_bounds(ends)):
-            result[group] = left[:, start:stop] @ right[start:stop]
-        return result
-    columns = _padded(left.t(), 1).t()
-    product = torch.nn.functional.grouped_mm(columns, _padded(right, 1), offs=ends.int())
-    return product[:, : left.shape[0], : right.shape[1]].contiguous()
-
-
-def _bounds(ends: Tensor) -> list[Run]:
-    stops = ends.tolist()
-    return list(zip([0, *stops[:-1]], stops, strict=True))
-
-
-def _padded(tensor: Tensor, *dims: int) -> Tensor:
-    """The tensor with zeros after the end of these dims, so that its rows are aligned; itself where they are."""
-    unit = _ALIGNMENT // tensor.dtype.itemsize
-    missing = [-tensor.shape[dim] % unit if dim in dims else 0 for dim in range(tensor.dim())]
-    if any(missing):
-        return torch.nn.functional.pad(tensor, [n for size in reversed(missing) for n in (0, size)])
-    matrix = tensor.stride()[-2:]
-    aligned = 1 in matrix and max(matrix) % unit == 0 and max(matrix) >= max(tensor.shape[-1], 1)
-    return (
-        tensor
-        if aligned and tensor.data_ptr() % _ALIGNMENT == 0
-        else tensor.clone(memory_format=torch.contiguous_format)
-    )
-
-
 # ---- on local shards ------------------------------------------------------------------------------------------------
-
-
-def local_ends(ends: Tensor, held: Sequence[Run]) -> Tensor:
-    """Where the groups end among the rows that a rank holds, given where they end among all."""
-    counts = [ends.clamp(start, stop) - start for start, stop in held]
-    return torch.stack(counts).sum(0).to(ends.dtype) if counts else torch.zeros_like(ends)
 
 
 class _Groups:
@@ -152,19 +92,30 @@ define("shardwise::grouped_outer", "k s, s n, _, e k n -> e k n ; linear 0 | 1",
 class _Product(QuickFunction):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, matrices, ends)
-        result: Tensor = _product(rows, matrices, ends)
+        result, ctx.exchange, arrived = _computed(rows, matrices, ends)
+        ctx.save_for_backward(rows, matrices, ends, arrived)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        rows, matrices, ends = ctx.saved_tensors
+        rows, matrices, ends, arrived = ctx.saved_tensors
         of_rows, of_matrices, _ = ctx.needs_input_grad
+        if ctx.exchange is not None and isinstance(gradient, DTensorBase) and not torch.is_grad_enabled():
+            return *exchanged_gradients(ctx.exchange, gradient, (arrived, matrices, ends), (of_rows, of_matrices)), None
         return (
             product(gradient, matrices.transpose(1, 2), ends) if of_rows else None,
             outer(rows.t(), gradient, ends, matrices) if of_matrices else None,
             None,
         )
+
+
+def _computed(rows: Tensor, matrices: Tensor, ends: Tensor) -> tuple[Tensor, Exchange | None, Tensor | None]:
+    """The product below autograd; if its rows were exchanged, also how, and the rows that arrived."""
+    exchange = exchange_of(rows, matrices, ends)
+    if exchange is None:
+        return _product(rows, matrices, ends), None, None
+    result, arrived = exchanged_product(exchange, rows, matrices, ends)  # type: ignore[arg-type]
+    return result, exchange, arrived
 
 
 class _Outer(QuickFunction):
@@ -187,9 +138,10 @@ class _Outer(QuickFunction):
 
 def product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """`grouped_mm` of distributed tensors. Differentiable."""
-    run = _Product.apply if needs_grad((rows, matrices)) else _product
-    result: Tensor = run(rows, matrices, ends)
-    return result
+    if needs_grad((rows, matrices)):
+        result: Tensor = _Product.apply(rows, matrices, ends)
+        return result
+    return _computed(rows, matrices, ends)[0]
 
 
 def outer(left: Tensor, right: Tensor, ends: Tensor, like: Tensor | None = None) -> Tensor:

@@ -22,7 +22,7 @@ from ..comm.on_ranks import on_ranks
 from ..comm.token_route import ExpertAxis, TokenRoute, own_rows, route_rows, route_sorted_rows
 from ..dispatch.modes import modes
 from ..errors import InputError
-from ..ops.grouped_mm import local_ends
+from ..ops.grouped_local import local_ends
 from ..sharding.layout import Coordinate
 from ..sharding.placement import AnyShard, Partial, Placement, Replicate, Shard
 from ..tensor.dtensor import DTensor
