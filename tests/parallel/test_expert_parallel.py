@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from shardwise import (
     DeviceMesh,
@@ -374,6 +376,39 @@ def test_parameters_come_back_after_an_error() -> None:
         assert model.num_experts == 8
 
 
+def test_activation_checkpointing() -> None:
+    alone, x = made("chosen"), torch.randn(12, 8)
+    loss_of(alone(x)).backward()
+    with mesh_of(2, names=("ep",)) as mesh:
+        model = parallel(made("chosen"), mesh)
+        tokens = distribute_tensor(x, mesh, [Shard(0)])
+        loss_of(torch.utils.checkpoint.checkpoint(model, tokens, use_reentrant=False)).backward()
+        assert_same(by_name(model, lambda p: whole(p.grad)), by_name(alone, lambda p: p.grad))
+
+
+@pytest.mark.parametrize("kind", ["chosen", "list"])
+def test_modules_without_data(kind: str) -> None:
+    """Made on the meta device, sharded, and filled from a state dict."""
+    alone = made(kind)
+    with torch.device("meta"):
+        model = Mixture(kind)
+    with mesh_of(2, names=("ep",)) as mesh:
+        parallel(model, mesh).to_empty(device="cpu")
+        state = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in alone.state_dict().items()}
+        model.load_state_dict(state)
+        assert_same(by_name(model, whole), by_name(alone, lambda p: p.detach()))
+
+
+def test_state_dicts_of_checkpoints() -> None:
+    alone = made("list")
+    with mesh_of(2, names=("ep",)) as mesh:
+        model = parallel(made("list"), mesh)
+        state = get_model_state_dict(model)
+        assert_same({name: whole(value) for name, value in state.items()}, alone.state_dict())
+        set_model_state_dict(model, {name: value * 2 for name, value in state.items()})
+        assert_same(by_name(model, whole), by_name(alone, lambda p: p.detach() * 2))
+
+
 def test_packed_features() -> None:
     """A gate and an up projection in one weight, sharded in two blocks."""
 
@@ -398,6 +433,11 @@ def test_packed_features() -> None:
             distribute_tensor(counts, mesh, [Replicate(), Replicate()]),
         )
         torch.testing.assert_close(whole(found), expected.detach())
+
+
+class Several(SortedExperts):
+    def forward(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(rows, counts), counts
 
 
 ERRORS: dict[str, tuple[Callable[[DeviceMesh], object], str]] = {
@@ -433,6 +473,12 @@ ERRORS: dict[str, tuple[Callable[[DeviceMesh], object], str]] = {
             distribute_tensor(torch.randn(2, 8), mesh, [Shard(0)]), torch.tensor([[1], [0]]), torch.rand(2, 1)
         ),
         "distributed tokens with a plain index",
+    ),
+    "several outputs": (
+        lambda mesh: parallelize_module(Several(4, 8, 8), mesh, ExpertParallel())(
+            on_ranks([torch.randn(4, 8)] * 2), on_ranks([torch.ones(4, dtype=torch.long)] * 2)
+        ),
+        "experts returned a tuple",
     ),
     "one argument": (
         lambda mesh: parallelize_module(ChosenExperts(4, 8, 8), mesh, ExpertParallel())(torch.randn(2, 8)),

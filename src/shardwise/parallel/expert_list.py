@@ -31,6 +31,10 @@ class ExpertList(nn.Module):
     def __len__(self) -> int:
         return self.number
 
+    def __getattr__(self, name: str) -> Any:
+        # PyTorch's helpers for checkpoints follow the keys of a state dict, `3.up.weight`, through attributes.
+        return self.stacked if name.isdigit() and int(name) < self.number else super().__getattr__(name)
+
     def forward(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         """Return the outputs of this rank's experts, each for as many rows as `sizes` says."""
         parameters = dict(self.stacked.named_parameters())

@@ -168,7 +168,12 @@ class _RoutedExperts:
             return output
         runner, stack = self.running.pop()
         stack.close()
-        return runner.finish(output) if isinstance(output, Tensor) else output
+        if output is not None and not isinstance(output, Tensor):
+            raise InputError(
+                f"experts returned a {type(output).__name__}: only the rows of a tensor can be sent back",
+                "return one tensor, with a row for each row that the experts got",
+            )
+        return None if output is None else runner.finish(output)
 
 
 @contextmanager
