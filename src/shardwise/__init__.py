@@ -9,7 +9,8 @@ meshes        init_device_mesh: the processes that torchrun started, or simulate
 planning      plan, CostModel
 modes         explicit, implicit_replication, strict_ops
 training      accumulate_gradients; erase: record a step, and run plain local code from then on
-modules       distribute_module, shard_parameters; parallel styles and plans are in shardwise.parallel
+modules       distribute_module, shard_parameters; parallel styles and plans are in shardwise.parallel, fully_shard in
+              shardwise.fsdp
 take-over     install: shardwise in the place of torch.distributed.tensor, also `python -m shardwise.run program.py`
 extending     register_sharding, local_map; shardwise.rules.explain shows the rule of an op
 """
@@ -91,7 +92,7 @@ __all__ = [
 never_traced(
     f"{__name__}.{part}"
     for part in (
-        *("_torch", "comm", "debug", "dispatch", "dropin", "erasing", "errors", "interop", "notation", "ops"),
+        *("_torch", "comm", "debug", "dispatch", "dropin", "erasing", "errors", "fsdp", "interop", "notation", "ops"),
         *("overrides.batch_rules", "overrides.composites", "overrides.data_parallel", "overrides.derivatives"),
         *("overrides.install", "overrides.out_arguments", "overrides.replaced", "overrides.safetensors_writer"),
         *("overrides.state_dicts", "parallel.converters", "parallel.last_input", "random", "rules", "run"),

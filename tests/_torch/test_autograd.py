@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwise._torch.autograd import in_backward
+from shardwise._torch.autograd import call_after_backward, in_backward
 
 
 def test_in_backward_is_true_inside_a_backward_formula_only() -> None:
@@ -25,3 +25,13 @@ def test_in_backward_is_true_inside_a_backward_formula_only() -> None:
 
     Seen.apply(torch.ones(2, requires_grad=True)).sum().backward()
     assert [*seen, in_backward()] == [False, True, False]
+
+
+def test_a_function_is_called_at_the_end_of_the_backward_pass() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: call_after_backward(lambda: seen.append(x.grad)))
+    y.sum().backward()
+    assert len(seen) == 1
+    assert seen[0] is x.grad

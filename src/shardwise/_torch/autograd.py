@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,3 +39,8 @@ def run_first(leaf: Any, handle: Any) -> None:
 def in_backward() -> bool:
     """Whether a node of autograd runs on this thread, so that a call comes from a backward formula."""
     return torch._C._current_autograd_node() is not None
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """In a hook or formula of a backward pass: call this at the end of the pass. Relies on `_execution_engine`."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)

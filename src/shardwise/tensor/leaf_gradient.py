@@ -94,6 +94,36 @@ class LeafGradient:
         return grad.derived(("partial sums of", wanted), lambda: _with_sums_of(wanted, grad))
 
 
+class UnreducedGradient(LeafGradient):
+    """The gradient of a leaf that is not reduced when it arrives, because the owner of the leaf does that later."""
+
+    __slots__ = ("target",)
+
+    def __init__(self, spec: DTensorSpec, target: DTensorSpec) -> None:
+        super().__init__(spec)
+        self.target = target
+
+    def hook(self, grad: Tensor | None) -> Tensor | None:
+        """The tensor hook of the leaf: the gradient with the placements that its owner wants."""
+        if grad is None:
+            return None
+        distributed = as_distributed_gradient(grad, self.spec)
+        if distributed is grad and distributed._spec.layout is self.target.layout:
+            return None
+        return to_spec(distributed, self.target.with_dtype(grad.dtype))
+
+
+def leaf_without_reduction(leaf: Any, target: DTensorSpec) -> Any:
+    """Make a leaf of a distributed tensor whose gradients take the placements of `target`, such as Partial ones.
+
+    >>> leaf = leaf_without_reduction(DTensor.wrap(local, replicated), replicated.with_placements([Partial()]))
+    """
+    leaf._leaf_gradient = UnreducedGradient(leaf._spec, target)
+    leaf.requires_grad_()
+    leaf.register_hook(leaf._leaf_gradient.hook)
+    return leaf
+
+
 def reduce_gradient_of(leaf: Any) -> None:
     """Let the gradient of a leaf be reduced to the leaf's own placements when it arrives."""
     if leaf._leaf_gradient is not None:  # it was frozen for a while, and has its hook

@@ -13,7 +13,14 @@ from . import collectives
 from .functional_ops import parallel_groups, write
 from .rank_tensor import RankTensor
 
-__all__ = ["_allgather_base_", "_reduce_scatter_base_", "allreduce_", "broadcast_"]
+__all__ = [
+    "_allgather_base_",
+    "_reduce_scatter_base_",
+    "allgather_into_tensor_coalesced_",
+    "allreduce_",
+    "broadcast_",
+    "reduce_scatter_tensor_coalesced_",
+]
 
 
 def allreduce_(
@@ -47,6 +54,25 @@ def _reduce_scatter_base_(
     """Reduce over each group and split the rows among its ranks: `dist.reduce_scatter_tensor`."""
     groups = parallel_groups(x, _unboxed(group))
     return write(out, collectives.reduce_scatter(x.shards, _reduce_op(op), groups)), finished_work()
+
+
+def allgather_into_tensor_coalesced_(
+    outs: list[RankTensor], xs: list[RankTensor], group: ScriptObject, *_: object, **__: object
+) -> ScriptObject:
+    """Concatenate the tensors of each group, for several tensors in one call."""
+    for out, x in zip(outs, xs, strict=True):
+        write(out, collectives.all_gather(x.shards, parallel_groups(x, _unboxed(group))))
+    return finished_work()
+
+
+def reduce_scatter_tensor_coalesced_(
+    outs: list[RankTensor], xs: list[RankTensor], group: ScriptObject, op: ScriptObject, *_: object, **__: object
+) -> ScriptObject:
+    """Reduce over each group and split the rows among its ranks, for several tensors in one call."""
+    for out, x in zip(outs, xs, strict=True):
+        groups = parallel_groups(x, _unboxed(group))
+        write(out, collectives.reduce_scatter(x.shards, _reduce_op(op), groups))
+    return finished_work()
 
 
 def _unboxed(group: ScriptObject) -> dist.ProcessGroup:

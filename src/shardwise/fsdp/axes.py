@@ -1,0 +1,112 @@
+"""The mesh axes of `fully_shard`: which one shards, which one replicates, and where they are in other meshes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .._torch.device_mesh import root_mesh
+from ..comm.groups import adopt
+from ..errors import InputError, MeshError
+from ..sharding.mesh import MeshInfo, require_world
+from ..sharding.runtime import WorldState, runtime_of_world
+
+_DEFAULT: WorldState[dict[str, DeviceMesh]] = WorldState(dict)
+
+
+@dataclass(frozen=True)
+class DataAxes:
+    """A mesh of one axis, which shards, or of two: the first replicates, the second shards."""
+
+    mesh_info: MeshInfo
+
+    @property
+    def shard_axis(self) -> int:
+        """The axis that shards."""
+        return len(self.mesh_info.sizes) - 1
+
+    @property
+    def replicates(self) -> bool:
+        """Whether there is an axis that replicates."""
+        return len(self.mesh_info.sizes) == 2
+
+    @property
+    def ranks(self) -> int:
+        """The number of shards."""
+        return self.mesh_info.sizes[-1]
+
+    @cached_property
+    def shard_group(self) -> str:
+        """The name of the process group along the axis that shards."""
+        return self.mesh_info.groups[(self.shard_axis,)]
+
+    @cached_property
+    def replicate_group(self) -> str:
+        """The name of the process group along the axis that replicates."""
+        return self.mesh_info.groups[(0,)]
+
+    def inside(self, mesh_info: MeshInfo) -> tuple[int, ...] | None:
+        """The axes of another mesh that connect the same ranks as these do; None if there are none.
+
+        An axis that was made by flattening others is found as those others.
+        """
+        if mesh_info is self.mesh_info:
+            return tuple(range(len(mesh_info.sizes)))
+        by_name = tuple(axis for axis, name in enumerate(mesh_info.names) if name in self.mesh_info.names)
+        wanted = _partition(self.mesh_info, tuple(range(len(self.mesh_info.sizes))))
+        return next((axes for axes in (by_name, *mesh_info.groups) if _partition(mesh_info, axes) == wanted), None)
+
+
+def _partition(mesh_info: MeshInfo, axes: tuple[int, ...]) -> set[frozenset[int]]:
+    return {frozenset(ranks) for ranks in mesh_info.rank_groups(axes)} if axes else set()
+
+
+def data_axes(mesh: DeviceMesh | None) -> DataAxes:
+    """The axes of the mesh that a caller of `fully_shard` gave; without one, of a mesh of all ranks."""
+    mesh = mesh if mesh is not None else _default_mesh()
+    if not isinstance(mesh, DeviceMesh):
+        raise InputError(f"fully_shard got mesh={mesh!r}", 'pass a DeviceMesh of one or two axes, such as mesh["dp"]')
+    if mesh.ndim > 2:
+        raise MeshError(
+            f"fully_shard got a mesh of {mesh.ndim} axes, {mesh.mesh_dim_names}",
+            'pass the axis that shards, mesh["dp"], or those that replicate and shard, mesh["replicate", "dp"]',
+        )
+    return DataAxes(adopt(mesh))
+
+
+def _default_mesh() -> DeviceMesh:
+    """A mesh of all ranks, the same in each call."""
+    require_world()
+    made = _DEFAULT.of(runtime_of_world())
+    if "mesh" not in made:
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        made["mesh"] = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    return made["mesh"]
+
+
+def joined_mesh(data: DataAxes, other: MeshInfo) -> MeshInfo:
+    """The mesh that has the axes of both: the other one if it has all, else a slice of the mesh both come from."""
+    if set(data.mesh_info.names) <= set(other.names):
+        return other
+    root = root_mesh(other.mesh)
+    names = root.mesh_dim_names or ()
+    wanted = {*data.mesh_info.names, *other.names}
+    if root_mesh(data.mesh_info.mesh) != root or not wanted <= set(names):
+        raise MeshError(
+            f"fully_shard over {data.mesh_info!r} got a parameter that is sharded over {other!r}, and no mesh has the "
+            "axes of both",
+            'make one mesh with names, mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp")), shard the '
+            'parameters over mesh["tp"], and pass mesh["dp"] to fully_shard',
+        )
+    return adopt(root[tuple(name for name in names if name in wanted)])
+
+
+def mesh_without(data: DataAxes, mesh_info: MeshInfo) -> MeshInfo | None:
+    """The mesh of the other axes, None if there are none."""
+    others = tuple(name for name in mesh_info.names if name not in data.mesh_info.names)
+    if others == mesh_info.names:
+        return mesh_info
+    return adopt(root_mesh(mesh_info.mesh)[others]) if others else None

@@ -1,0 +1,197 @@
+"""The memory of the parameters of one dtype: a flat buffer of local shards, and one of gathered parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .memory import Arrangement, Piece, arrange
+from .parameter import ShardedParameter, replace_by, shard_data, shard_of
+from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .ranks import allocate, free, on_each_rank, same_memory
+
+_ALIGNMENT = 16
+"""Bytes to which pieces are aligned on a GPU, where kernels load that many at once."""
+
+
+class Buffers:
+    """The parameters of one dtype of a group, and their memory."""
+
+    def __init__(
+        self,
+        parameters: Sequence[ShardedParameter],
+        device: torch.device,
+        mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.ranks = parameters[0].axes.ranks
+        self.dtype = parameters[0].spec.dtype
+        self.device = device
+        casts = mp_policy.param_dtype is not None and self.dtype.is_floating_point
+        self.gathered_dtype: torch.dtype = mp_policy.param_dtype if casts else self.dtype  # type: ignore[assignment]
+        self.offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
+        self._arrangements: dict[tuple[int, tuple[int, ...] | None], Arrangement] = {}
+        self.flat: Tensor | None = None
+        self.gathered: Tensor | None = None
+        self.sent: list[Tensor] = []
+        self.received: list[Tensor] = []
+        self.unreduced: dict[int, Tensor] = {}
+        """By position, gradients that were reduced over the axis that shards, but not over the one that replicates."""
+
+    # ---- places -------------------------------------------------------------------------------------------------
+
+    def arrangement(self, rank: int | None, chosen: tuple[int, ...] | None = None) -> Arrangement:
+        """The places of the parameters, or of those at the chosen positions, on a rank."""
+        key = (-1 if rank is None else rank, chosen)
+        found = self._arrangements.get(key)
+        if found is None:
+            parameters = self.parameters if chosen is None else [self.parameters[i] for i in chosen]
+            align = 1 if self.device.type == "cpu" else _ALIGNMENT // self.dtype.itemsize
+            shapes = [parameter.shape_at(rank) for parameter in parameters]
+            found = self._arrangements[key] = arrange(shapes, self.ranks, max(align, 1))
+        return found
+
+    def new_flat(self, dtype: torch.dtype, device: torch.device, chosen: tuple[int, ...] | None = None) -> Tensor:
+        """A flat buffer for the local shards of all parameters, or, uninitialised, of the chosen ones."""
+        make = torch.zeros if chosen is None else torch.empty
+        pin = self.offload is not None and self.offload.pin_memory and torch.cuda.is_available()
+        pin = pin and device.type == "cpu"
+        return on_each_rank(
+            lambda rank: make(self.arrangement(rank, chosen).numel, dtype=dtype, device=device, pin_memory=pin)
+        )
+
+    def pieces_of(self, flat: Tensor, chosen: tuple[int, ...] | None = None) -> list[Tensor]:
+        """What a rank sends or receives for each parameter: one dim, unused rows included."""
+        count = len(self.parameters) if chosen is None else len(chosen)
+
+        def piece_of(i: int) -> Tensor:
+            def cut(rank: int | None, flat: Tensor) -> Tensor:
+                piece = self.arrangement(rank, chosen).pieces[i]
+                return flat[piece.start : piece.start + piece.numel]
+
+            return on_each_rank(cut, flat)
+
+        return [piece_of(i) for i in range(count)]
+
+    def shards_of(self, flat: Tensor, chosen: tuple[int, ...] | None = None) -> list[Tensor]:
+        """The local shards of the parameters in a flat buffer, in their shapes."""
+        indices = range(len(self.parameters)) if chosen is None else chosen
+
+        def shard_at(i: int, index: int) -> Tensor:
+            def cut(rank: int | None, flat: Tensor) -> Tensor:
+                return self.parameters[index].shard_in(flat, self.arrangement(rank, chosen).pieces[i], rank)
+
+            return on_each_rank(cut, flat)
+
+        return [shard_at(i, index) for i, index in enumerate(indices)]
+
+    # ---- local shards -------------------------------------------------------------------------------------------
+
+    def home(self) -> torch.device:
+        """The device on which local shards lie."""
+        return torch.device("cpu") if self.offload is not None else self.device
+
+    def shard(self, full_locals: Sequence[Tensor]) -> None:
+        """Put each rank's rows of the parameters, given with all rows, into a new flat buffer."""
+        on_meta = any(local.is_meta for local in full_locals)
+        flat = self.new_flat(self.dtype, torch.device("meta") if on_meta else self.home())
+        if not on_meta:
+            for i, (parameter, local) in enumerate(zip(self.parameters, full_locals, strict=True)):
+
+                def piece_at(rank: int | None, i: int = i) -> Piece:
+                    return self.arrangement(rank).pieces[i]
+
+                shard_data(parameter, piece_at, local, flat)
+        for parameter, shard in zip(self.parameters, self.shards_of(flat), strict=True):
+            replace_by(parameter, shard)
+        self._use(flat)
+
+    def adopt_changes(self) -> None:
+        """Put local shards that lie elsewhere into a flat buffer, after `to_empty` or a change of parameters."""
+        changed = False
+        for parameter in self.parameters:
+            module, name = parameter.owners[0]
+            now = module._parameters[name]
+            if now is not parameter.sharded and now is not None:
+                parameter.sharded = now
+                parameter.put(now)
+                changed = True
+            if shard_of(parameter.sharded) is not parameter.local:
+                changed = True
+        if changed and not self._lie_in_place():
+            self._repack()
+
+    def _lie_in_place(self) -> bool:
+        if self.flat is None or self.flat.is_meta:
+            return False
+        shards = [shard_of(parameter.sharded) for parameter in self.parameters]
+        for parameter, shard, place in zip(self.parameters, shards, self.shards_of(self.flat), strict=True):
+            if shard.device.type != place.device.type or not same_memory(shard, place):
+                return False
+            parameter.local = shard
+        return True
+
+    def _repack(self) -> None:
+        flat = self.new_flat(self.dtype, self.home())
+        with torch.no_grad():
+            for parameter, place in zip(self.parameters, self.shards_of(flat), strict=True):
+                sharded: Tensor = parameter.sharded
+                place.copy_(shard_of(sharded))
+                gradient = sharded.grad
+                sharded.data = type(sharded).wrap(place, parameter.spec)  # type: ignore[attr-defined]
+                sharded.grad = gradient
+                parameter.local = shard_of(sharded)
+        self._use(flat)
+
+    def _use(self, flat: Tensor) -> None:
+        self.flat = flat
+        self.sent = [] if self.casts() else self.pieces_of(flat)
+
+    def casts(self) -> bool:
+        """Whether parameters are gathered in another dtype, or on another device, than they are kept in."""
+        return self.gathered_dtype != self.dtype or self.offload is not None
+
+    # ---- gathered parameters ------------------------------------------------------------------------------------
+
+    def to_send(self) -> list[Tensor]:
+        """This rank's share of a gather: its shards in their own memory, or cast in one kernel."""
+        if not self.casts():
+            return self.sent
+        assert self.flat is not None
+        return self.pieces_of(self.flat.to(device=self.device, dtype=self.gathered_dtype, non_blocking=True))
+
+    def make_gathered(self) -> None:
+        """Make the buffer of gathered parameters, without memory, and the parameters in it."""
+        self.gathered = on_each_rank(
+            lambda rank: torch.empty(
+                self.arrangement(rank).gathered_numel, dtype=self.gathered_dtype, device=self.device
+            )
+        )
+        for i, parameter in enumerate(self.parameters):
+
+            def place(rank: int | None, buffer: Tensor, i: int = i) -> Tensor:
+                piece = self.arrangement(rank).pieces[i]
+                return buffer[piece.gathered_start : piece.gathered_start + piece.numel * self.ranks]
+
+            def full(rank: int | None, buffer: Tensor, i: int = i, parameter: ShardedParameter = parameter) -> Tensor:
+                return parameter.gathered_in(buffer, self.arrangement(rank).pieces[i])
+
+            self.received.append(on_each_rank(place, self.gathered))
+            # `.data` does not count the writes of a gather, so that backward accepts what it saved in forward.
+            parameter.set_gathered(on_each_rank(full, self.gathered).data)
+        free(self.gathered)
+
+    def allocate(self) -> None:
+        """Get memory for the gathered parameters."""
+        if self.gathered is None:
+            self.make_gathered()
+        assert self.gathered is not None
+        allocate(self.gathered)
+
+    def free(self) -> None:
+        """Free the gathered parameters."""
+        assert self.gathered is not None
+        free(self.gathered)

@@ -1,0 +1,136 @@
+"""A group of parameters: gathered by one collective, reduced by one, and freed together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..dispatch.gather_cache import forget_gathered
+from ..errors import InputError
+from ..sharding.mesh import MeshInfo
+from .axes import DataAxes
+from .buffers import Buffers
+from .parameter import Owner, ShardedParameter, shard_parameter
+from .policies import MixedPrecisionPolicy, OffloadPolicy
+from .transfer import Wait, all_gather
+
+
+class ParameterGroup:
+    """The parameters of one call of `fully_shard`: sharded, being gathered, or gathered."""
+
+    def __init__(
+        self, name: str, axes: DataAxes, device: torch.device, mp_policy: MixedPrecisionPolicy, offload: OffloadPolicy
+    ) -> None:
+        self.name = name
+        self.axes = axes
+        self.device = device
+        self.mp_policy = mp_policy
+        self.offload = offload
+        self.parameters: list[ShardedParameter] = []
+        self.buffers: list[Buffers] = []
+        self.gathered = False
+        self._wait: Wait | None = None
+        self._shown: tuple[MeshInfo | None] | tuple[()] = ()
+        """The mesh of the inputs for which the owners have gathered parameters; () if they have the sharded ones."""
+
+    # ---- making it ----------------------------------------------------------------------------------------------
+
+    def shard(self, parameters: Sequence[tuple[str, nn.Parameter, list[Owner], int]]) -> None:
+        """Shard these parameters, each given with its name, its owners, and the dim to shard."""
+        made = [shard_parameter(name, tensor, owners, self.axes, dim) for name, tensor, owners, dim in parameters]
+        self.parameters = [parameter for parameter, _ in made]
+        by_dtype: dict[torch.dtype, list[tuple[ShardedParameter, Tensor]]] = {}
+        for parameter, local in made:
+            by_dtype.setdefault(parameter.spec.dtype, []).append((parameter, local))
+        for pairs in by_dtype.values():
+            buffers = Buffers([parameter for parameter, _ in pairs], self.device, self.mp_policy, self.offload)
+            buffers.shard([local for _, local in pairs])
+            self.buffers.append(buffers)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the gathered parameters on a rank."""
+        return sum(b.arrangement(_any_rank(b)).gathered_numel * b.gathered_dtype.itemsize for b in self.buffers)
+
+    # ---- gathering ----------------------------------------------------------------------------------------------
+
+    def start_gather(self) -> None:
+        """Start to gather the parameters, unless they are gathered or under way."""
+        if self.gathered or self._wait is not None or not self.parameters:
+            return
+        self._check_data()
+        inputs: list[Tensor] = []
+        outputs: list[Tensor] = []
+        with torch.no_grad():
+            for buffers in self.buffers:
+                buffers.adopt_changes()
+                buffers.allocate()
+                inputs += buffers.to_send()
+                outputs += buffers.received
+            self._wait = all_gather(outputs, inputs, self.axes.shard_group)
+
+    def finish_gather(self) -> bool:
+        """Wait until the parameters are gathered. Returns whether a gather was under way."""
+        if self._wait is None:
+            return False
+        self._wait()
+        self._wait = None
+        self.gathered = True
+        forget_gathered()  # what ops have made of these parameters was made of earlier values
+        return True
+
+    def is_under_way(self) -> bool:
+        """Whether a gather was started that nobody has waited for."""
+        return self._wait is not None
+
+    def free(self) -> bool:
+        """Free the gathered parameters. Returns whether there were any."""
+        self.finish_gather()
+        if not self.gathered:
+            return False
+        self.show_sharded()
+        for buffers in self.buffers:
+            buffers.free()
+        self.gathered = False
+        return True
+
+    def _check_data(self) -> None:
+        for parameter in self.parameters:
+            module, name = parameter.owners[0]
+            now = module._parameters[name]
+            if now is not None and now.is_meta:
+                raise InputError(
+                    f"the parameter {parameter.name!r} is on the meta device and has no data",
+                    f'call model.to_empty(device="{self.device.type}") and initialise it, or load a state dict, before '
+                    "the first forward pass",
+                )
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def has_gradients(self) -> bool:
+        """Whether gradients have arrived that are not reduced yet."""
+        return any(parameter.has_gradient() for parameter in self.parameters)
+
+    # ---- what the owners have -----------------------------------------------------------------------------------
+
+    def show_gathered(self, inputs: MeshInfo | None) -> None:
+        """Let the owners have the gathered parameters, as inputs that are distributed over this mesh need them."""
+        if self._shown and self._shown[0] is inputs:
+            return
+        for parameter in self.parameters:
+            parameter.put(parameter.gathered(inputs))
+        self._shown = (inputs,)
+
+    def show_sharded(self) -> None:
+        """Let the owners have the sharded parameters."""
+        if self._shown:
+            for parameter in self.parameters:
+                parameter.put(parameter.sharded)
+            self._shown = ()
+
+
+def _any_rank(buffers: Buffers) -> int | None:
+    """A rank of this process: its own, or in a simulated world the first."""
+    return 0 if buffers.parameters[0].axes.mesh_info.simulated else None

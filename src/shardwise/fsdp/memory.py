@@ -1,0 +1,78 @@
+"""Where the parameters of a group lie: their local shards in one flat buffer, the gathered parameters in another.
+
+A parameter is held with the dim on which it is sharded first. Each rank holds `rows` of its rows, the last ranks fewer
+where sizes are uneven. All ranks of a collective send equally much, so a piece has space for `rows` rows on every rank,
+and the pieces of all ranks, one after the other, are the gathered parameter with unused rows at its end:
+
+>>> arrange([(10, 4), (8,)], ranks=4, align=1).pieces
+(Piece(shape=(10, 4), rows=3, start=0, gathered_start=0), Piece(shape=(8,), rows=2, start=12, gathered_start=48))
+
+So an all-gather writes a parameter to where it is used, and nothing is copied before or after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The place of one parameter: `start` in the flat buffer of a rank, `gathered_start` in the gathered buffer."""
+
+    shape: Shape
+    rows: int
+    start: int
+    gathered_start: int
+
+    @property
+    def width(self) -> int:
+        """The elements of a row."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def numel(self) -> int:
+        """The elements that a rank sends: those of its rows and of unused ones."""
+        return self.rows * self.width
+
+    def held(self, index: int) -> int:
+        """The number of rows that the rank at this index of the group holds."""
+        return max(0, min(self.rows, self.shape[0] - index * self.rows))
+
+    def is_even(self, ranks: int) -> bool:
+        """Whether all ranks hold the same number of rows."""
+        return self.rows * ranks == self.shape[0]
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The places of several parameters, and the sizes of the two buffers."""
+
+    pieces: tuple[Piece, ...]
+    ranks: int
+    numel: int
+    gathered_numel: int
+
+    def padding(self) -> float:
+        """The share of the gathered buffer that holds no parameter."""
+        used = sum(math.prod(piece.shape) for piece in self.pieces)
+        return 1 - used / self.gathered_numel if self.gathered_numel else 0.0
+
+
+def arrange(shapes: Sequence[Shape], ranks: int, align: int) -> Arrangement:
+    """Place parameters of these shapes, sharded dim first, one after the other, at multiples of `align`."""
+    pieces: list[Piece] = []
+    start = gathered_start = 0
+    for shape in shapes:
+        piece = Piece(shape, -(-shape[0] // ranks), start, gathered_start)
+        pieces.append(piece)
+        start = _aligned(start + piece.numel, align)
+        gathered_start = _aligned(gathered_start + piece.numel * ranks, align)
+    return Arrangement(tuple(pieces), ranks, start, gathered_start)
+
+
+def _aligned(offset: int, align: int) -> int:
+    return -(-offset // align) * align

@@ -1,0 +1,42 @@
+"""What `fully_shard` does with dtypes and with host memory, as values that a caller passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"]
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """The dtypes in which a module computes and reduces; its sharded parameters keep their own.
+
+    >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    """
+
+    param_dtype: torch.dtype | None = None
+    """The dtype in which parameters are gathered and used. None: their own."""
+    reduce_dtype: torch.dtype | None = None
+    """The dtype in which gradients are reduced, and added up without communication. None: that of the gradients."""
+    output_dtype: torch.dtype | None = None
+    """The dtype to which floating-point outputs of the module are cast. None: they are not."""
+    cast_forward_inputs: bool = True
+    """Whether floating-point inputs of the module are cast to `param_dtype`."""
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Nothing is offloaded: parameters and gradients stay on the device of the mesh."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Sharded parameters and gradients lie in host memory, so that the optimizer runs on the CPU.
+
+    A local shard is copied to the device before it is gathered, and its gradient back after it is reduced.
+    """
+
+    pin_memory: bool = True
+    """Whether that host memory is pinned, so that copies run beside the computation."""

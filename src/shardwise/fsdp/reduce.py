@@ -1,0 +1,141 @@
+"""Reducing the gradients of a group: one reduce-scatter, from the gradients themselves into a flat buffer.
+
+The pieces of that buffer become the `.grad` of the sharded parameters. With an axis that replicates, the flat buffer is
+then summed over that axis, in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..tensor.dtensor import DTensor
+from .buffers import Buffers
+from .group import ParameterGroup
+from .parameter import ShardedParameter
+from .ranks import on_each_rank
+from .transfer import Wait, all_reduce, reduce_scatter
+
+Chosen = tuple[int, ...]
+
+
+@dataclass
+class ReduceSettings:
+    """How the gradients of a group are reduced."""
+
+    mean: bool = True
+    """Whether they are averaged, as for inputs that each rank has of its own; summed for distributed inputs."""
+    divide_factor: float | None = None
+    """What the sum is divided by, if not the number of ranks."""
+    force_sum: bool = False
+    """Whether collectives only sum, and divisions are ops of their own."""
+    over_replicas: bool = True
+    """Whether gradients are reduced over the axis that replicates, or wait for a later pass."""
+
+
+class Reduction:
+    """A reduction under way: first along the axis that shards, then along the one that replicates."""
+
+    def __init__(self, group: ParameterGroup, settings: ReduceSettings) -> None:
+        self.group = group
+        self._settings = settings
+        self._flats: list[tuple[Buffers, Chosen, Tensor]] = []
+        self._waits: list[Wait] = []
+        self._scattered = False
+        self.finished = False
+        self._over_replicas = group.axes.replicates and settings.over_replicas
+        self._averages = settings.mean and settings.divide_factor is None and not settings.force_sum
+        for buffers in group.buffers:
+            chosen = tuple(i for i, p in enumerate(buffers.parameters) if p.has_gradient())
+            if chosen:
+                self._start(buffers, chosen)
+
+    def _start(self, buffers: Buffers, chosen: Chosen) -> None:
+        parameters = [buffers.parameters[i] for i in chosen]
+        gradients = [parameter.take_gradient() for parameter in parameters]
+        dtype = self.group.mp_policy.reduce_dtype or gradients[0].dtype
+        inputs = [_to_send(p, g, dtype, buffers.ranks) for p, g in zip(parameters, gradients, strict=True)]
+        flat = buffers.new_flat(dtype, buffers.device, chosen)
+        outputs = buffers.pieces_of(flat, chosen)
+        self._waits.append(reduce_scatter(outputs, inputs, self._averages, self.group.axes.shard_group))
+        self._flats.append((buffers, chosen, flat))
+
+    def advance(self) -> None:
+        """Wait for the collective that is under way, and start the next one, or hand the gradients over."""
+        if not self._scattered:
+            self._scattered = True
+            self._after_scatter()
+            if self._over_replicas:
+                return
+        self._finish()
+        self.finished = True
+
+    def _after_scatter(self) -> None:
+        """Add what earlier passes left, and start to reduce over the axis that replicates."""
+        self._wait()
+        for buffers, chosen, flat in self._flats:
+            for i, shard in zip(chosen, buffers.shards_of(flat, chosen), strict=True):
+                earlier = buffers.unreduced.pop(i, None)
+                if earlier is not None:
+                    shard.add_(earlier)
+                if self.group.axes.replicates and not self._over_replicas:
+                    buffers.unreduced[i] = shard
+            if self._over_replicas:
+                self._waits.append(all_reduce(flat, self._averages, self.group.axes.replicate_group))
+        if self.group.axes.replicates and not self._over_replicas:
+            self._flats = []
+
+    def _finish(self) -> None:
+        """Wait for everything, and give the sharded parameters their gradients."""
+        self._wait()
+        for buffers, chosen, flat in self._flats:
+            divisor = self._divisor()
+            if divisor != 1:
+                flat.div_(divisor)
+            home = flat.to(device=buffers.home(), dtype=buffers.dtype)
+            for i, shard in zip(chosen, buffers.shards_of(home, chosen), strict=True):
+                _add_gradient(buffers.parameters[i], shard)
+        self._flats = []
+
+    def _wait(self) -> None:
+        for wait in self._waits:
+            wait()
+        self._waits = []
+
+    def _divisor(self) -> float:
+        """What sums are still to be divided by."""
+        settings = self._settings
+        if settings.divide_factor is not None:
+            return settings.divide_factor
+        if not settings.mean or self._averages:
+            return 1
+        sizes = self.group.axes.mesh_info.sizes
+        return sizes[0] * sizes[1] if self.group.axes.replicates else sizes[0]
+
+
+def _to_send(parameter: ShardedParameter, gradient: Tensor, dtype: torch.dtype, ranks: int) -> Tensor:
+    """A gradient as one dim, with equally many rows for each rank: itself, or a copy where sizes are uneven."""
+
+    def rows_first(rank: int | None, gradient: Tensor) -> Tensor:
+        rows = gradient.movedim(parameter.dim, 0)
+        missing = -rows.shape[0] % ranks
+        if not missing:
+            return rows.to(dtype).reshape(-1)
+        padded = rows.new_empty((rows.shape[0] + missing, *rows.shape[1:]), dtype=dtype)
+        padded[: rows.shape[0]].copy_(rows)
+        padded[rows.shape[0] :].zero_()
+        return padded.view(-1)
+
+    return on_each_rank(rows_first, gradient)
+
+
+def _add_gradient(parameter: ShardedParameter, shard: Tensor) -> None:
+    sharded: Any = parameter.sharded
+    new = DTensor.wrap(shard, parameter.spec)
+    if sharded.grad is None:
+        sharded.grad = new
+    else:
+        sharded.grad += new

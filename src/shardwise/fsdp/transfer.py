@@ -1,0 +1,105 @@
+"""The collectives of a group of parameters: each is one call for all of them, into memory that exists already.
+
+gloo reduces and scatters by reducing everything to everybody, so there a reduce-scatter is one all-to-all of the
+gradients, packed by one kernel, and a local sum: half of the bytes. Other backends reduce straight from the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._torch.collectives import group_named
+
+Wait = Callable[[], None]
+
+
+def all_gather(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: str) -> Wait:
+    """Start to gather each input into its output; the result waits for it."""
+    if len({tensor.dtype for tensor in inputs}) > 1:  # a gather moves bytes, so that dtypes share one call
+        inputs = [tensor.view(torch.uint8) for tensor in inputs]
+        outputs = [tensor.view(torch.uint8) for tensor in outputs]
+    return _waiting(_group(group).allgather_into_tensor_coalesced(list(outputs), list(inputs)), outputs, inputs)
+
+
+def reduce_scatter(outputs: Sequence[Tensor], inputs: Sequence[Tensor], mean: bool, group: str) -> Wait:
+    """Start to sum each input over the ranks, or to average it, and to write this rank's part into its output."""
+    process_group = _group(group)
+    if _exchanges(process_group, inputs[0]):
+        return _reduce_by_exchange(outputs, inputs, mean, process_group)
+    options: Any = dist.ReduceScatterOptions()
+    options.reduceOp = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+    work = process_group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs), options)
+    return _waiting(work, outputs, inputs)
+
+
+def all_reduce(tensor: Tensor, mean: bool, group: str) -> Wait:
+    """Start to sum a tensor over the ranks, or to average it, in place."""
+    process_group = _group(group)
+    averages = mean and process_group.name() != "gloo"
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+    work = process_group.allreduce([tensor], options)
+
+    def wait() -> None:
+        work.wait()
+        if mean and not averages:
+            tensor.div_(process_group.size())
+
+    return wait
+
+
+def _group(name: str) -> Any:
+    """The process group of a name; its methods call the ops of `torch.ops.c10d`, which simulated ranks have, too."""
+    return group_named(name)
+
+
+def _waiting(work: Any, *tensors: Sequence[Tensor]) -> Wait:
+    """A function that waits for communication, and keeps its tensors alive until then."""
+
+    def wait() -> None:
+        work.wait()
+        kept.clear()
+
+    kept = list(tensors)
+    return wait
+
+
+def _exchanges(group: Any, tensor: Tensor) -> bool:
+    return group.name() == "gloo" and tensor.device.type == "cpu"
+
+
+def _reduce_by_exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], mean: bool, group: Any) -> Wait:
+    """The same by one all-to-all and a local sum."""
+    ranks = group.size()
+    sent = torch.cat([tensor.view(ranks, -1) for tensor in inputs], dim=1)
+    received = torch.empty_like(sent)
+    work = group.alltoall_base(received, sent, [], [])
+
+    def wait() -> None:
+        work.wait()
+        combine = torch.mean if mean else torch.sum
+        flat = _as_one(outputs)
+        if flat is not None:
+            combine(received, 0, out=flat)
+            return
+        parts = received.split([output.numel() for output in outputs], dim=1)
+        for output, part in zip(outputs, parts, strict=True):
+            combine(part, 0, out=output)
+
+    return wait
+
+
+def _as_one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One tensor of the memory of all of these, if they lie one after the other."""
+    first = tensors[0]
+    end = first.storage_offset()
+    for tensor in tensors:
+        if tensor.storage_offset() != end or tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        end += tensor.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,), first.storage_offset())
