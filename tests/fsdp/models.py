@@ -102,9 +102,7 @@ def assert_same_parameters(model: nn.Module, expected: nn.Module, **tolerance: f
     found = dict(model.named_parameters())
     assert found.keys() == wanted.keys()
     for name, parameter in found.items():
-        torch.testing.assert_close(
-            full(parameter), wanted[name].detach(), **tolerance, msg=lambda text: f"{name}: {text}"
-        )
+        torch.testing.assert_close(full(parameter), wanted[name].detach(), **tolerance)
 
 
 def clone(model: Model) -> Model:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -19,10 +20,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InputError
+from ..nn.replaced import replacement_of
 from ..sharding.placement import Shard
 from .axes import data_axes
 from .group import ParameterGroup
-from .parameter import Owner
+from .parameter import Owner, ShardedParameter
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .schedule import Schedule
 from .state import STATE, ModuleState, state_of, states_below
@@ -65,9 +67,9 @@ def fully_shard(
             raise InputError("fully_shard was called twice for one module", "call it once, with all its arguments")
     group = ParameterGroup(type(modules[0]).__name__, axes, device, mp_policy, offload_policy)
     ignored = {id(parameter) for parameter in ignored_params or ()}
-    found = _free_parameters(modules, ignored)
+    found, moved = _free_parameters(modules, ignored)
     _move_buffers(modules, device)
-    group.shard([(name, p, owners, _dim_of(name, p, shard_placement_fn)) for name, p, owners in found])
+    group.shard([(name, p, owners, _dim_of(name, p, shard_placement_fn)) for name, p, owners in found], moved)
     state = ModuleState(modules, group, _checked_reshard(reshard_after_forward))
     for each in modules:
         each.__dict__[STATE] = state
@@ -149,9 +151,38 @@ class FSDPModule:
         """Set whether collectives only sum, with divisions as ops of their own."""
         self._state().settings.force_sum = enable
 
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Set whether parameters without a gradient are reduced as zeros, because other ranks may have used them."""
+        for state in self._states(recurse):
+            state.settings.unused_as_zeros = reduce_scatter_unused_params
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: object = None) -> None:
+        """Set a function that gets each flat buffer of reduced gradients before the parameters do."""
+        self._state().settings.hook = hook
+
+    def reset_iter_state(self) -> None:
+        """Forget what a forward or backward pass that raised an error has left, gradients that wait included."""
+        for state in self._states(recurse=True):
+            state.reset()
+
+    def set_post_optim_event(self, event: object) -> None:
+        """Accepted, and not needed: gathers wait for what the current stream has to do before them."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Accepted, and not needed: there are no staging buffers."""
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward needs the parameters of this group. That of an embedding alone does not."""
         self._state().unshard_in_backward = unshard_in_backward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the module, whose parameters are sharded and have memory of their own."""
+        for state in self._states(recurse=True):
+            state.free("forward")
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def _state(self) -> ModuleState:
         state = state_of(self)  # type: ignore[arg-type]
@@ -215,22 +246,37 @@ def _checked_reshard(value: bool | int | None) -> bool | None:
     )
 
 
-def _free_parameters(modules: Iterable[nn.Module], ignored: set[int]) -> list[tuple[str, nn.Parameter, list[Owner]]]:
-    """The parameters that belong to no group yet, each with its first name and all its owners."""
+def _free_parameters(
+    modules: Iterable[nn.Module], ignored: set[int]
+) -> tuple[list[tuple[str, nn.Parameter, list[Owner]]], list[ShardedParameter]]:
+    """The parameters that belong to no group yet, each with its first name and all its owners.
+
+    The second result are parameters of groups below that a module outside of them shares: their groups lose them.
+    """
     found: dict[int, tuple[str, nn.Parameter, list[Owner]]] = {}
+    moved: dict[int, ShardedParameter] = {}
     seen: set[int] = set()
-    taken = {id(p.sharded) for state in states_below(list(modules)) for p in state.group.parameters}
+    inner = {id(p.sharded): (state.group, p) for state in states_below(list(modules)) for p in state.group.parameters}
     for root in modules:
         for path, module in root.named_modules():
             if id(module) in seen:
                 continue
             seen.add(id(module))
             for name, parameter in module._parameters.items():
-                if parameter is None or id(parameter) in ignored or id(parameter) in taken:
+                if parameter is None or id(parameter) in ignored or id(parameter) in inner:
+                    continue
+                tied = inner.get(id(replacement_of(parameter)))
+                if tied is not None:
+                    moved[id(tied[1])] = tied[1]
+                    tied[1].owners.append((module, name))
+                    module._parameters[name] = tied[1].sharded
                     continue
                 full = f"{path}.{name}" if path else name
                 found.setdefault(id(parameter), (full, parameter, []))[2].append((module, name))
-    return list(found.values())
+    for group, parameter_of_group in inner.values():
+        if id(parameter_of_group) in moved:
+            group.remove(parameter_of_group)
+    return list(found.values()), list(moved.values())
 
 
 def _dim_of(name: str, parameter: nn.Parameter, placement_of: PlacementFn | None) -> int:

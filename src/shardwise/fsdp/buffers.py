@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..tensor.dtensor import DTensor
 from .memory import Arrangement, Piece, arrange
 from .parameter import ShardedParameter, replace_by, shard_data, shard_of
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -94,20 +97,44 @@ class Buffers:
         """The device on which local shards lie."""
         return torch.device("cpu") if self.offload is not None else self.device
 
-    def shard(self, full_locals: Sequence[Tensor]) -> None:
-        """Put each rank's rows of the parameters, given with all rows, into a new flat buffer."""
-        on_meta = any(local.is_meta for local in full_locals)
+    def shard(self, full_locals: Sequence[Tensor | None]) -> None:
+        """Put each rank's rows of the parameters, given with all rows, into a new flat buffer.
+
+        Those given as None are sharded already, and were in the buffer of another group.
+        """
+        on_meta = any(local is not None and local.is_meta for local in full_locals)
         flat = self.new_flat(self.dtype, torch.device("meta") if on_meta else self.home())
-        if not on_meta:
-            for i, (parameter, local) in enumerate(zip(self.parameters, full_locals, strict=True)):
+        for i, (parameter, local, place) in enumerate(
+            zip(self.parameters, full_locals, self.shards_of(flat), strict=True)
+        ):
 
-                def piece_at(rank: int | None, i: int = i) -> Piece:
-                    return self.arrangement(rank).pieces[i]
+            def piece_at(rank: int | None, i: int = i) -> Piece:
+                return self.arrangement(rank).pieces[i]
 
+            if local is None:
+                _move(parameter, place)
+                continue
+            if not on_meta:
                 shard_data(parameter, piece_at, local, flat)
-        for parameter, shard in zip(self.parameters, self.shards_of(flat), strict=True):
-            replace_by(parameter, shard)
+            replace_by(parameter, place)
         self._use(flat)
+
+    def remove(self, parameter: ShardedParameter) -> None:
+        """Give a parameter to another group; the others are put into a new buffer before they are gathered."""
+        self.parameters.remove(parameter)
+        self._arrangements.clear()
+        self.flat = self.gathered = None
+        self.sent, self.received = [], []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Buffers:
+        copied = copy.copy(self)
+        memo[id(self)] = copied
+        copied.parameters = copy.deepcopy(self.parameters, memo)
+        copied._arrangements = {}
+        copied.unreduced = {}
+        copied.flat = copied.gathered = None
+        copied.sent, copied.received = [], []
+        return copied
 
     def adopt_changes(self) -> None:
         """Put local shards that lie elsewhere into a flat buffer, after `to_empty` or a change of parameters."""
@@ -121,7 +148,7 @@ class Buffers:
                 changed = True
             if shard_of(parameter.sharded) is not parameter.local:
                 changed = True
-        if changed and not self._lie_in_place():
+        if self.flat is None or (changed and not self._lie_in_place()):
             self._repack()
 
     def _lie_in_place(self) -> bool:
@@ -136,14 +163,8 @@ class Buffers:
 
     def _repack(self) -> None:
         flat = self.new_flat(self.dtype, self.home())
-        with torch.no_grad():
-            for parameter, place in zip(self.parameters, self.shards_of(flat), strict=True):
-                sharded: Tensor = parameter.sharded
-                place.copy_(shard_of(sharded))
-                gradient = sharded.grad
-                sharded.data = type(sharded).wrap(place, parameter.spec)  # type: ignore[attr-defined]
-                sharded.grad = gradient
-                parameter.local = shard_of(sharded)
+        for parameter, place in zip(self.parameters, self.shards_of(flat), strict=True):
+            _move(parameter, place)
         self._use(flat)
 
     def _use(self, flat: Tensor) -> None:
@@ -195,3 +216,13 @@ class Buffers:
         """Free the gathered parameters."""
         assert self.gathered is not None
         free(self.gathered)
+
+
+@torch.no_grad()
+def _move(parameter: ShardedParameter, place: Tensor) -> None:
+    """Copy the local shard of a sharded parameter to another place, and let the parameter be there."""
+    sharded = parameter.sharded
+    if not place.is_meta:
+        place.copy_(shard_of(sharded))
+    sharded.data = DTensor.wrap(place, parameter.spec)
+    parameter.local = shard_of(sharded)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,17 +39,39 @@ class ParameterGroup:
 
     # ---- making it ----------------------------------------------------------------------------------------------
 
-    def shard(self, parameters: Sequence[tuple[str, nn.Parameter, list[Owner], int]]) -> None:
-        """Shard these parameters, each given with its name, its owners, and the dim to shard."""
+    def shard(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter, list[Owner], int]],
+        moved: Sequence[ShardedParameter] = (),
+    ) -> None:
+        """Shard these parameters, each given with its name, its owners, and the dim to shard.
+
+        Those that are `moved` here were parameters of other groups.
+        """
         made = [shard_parameter(name, tensor, owners, self.axes, dim) for name, tensor, owners, dim in parameters]
-        self.parameters = [parameter for parameter, _ in made]
-        by_dtype: dict[torch.dtype, list[tuple[ShardedParameter, Tensor]]] = {}
-        for parameter, local in made:
+        self.parameters = [*(parameter for parameter, _ in made), *moved]
+        by_dtype: dict[torch.dtype, list[tuple[ShardedParameter, Tensor | None]]] = {}
+        for parameter, local in [*made, *((parameter, None) for parameter in moved)]:
             by_dtype.setdefault(parameter.spec.dtype, []).append((parameter, local))
         for pairs in by_dtype.values():
             buffers = Buffers([parameter for parameter, _ in pairs], self.device, self.mp_policy, self.offload)
             buffers.shard([local for _, local in pairs])
             self.buffers.append(buffers)
+
+    def remove(self, parameter: ShardedParameter) -> None:
+        """Give a parameter to another group."""
+        self.parameters.remove(parameter)
+        for buffers in self.buffers:
+            if parameter in buffers.parameters:
+                buffers.remove(parameter)
+        self.buffers = [buffers for buffers in self.buffers if buffers.parameters]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterGroup:
+        copied = copy.copy(self)
+        memo[id(self)] = copied
+        copied.parameters = copy.deepcopy(self.parameters, memo)
+        copied.buffers = copy.deepcopy(self.buffers, memo)
+        return copied
 
     @property
     def nbytes(self) -> int:

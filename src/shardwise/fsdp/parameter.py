@@ -10,6 +10,7 @@ The memory of the gathered parameter is freed after use, and filled again before
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +52,12 @@ class ShardedParameter:
     """The local shard of `sharded`, as it was put into the flat buffer."""
     accumulated: Tensor | None = None
     """Gradients of the gathered parameter that were added up in another dtype and are not reduced yet."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
+        """A copy without memory: its group puts it into buffers of its own."""
+        owners = [(copy.deepcopy(module, memo), name) for module, name in self.owners]
+        sharded = copy.deepcopy(self.sharded, memo)
+        return ShardedParameter(self.name, owners, self.axes, self.dim, self.spec, self.over_others, sharded)
 
     # ---- sizes --------------------------------------------------------------------------------------------------
 
@@ -129,6 +136,11 @@ class ShardedParameter:
     def has_gradient(self) -> bool:
         """Whether a gradient has arrived that is not reduced yet."""
         return self.accumulated is not None or any(leaf.grad is not None for leaf in self.leaves.values())
+
+    def add_missing_gradient(self) -> None:
+        """Have zeros for a gradient if none has arrived."""
+        if self.sharded.requires_grad and self.data is not None and not self.has_gradient():
+            self.accumulated = on_each_rank(lambda rank, data: torch.zeros_like(data), self.data)
 
     def take_gradient(self) -> Tensor:
         """The local gradient of the gathered parameter, which then has none."""

@@ -6,6 +6,7 @@ then summed over that axis, in place.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,10 @@ class ReduceSettings:
     """Whether collectives only sum, and divisions are ops of their own."""
     over_replicas: bool = True
     """Whether gradients are reduced over the axis that replicates, or wait for a later pass."""
+    unused_as_zeros: bool = False
+    """Whether parameters that got no gradient are reduced, too."""
+    hook: Callable[[Tensor], None] | None = None
+    """Called with each flat buffer of reduced gradients."""
 
 
 class Reduction:
@@ -49,6 +54,9 @@ class Reduction:
         self._over_replicas = group.axes.replicates and settings.over_replicas
         self._averages = settings.mean and settings.divide_factor is None and not settings.force_sum
         for buffers in group.buffers:
+            if settings.unused_as_zeros:
+                for parameter in buffers.parameters:
+                    parameter.add_missing_gradient()
             chosen = tuple(i for i, p in enumerate(buffers.parameters) if p.has_gradient())
             if chosen:
                 self._start(buffers, chosen)
@@ -95,6 +103,8 @@ class Reduction:
             divisor = self._divisor()
             if divisor != 1:
                 flat.div_(divisor)
+            if self._settings.hook is not None:
+                self._settings.hook(flat)
             home = flat.to(device=buffers.home(), dtype=buffers.dtype)
             for i, shard in zip(chosen, buffers.shards_of(home, chosen), strict=True):
                 _add_gradient(buffers.parameters[i], shard)

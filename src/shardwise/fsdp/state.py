@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -101,6 +102,37 @@ class ModuleState:
         before, after = _Before(self, index), _After(self, index)
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, prepend=False)
+
+        module.register_state_dict_pre_hook(self._before_state_dict)
+
+    def _before_state_dict(self, *_: object) -> None:
+        self.free("forward")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
+        copied = copy.copy(self)
+        memo[id(self)] = copied
+        copied.root = None
+        copied.modules = copy.deepcopy(self.modules, memo)
+        copied.group = copy.deepcopy(self.group, memo)
+        copied.settings = copy.copy(self.settings)
+        copied.forward_prefetch = copy.deepcopy(self.forward_prefetch, memo)
+        copied.backward_prefetch = copy.deepcopy(self.backward_prefetch, memo)
+        return copied
+
+    def reset(self) -> None:
+        """Be as before the first pass."""
+        self.phase = "idle"
+        self.free("forward")
+        self._to_run = set(range(len(self.modules)))
+        for parameter in self.group.parameters:
+            if parameter.has_gradient():
+                parameter.take_gradient()
+        for buffers in self.group.buffers:
+            buffers.unreduced.clear()
+        root = self.find_root()
+        root.reductions.clear()
+        root.order = Order()
+        root.in_backward, root.inputs = False, None
 
     # ---- the root -----------------------------------------------------------------------------------------------
 

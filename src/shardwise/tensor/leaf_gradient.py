@@ -19,6 +19,7 @@ from .._torch.autograd import accumulating_leaf, run_first
 from .._torch.tls import ThreadValue
 from ..sharding.base import DTensorBase
 from ..sharding.layout import Layout
+from ..sharding.memory_order import in_memory_order, memory_order
 from ..sharding.spec import DTensorSpec
 from .autograd import as_distributed_gradient, to_spec
 
@@ -107,10 +108,15 @@ class UnreducedGradient(LeafGradient):
         """The tensor hook of the leaf: the gradient with the placements that its owner wants."""
         if grad is None:
             return None
-        distributed = as_distributed_gradient(grad, self.spec)
-        if distributed is grad and distributed._spec.layout is self.target.layout:
+        target = self.target.with_dtype(grad.dtype)
+        if isinstance(grad, DTensorBase) and grad._spec is target:
             return None
-        return to_spec(distributed, self.target.with_dtype(grad.dtype))
+        moved = to_spec(as_distributed_gradient(grad, self.spec), target)
+        if moved._spec.tensor_meta == target.tensor_meta:
+            return moved
+        # With the strides of the leaf: autograd would copy it to a tensor with them, which is replicated.
+        local = in_memory_order(moved._local_tensor, memory_order(target.tensor_meta))
+        return DTensorBase.concrete.wrap(local, target)
 
 
 def leaf_without_reduction(leaf: Any, target: DTensorSpec) -> Any:
