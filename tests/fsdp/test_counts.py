@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise import Shard, distribute_tensor
+from shardwise import RankTensor, Shard, distribute_tensor
 from shardwise.debug import CommDebugMode
+from shardwise.errors import InputError
 from shardwise.fsdp import Event, fully_shard, schedule
-from tests.fsdp.models import batches, loss_of, new_model, shard
+from tests.fsdp.models import batches, full, loss_of, new_model, shard
 from tests.worlds import mesh_of
 
 
@@ -67,3 +71,64 @@ def test_the_schedule_prefetches_and_holds_two_blocks() -> None:
         assert reduced == [f"blocks.{i}" for i in reversed(one_after_the_other)]
         assert schedule(model).most_gathered() == 3  # two blocks, and the root around them
         assert "backward  blocks.0  reduce" in str(schedule(model))
+
+
+def test_parameters_that_neighbours_keep_are_gathered_from_them() -> None:
+    with mesh_of(8, names=("dp",)) as mesh:
+        block = even_block()
+        expected = copy.deepcopy(block)
+        nbytes = sum(parameter.nbytes for parameter in block.parameters())
+        fully_shard(block, mesh=mesh, reshard_after_forward=2)
+        step(block, mesh)
+        block.zero_grad()
+        torch.manual_seed(0)
+        counted = step(block, mesh)
+        assert kinds(counted) == [("all-gather", False), ("all-gather", True), ("reduce-scatter", True)]
+        assert [collective.received for collective in counted.collectives] == [
+            nbytes * 7 // 8,
+            nbytes // 2,
+            nbytes * 7 // 8,
+        ]
+        torch.manual_seed(0)
+        expected(torch.randn(8, 16)).sum().backward()
+        torch.testing.assert_close(full(block[0].weight.grad), expected[0].weight.grad)
+        with pytest.raises(InputError, match=r"reshard_after_forward=3, with 8 ranks.*\[2, 4\]"):
+            fully_shard(even_block(), mesh=mesh, reshard_after_forward=3)
+
+
+def test_a_rank_holds_its_share_and_two_blocks() -> None:
+    """Counted in all memory that this process holds for rank 0, while blocks compute."""
+    dim, count, ranks = 64, 6, 8
+    gc.collect()
+    elsewhere = bytes_of_rank(0)
+    with mesh_of(ranks, names=("dp",)) as mesh:
+        model = nn.Sequential(*(nn.Linear(dim, dim) for _ in range(count)))
+        of_block = sum(parameter.nbytes for parameter in model[0].parameters())
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        x = distribute_tensor(torch.randn(ranks, dim), mesh, [Shard(0)])
+        held: list[int] = []
+        for block in model:
+            block.register_forward_hook(lambda *_: held.append(bytes_of_rank(0) - elsewhere))
+        for _ in range(2):
+            held.clear()
+            before = bytes_of_rank(0) - elsewhere
+            model(x).sum().backward()
+            model.zero_grad()
+        share = count * of_block // ranks
+        assert before == share + x.to_local().shards[0].nbytes
+        activations = 2 * count * dim * 4
+        assert max(held) <= share + 2 * of_block + activations
+        # In backward the gradients of two blocks come on top: one is computed while the other is reduced.
+        assert schedule(model).most_gathered() == 2
+
+
+def bytes_of_rank(rank: int) -> int:
+    """The bytes of all memory of a simulated rank that any tensor of this process still uses."""
+    storages = {}
+    for tensor in gc.get_objects():
+        if type(tensor) is RankTensor:
+            storage = tensor.shards[rank].untyped_storage()
+            storages[storage._cdata] = storage.size()
+    return sum(storages.values())

@@ -1,4 +1,4 @@
-"""Kinds of modules and of training: ties, frozen parameters, dtypes, accumulation, checkpointing, copies, state dicts."""
+"""Kinds of modules and of training: ties, frozen parameters, dtypes, accumulation, checkpointing, copies, files."""
 
 from __future__ import annotations
 

@@ -54,7 +54,8 @@ def fully_shard(
     that are DTensors already, over other axes of the same root mesh, stay sharded there.
 
     After the forward pass the parameters are freed, and gathered again in backward: `reshard_after_forward=True`. With
-    False they are kept. None frees them except in the outermost module, which backward begins with.
+    False they are kept; with a number of ranks, so many neighbouring ranks keep them together. None frees them except
+    in the outermost module, which backward begins with.
 
     Inputs may be local tensors of each rank, whose gradients are averaged over the ranks, or DTensors on a mesh that
     has these axes: the program is then that of one device, and gradients are those of its loss.
@@ -70,7 +71,7 @@ def fully_shard(
     found, moved = _free_parameters(modules, ignored)
     _move_buffers(modules, device)
     group.shard([(name, p, owners, _dim_of(name, p, shard_placement_fn)) for name, p, owners in found], moved)
-    state = ModuleState(modules, group, _checked_reshard(reshard_after_forward))
+    state = ModuleState(modules, group, _checked_reshard(reshard_after_forward, axes.ranks))
     for each in modules:
         each.__dict__[STATE] = state
         cls: Any = type(each)
@@ -123,10 +124,10 @@ class FSDPModule:
         for state in self._states(recurse):
             state.settings.over_replicas = requires_all_reduce
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+    def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
         """Set whether parameters are freed after the forward pass."""
         for state in self._states(recurse):
-            state.reshard_after_forward = _checked_reshard(reshard_after_forward)
+            state.reshard_after_forward = _checked_reshard(reshard_after_forward, state.group.axes.ranks)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether parameters are freed after the backward pass."""
@@ -238,12 +239,16 @@ def _device(device_type: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
 
 
-def _checked_reshard(value: bool | int | None) -> bool | None:
+def _checked_reshard(value: bool | int | None, ranks: int) -> bool | int | None:
     if value is None or isinstance(value, bool):
         return value
-    raise InputError(
-        f"reshard_after_forward={value!r}: resharding to fewer ranks is not supported", "pass True, False or None"
-    )
+    if not isinstance(value, int) or not 1 < value < ranks or ranks % value:
+        fitting = [count for count in range(2, ranks) if ranks % count == 0]
+        raise InputError(
+            f"reshard_after_forward={value!r}, with {ranks} ranks that shard",
+            f"pass True, False, None or a number of ranks that divides them: {fitting or 'there is none here'}",
+        )
+    return value
 
 
 def _free_parameters(

@@ -13,7 +13,9 @@ from ..comm.groups import adopt
 from ..errors import InputError, MeshError
 from ..sharding.mesh import MeshInfo, require_world
 from ..sharding.runtime import WorldState, runtime_of_world
+from ..world import register_group
 
+_NEIGHBOURS: WorldState[dict[tuple[MeshInfo, int], str]] = WorldState(dict)
 _DEFAULT: WorldState[dict[str, DeviceMesh]] = WorldState(dict)
 
 
@@ -47,6 +49,25 @@ class DataAxes:
     def replicate_group(self) -> str:
         """The name of the process group along the axis that replicates."""
         return self.mesh_info.groups[(0,)]
+
+    def group_of_neighbours(self, count: int) -> str:
+        """The name of the process group of `count` neighbouring ranks along the axis that shards, made on first use."""
+        made = _NEIGHBOURS.of(self.mesh_info.runtime)
+        key = (self.mesh_info, count)
+        if key not in made:
+            made[key] = self._make_neighbours(count)
+        return made[key]
+
+    def _make_neighbours(self, count: int) -> str:
+        lines = self.mesh_info.rank_groups((self.shard_axis,))
+        groups = [line[start : start + count] for line in lines for start in range(0, len(line), count)]
+        if self.mesh_info.simulated:
+            name = dist.new_group(groups[0]).group_name
+            register_group(name, groups)
+            return name
+        own = next(ranks for ranks in groups if dist.get_rank() in ranks)
+        # Only the ranks of this mesh call this, which need not be all ranks of the world.
+        return dist.new_group(own, use_local_synchronization=True).group_name
 
     def inside(self, mesh_info: MeshInfo) -> tuple[int, ...] | None:
         """The axes of another mesh that connect the same ranks as these do; None if there are none.

@@ -212,6 +212,15 @@ class Buffers:
         assert self.gathered is not None
         allocate(self.gathered)
 
+    def keep_share(self, count: int) -> list[Tensor]:
+        """What a rank keeps of the gathered parameters if `count` neighbouring ranks keep all of them together."""
+        index_at = self.parameters[0].index_at
+
+        def share(rank: int | None, gathered: Tensor) -> Tensor:
+            return gathered.view(count, -1)[index_at(rank) % count].clone()
+
+        return [on_each_rank(share, gathered) for gathered in self.received]
+
     def free(self) -> None:
         """Free the gathered parameters."""
         assert self.gathered is not None

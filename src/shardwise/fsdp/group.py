@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,13 @@ from .buffers import Buffers
 from .parameter import Owner, ShardedParameter, shard_parameter
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .transfer import Wait, all_gather
+
+
+class _Kept(NamedTuple):
+    """What this rank keeps of gathered parameters that `count` neighbouring ranks hold together."""
+
+    count: int
+    shares: list[Tensor]
 
 
 class ParameterGroup:
@@ -34,6 +41,7 @@ class ParameterGroup:
         self.buffers: list[Buffers] = []
         self.gathered = False
         self._wait: Wait | None = None
+        self._kept: _Kept | None = None
         self._shown: tuple[MeshInfo | None] | tuple[()] = ()
         """The mesh of the inputs for which the owners have gathered parameters; () if they have the sharded ones."""
 
@@ -88,12 +96,15 @@ class ParameterGroup:
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
         with torch.no_grad():
+            kept, self._kept = self._kept, None
             for buffers in self.buffers:
-                buffers.adopt_changes()
+                if kept is None:
+                    buffers.adopt_changes()
                 buffers.allocate()
-                inputs += buffers.to_send()
+                inputs += buffers.to_send() if kept is None else []
                 outputs += buffers.received
-            self._wait = all_gather(outputs, inputs, self.axes.shard_group)
+            name = self.axes.shard_group if kept is None else self.axes.group_of_neighbours(kept.count)
+            self._wait = all_gather(outputs, inputs if kept is None else kept.shares, name)
 
     def finish_gather(self) -> bool:
         """Wait until the parameters are gathered. Returns whether a gather was under way."""
@@ -109,11 +120,18 @@ class ParameterGroup:
         """Whether a gather was started that nobody has waited for."""
         return self._wait is not None
 
-    def free(self) -> bool:
-        """Free the gathered parameters. Returns whether there were any."""
+    def free(self, neighbours: int | None = None) -> bool:
+        """Free the gathered parameters. Returns whether there were any.
+
+        With `neighbours`, that many neighbouring ranks keep a share each, from which they are gathered the next time.
+        """
         self.finish_gather()
+        self._kept = None
         if not self.gathered:
             return False
+        if neighbours is not None:
+            shares = [share for buffers in self.buffers for share in buffers.keep_share(neighbours)]
+            self._kept = _Kept(neighbours, shares)
         self.show_sharded()
         for buffers in self.buffers:
             buffers.free()

@@ -79,7 +79,9 @@ class Root:
 class ModuleState:
     """The group of parameters of one call of `fully_shard`, and what its modules are doing."""
 
-    def __init__(self, modules: Sequence[nn.Module], group: ParameterGroup, reshard_after_forward: bool | None) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], group: ParameterGroup, reshard_after_forward: bool | int | None
+    ) -> None:
         self.modules = list(modules)
         self.group = group
         self.reshard_after_forward = reshard_after_forward
@@ -166,9 +168,9 @@ class ModuleState:
             self.group.start_gather()
             self._note(phase, "prefetch")
 
-    def free(self, phase: str) -> None:
-        """Free the gathered parameters."""
-        if self.group.free():
+    def free(self, phase: str, neighbours: int | None = None) -> None:
+        """Free the gathered parameters; with `neighbours`, that many ranks keep them together."""
+        if self.group.free(neighbours):
             self._note(phase, "free")
 
     def _note(self, phase: str, action: str) -> None:
@@ -223,7 +225,7 @@ class ModuleState:
             if recorded:
                 root.order.finished.append(self)
             if self._frees_after_forward(recorded) and not in_backward():
-                self.free("forward")
+                self.free("forward", self.neighbours if recorded else None)
         if self.is_root():
             root.inputs = None
             for state in root.states:  # those that were expected to run, and did not
@@ -234,7 +236,13 @@ class ModuleState:
     def _frees_after_forward(self, recorded: bool) -> bool:
         if self.reshard_after_forward is None:
             return not (self.is_root() and recorded)
-        return self.reshard_after_forward
+        return self.reshard_after_forward is not False
+
+    @property
+    def neighbours(self) -> int | None:
+        """The number of ranks that keep the parameters between forward and backward, if it is not all or one."""
+        kept = self.reshard_after_forward
+        return None if kept is None or isinstance(kept, bool) else kept
 
     def _mesh_of_inputs(self, args: Any, kwargs: Any) -> MeshInfo | None:
         """The mesh over which inputs are distributed, if it has the axes of data parallel."""
