@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,12 +18,14 @@ from shardwise.debug import CommDebugMode
 from shardwise.errors import InputError
 from shardwise.fsdp import (
     CPUOffloadPolicy,
+    DataParallelMeshDims,
     FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
     schedule,
 )
+from shardwise.parallel import ColwiseParallel, parallelize_module
 from tests.fsdp.models import assert_same_parameters, batches, full, loss_of, new_model, shard
 from tests.worlds import mesh_of
 
@@ -424,3 +427,59 @@ def test_errors() -> None:
         x = distribute_tensor(torch.ones(2, 2), mesh["dp"], [Shard(0)])
         with pytest.raises(InputError, match="erase"):
             shardwise.erase(lambda x: model(x).sum())(x)
+
+
+def test_kept_parameters_follow_the_optimizer() -> None:
+    with mesh_of(4, names=("dp",)) as mesh:
+        model = fully_shard(nn.Linear(8, 8), mesh=mesh, reshard_after_forward=False)
+        x = over_rows(mesh)(torch.ones(4, 8))
+        with torch.no_grad():
+            model(x)
+            for parameter in model._fully_shard_state.group.parameters:
+                parameter.sharded.zero_()
+            assert torch.equal(full(model(x)), torch.zeros(4, 8))
+
+
+def test_modules_to_prefetch() -> None:
+    with mesh_of(4, names=("dp",)) as mesh:
+        model = shard(new_model(), mesh)
+        first, second, third = model.blocks
+        first.set_modules_to_forward_prefetch([second, third])
+        third.set_modules_to_backward_prefetch([second, first])
+        loss_of(model, over_rows(mesh)(batches(1)[0])).backward()
+        events = [tuple(event) for event in schedule(model) if event.action == "prefetch"]
+        assert events[:2] == [("forward", "blocks.1", "prefetch"), ("forward", "blocks.2", "prefetch")]
+        assert events[-2:] == [("backward", "blocks.1", "prefetch"), ("backward", "blocks.0", "prefetch")]
+
+
+def test_axes_of_data_parallel_by_name() -> None:
+    with mesh_of(2, 2, names=("dp", "tp")) as mesh:
+        model = nn.Linear(8, 8)
+        parallelize_module(model, mesh, ColwiseParallel(use_local_output=False))
+        fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+        assert str(model.weight.spec) == "f32[8@(tp, dp), 8]"
+
+
+def test_a_changed_dtype_is_an_error() -> None:
+    with mesh_of(4, names=("dp",)) as mesh:
+        model = fully_shard(nn.Linear(8, 8), mesh=mesh).double()
+        with pytest.raises(InputError, match=r"made the parameter 'weight' f32\[8@dp, 8\], and now it is f64.*before"):
+            model(over_rows(mesh)(torch.ones(4, 8, dtype=torch.float64)))
+
+
+@dataclass
+class Output:
+    value: Tensor
+
+
+class Wrapped(nn.Linear):
+    def forward(self, x: Tensor) -> Output:
+        return Output(super().forward(x))
+
+
+def test_outputs_in_dataclasses() -> None:
+    with mesh_of(4, names=("dp",)) as mesh:
+        model = fully_shard(Wrapped(8, 8), mesh=mesh, reshard_after_forward=True)
+        x = over_rows(mesh)(torch.ones(4, 8)).requires_grad_()
+        model(x).value.sum().backward()
+        torch.testing.assert_close(full(x.grad), full(model.weight).sum(0).expand(4, 8))

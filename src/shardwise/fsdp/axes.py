@@ -81,6 +81,24 @@ class DataAxes:
         return next((axes for axes in (by_name, *mesh_info.groups) if _partition(mesh_info, axes) == wanted), None)
 
 
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """The axes of a mesh that are data parallel, by name."""
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def slice_of(self, mesh: DeviceMesh | None) -> DeviceMesh:
+        """The mesh of these axes."""
+        names = [name for name in (self.replicate, self.shard) if name is not None]
+        if mesh is None or self.shard is None or not all(isinstance(name, str) for name in names):
+            raise MeshError(
+                f"fully_shard got dp_mesh_dims={self!r} and mesh={mesh}",
+                "pass the mesh of all axes, and one axis to shard over, perhaps one to replicate over",
+            )
+        return mesh[tuple(str(name) for name in names)]
+
+
 def _partition(mesh_info: MeshInfo, axes: tuple[int, ...]) -> set[frozenset[int]]:
     return {frozenset(ranks) for ranks in mesh_info.rank_groups(axes)} if axes else set()
 

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import InputError
 from ..tensor.dtensor import DTensor
 from .memory import Arrangement, Piece, arrange
-from .parameter import ShardedParameter, replace_by, shard_data, shard_of
+from .parameter import ShardedParameter, shard_of
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from .ranks import allocate, free, on_each_rank, same_memory
+from .ranks import allocate, free, memory_of, on_each_rank, same_memory
+from .sharded import replace_by, shard_data
 
 _ALIGNMENT = 16
 """Bytes to which pieces are aligned on a GPU, where kernels load that many at once."""
@@ -143,13 +145,20 @@ class Buffers:
             module, name = parameter.owners[0]
             now = module._parameters[name]
             if now is not parameter.sharded and now is not None:
+                _check_replacement(parameter, now)
                 parameter.sharded = now
                 parameter.put(now)
                 changed = True
             if shard_of(parameter.sharded) is not parameter.local:
+                _check_replacement(parameter, parameter.sharded)
                 changed = True
         if self.flat is None or (changed and not self._lie_in_place()):
             self._repack()
+
+    def version(self) -> int:
+        """A number that grows when a parameter is written, through itself or through its local shard."""
+        local = 0 if self.flat is None else memory_of(self.flat)[0]._version
+        return local + sum(parameter.sharded._version for parameter in self.parameters)
 
     def _lie_in_place(self) -> bool:
         if self.flat is None or self.flat.is_meta:
@@ -225,6 +234,18 @@ class Buffers:
         """Free the gathered parameters."""
         assert self.gathered is not None
         free(self.gathered)
+
+
+def _check_replacement(parameter: ShardedParameter, new: Tensor) -> None:
+    """Raise an error if the parameter that a module has now is another one than was sharded."""
+    spec = getattr(new, "_spec", None)
+    if spec is None or spec.layout is not parameter.spec.layout or new.dtype != parameter.spec.dtype:
+        found = f"a plain {new.dtype} tensor of shape {list(new.shape)}" if spec is None else f"{spec!r}"
+        raise InputError(
+            f"fully_shard made the parameter {parameter.name!r} {parameter.spec!r}, and now it is {found}",
+            "change the shape and dtype of parameters before fully_shard, or compute in another dtype by "
+            "mp_policy=MixedPrecisionPolicy(param_dtype=...); assign a state dict of DTensors with the same placements",
+        )
 
 
 @torch.no_grad()

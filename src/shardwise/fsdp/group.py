@@ -14,15 +14,16 @@ from ..errors import InputError
 from ..sharding.mesh import MeshInfo
 from .axes import DataAxes
 from .buffers import Buffers
-from .parameter import Owner, ShardedParameter, shard_parameter
+from .parameter import Owner, ShardedParameter
 from .policies import MixedPrecisionPolicy, OffloadPolicy
+from .sharded import shard_parameter
 from .transfer import Wait, all_gather
 
 
 class _Kept(NamedTuple):
-    """What this rank keeps of gathered parameters that `count` neighbouring ranks hold together."""
+    """What this rank keeps of gathered parameters that `ranks` neighbouring ranks hold together."""
 
-    count: int
+    ranks: int
     shares: list[Tensor]
 
 
@@ -42,6 +43,7 @@ class ParameterGroup:
         self.gathered = False
         self._wait: Wait | None = None
         self._kept: _Kept | None = None
+        self._versions: list[int] = []
         self._shown: tuple[MeshInfo | None] | tuple[()] = ()
         """The mesh of the inputs for which the owners have gathered parameters; () if they have the sharded ones."""
 
@@ -103,8 +105,14 @@ class ParameterGroup:
                 buffers.allocate()
                 inputs += buffers.to_send() if kept is None else []
                 outputs += buffers.received
-            name = self.axes.shard_group if kept is None else self.axes.group_of_neighbours(kept.count)
+            self._versions = [buffers.version() for buffers in self.buffers]
+            name = self.axes.shard_group if kept is None else self.axes.group_of_neighbours(kept.ranks)
             self._wait = all_gather(outputs, inputs if kept is None else kept.shares, name)
+
+    def free_if_written(self) -> None:
+        """Free gathered parameters if the sharded ones were written since, by an optimizer say."""
+        if self.gathered and self._versions != [buffers.version() for buffers in self.buffers]:
+            self.free()
 
     def finish_gather(self) -> bool:
         """Wait until the parameters are gathered. Returns whether a gather was under way."""

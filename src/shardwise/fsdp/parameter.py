@@ -17,16 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError
-from ..nn.replaced import copy_attributes, record_replacement
 from ..sharding.mesh import MeshInfo
-from ..sharding.placement import InterleavedShard, Partial, Placement, Replicate, Shard, ShardOrderEntry
-from ..sharding.spec import DTensorSpec, TensorMeta
+from ..sharding.placement import Partial, Placement, Replicate, ShardOrderEntry
+from ..sharding.spec import DTensorSpec
 from ..tensor.dtensor import DTensor
 from ..tensor.leaf_gradient import leaf_without_reduction
-from .axes import DataAxes, joined_mesh, mesh_without
+from .axes import DataAxes
 from .memory import Piece, Shape
 from .ranks import coordinate_of, on_each_rank
+from .specs import placements_on
 
 Owner = tuple[nn.Module, str]
 
@@ -120,7 +119,7 @@ class ShardedParameter:
         placements: list[Placement] = [Replicate()] * len(inputs.sizes)
         order: tuple[ShardOrderEntry, ...] = ()
         if self.over_others is not None:
-            placements, order = _on_mesh(self.over_others, inputs)
+            placements, order = placements_on(self.over_others, inputs)
         meta = self.spec.tensor_meta._replace(dtype=self._dtype())
         spec = DTensorSpec(inputs.mesh, placements, meta, order)
         partial: list[Placement] = [Partial() if axis in summed else p for axis, p in enumerate(placements)]
@@ -170,139 +169,6 @@ class ShardedParameter:
             module._parameters[name] = tensor  # type: ignore[assignment]  # a DTensor of the leaf is no Parameter
 
 
-def _on_mesh(spec: DTensorSpec, mesh_info: MeshInfo) -> tuple[list[Placement], tuple[ShardOrderEntry, ...]]:
-    """Placements and order of a spec on a mesh that has the axes of its own, by name; replicated over the others."""
-    names = spec.mesh_info.names
-    placements: list[Placement] = [Replicate()] * len(mesh_info.sizes)
-    for name, placement in zip(names, spec.placements, strict=True):
-        placements[mesh_info.names.index(name)] = placement
-    order = tuple(
-        ShardOrderEntry(entry.tensor_dim, tuple(mesh_info.names.index(names[axis]) for axis in entry.mesh_dims))
-        for entry in spec.shard_order
-    )
-    return placements, order
-
-
-# ---- making one ------------------------------------------------------------------------------------------------------
-
-
-def shard_parameter(
-    name: str, parameter: nn.Parameter, owners: list[Owner], axes: DataAxes, dim: int
-) -> tuple[ShardedParameter, Tensor]:
-    """The sharded parameter in the place of a plain or distributed one, and the local tensor to take its data from.
-
-    It has no memory yet: its group puts it into a flat buffer.
-    """
-    distributed = parameter if isinstance(parameter, DTensor) else None
-    dim = _checked_dim(name, parameter, dim)
-    if distributed is None:
-        spec, other, local = _spec_of_plain(parameter, axes, dim), None, parameter.detach()
-    else:
-        spec, other = _spec_of_distributed(name, distributed._spec, axes, dim)
-        local = distributed._local_tensor.detach()
-    return ShardedParameter(name, owners, axes, dim, spec, other, parameter), local
-
-
-def replace_by(parameter: ShardedParameter, local: Tensor) -> None:
-    """Make the distributed tensor with this local shard the parameter that the owners have."""
-    old = parameter.sharded
-    new = nn.Parameter(DTensor.wrap(local, parameter.spec), old.requires_grad)
-    if isinstance(old, DTensor):
-        new.__dict__.update({key: value for key, value in old.__dict__.items() if key != "_leaf_gradient"})
-    else:
-        copy_attributes(old, new)  # type: ignore[arg-type]
-        record_replacement(old, new)  # type: ignore[arg-type]
-    parameter.sharded = new
-    parameter.local = shard_of(new)
-    parameter.put(new)
-
-
 def shard_of(tensor: Any) -> Tensor:
     """The local shard of a distributed tensor, the object that it holds."""
     return tensor._local_tensor
-
-
-def _checked_dim(name: str, parameter: Tensor, dim: int) -> int:
-    if not parameter.dim():
-        raise InputError(
-            f"fully_shard got the parameter {name!r}, which has no dims to shard",
-            f"make it a tensor of one element, or pass ignored_params={{module.{name}}}",
-        )
-    if not -parameter.dim() <= dim < parameter.dim():
-        raise InputError(
-            f"Shard({dim}) for the parameter {name!r} of shape {list(parameter.shape)}",
-            f"shard_placement_fn returns one of its dims, 0 to {parameter.dim() - 1}",
-        )
-    return dim % parameter.dim()
-
-
-def _first_dim_strides(shape: torch.Size, dim: int) -> tuple[int, ...]:
-    """The strides of a tensor that lies in memory with one dim first, and the others as they come."""
-    order = [dim, *(d for d in range(len(shape)) if d != dim)]
-    strides, step = [0] * len(shape), 1
-    for d in reversed(order):
-        strides[d] = step
-        step *= max(shape[d], 1)
-    return tuple(strides)
-
-
-def _spec_of_plain(parameter: Tensor, axes: DataAxes, dim: int) -> DTensorSpec:
-    placements: list[Placement] = [Replicate()] * axes.shard_axis + [Shard(dim)]
-    shape = parameter.shape
-    return DTensorSpec(
-        axes.mesh_info.mesh, placements, TensorMeta(shape, _first_dim_strides(shape, dim), parameter.dtype)
-    )
-
-
-def _spec_of_distributed(
-    name: str, old: DTensorSpec, axes: DataAxes, dim: int
-) -> tuple[DTensorSpec, DTensorSpec | None]:
-    """The spec of a distributed parameter that is also sharded over the data axis, and the one without that axis."""
-    mesh_info = joined_mesh(axes, old.mesh_info)
-    placements, order = _on_mesh(old, mesh_info)
-    data = [mesh_info.names.index(name) for name in axes.mesh_info.names]
-    for axis in data:
-        if not isinstance(placements[axis], Replicate):
-            raise InputError(
-                f"fully_shard over {axes.mesh_info!r} got the parameter {name!r} as {old!r}, which "
-                f"{mesh_info.names[axis]} distributes already",
-                "pass a mesh over whose axes parameters are replicated",
-            )
-    if any(isinstance(p, InterleavedShard) and p.dim == dim for p in placements):
-        raise InputError(
-            f"the parameter {name!r} is {old!r}, sharded in blocks along dim {dim}, where fully_shard would shard it",
-            "let shard_placement_fn return another dim for it, or keep its blocks as parameters of their own",
-        )
-    meta = TensorMeta(old.shape, _first_dim_strides(old.shape, dim), old.dtype)
-    shard_axis = data[-1]
-    placements[shard_axis] = Shard(dim)
-    inner = {entry.tensor_dim: entry.mesh_dims for entry in order}
-    inner[dim] = (*inner.get(dim, ()), shard_axis)
-    new_order = tuple(ShardOrderEntry(d, inner[d]) for d in sorted(inner))
-    spec = DTensorSpec(mesh_info.mesh, placements, meta, new_order)
-    return spec, _without_data_axes(old, axes, meta)
-
-
-def _without_data_axes(old: DTensorSpec, axes: DataAxes, meta: TensorMeta) -> DTensorSpec | None:
-    others = mesh_without(axes, old.mesh_info)
-    if others is None:
-        return None
-    names = old.mesh_info.names
-    placements = [p for name, p in zip(names, old.placements, strict=True) if name in others.names]
-    order = tuple(
-        ShardOrderEntry(entry.tensor_dim, tuple(others.names.index(names[axis]) for axis in entry.mesh_dims))
-        for entry in old.shard_order
-    )
-    return DTensorSpec(others.mesh, placements, meta, order)
-
-
-def shard_data(parameter: ShardedParameter, piece_at: Any, local: Tensor, flat: Tensor) -> None:
-    """Copy this rank's rows of a parameter, given as a local tensor with all rows, into the flat buffer."""
-
-    def copy(rank: int | None, flat: Tensor, local: Tensor) -> None:
-        piece = piece_at(rank)
-        first = parameter.index_at(rank) * piece.rows
-        rows = local.movedim(parameter.dim, 0)[first : first + piece.rows]
-        parameter.shard_in(flat, piece, rank).copy_(rows.movedim(0, parameter.dim))
-
-    on_each_rank(copy, flat, local)

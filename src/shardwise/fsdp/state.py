@@ -6,74 +6,18 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .._torch import pytree
-from .._torch.autograd import QuickFunction, call_after_backward, in_backward
+from .._torch.autograd import in_backward
 from ..errors import InputError
-from ..nn.parameters import replicate_rest
 from ..sharding.mesh import MeshInfo
 from ..sharding.recording import is_recording
 from ..tensor.dtensor import DTensor
 from .group import ParameterGroup
+from .passing import after_gradients_of, before_gradients_of, cast, replicate_buffers, tensors_in
 from .reduce import ReduceSettings, Reduction
-from .schedule import Order, Schedule
-
-
-class Root:
-    """What all modules below one root share: the order in which they run, and reductions under way."""
-
-    def __init__(self, state: ModuleState, states: Sequence[ModuleState]) -> None:
-        self.state = state
-        self.states = list(states)
-        self.order = Order()
-        self.schedule = Schedule()
-        self.last_schedule = Schedule()
-        self.inputs: MeshInfo | None = None
-        self.reductions: list[Reduction] = []
-        self.in_backward = False
-        self.is_last_backward = True
-
-    def begin_step(self) -> None:
-        """Begin another schedule, if a step has ended."""
-        if self.schedule.events and not self.order.finished:
-            self.last_schedule, self.schedule = self.schedule, Schedule()
-
-    def begin_backward(self) -> None:
-        """Note that a backward pass has begun; what is left is done at its end."""
-        if not self.in_backward:
-            self.in_backward = True
-            call_after_backward(self.end_backward)
-
-    def end_backward(self) -> None:
-        """Reduce and free what is left, and give the sharded parameters their gradients."""
-        self.in_backward = False
-        for state in self.states:
-            if state.phase == "backward" or state.group.has_gradients():
-                state.post_backward()
-            state.phase = "idle"
-        if self.is_last_backward:
-            self.finish_reductions()
-            self.order.finished.clear()
-            for state in self.states:
-                if state.group.is_under_way():
-                    state.free("backward")
-
-    def add_reduction(self, reduction: Reduction) -> None:
-        """Let a reduction run beside the backward pass of the next module, and end those of earlier modules."""
-        self._advance_reductions()
-        self.reductions.append(reduction)
-
-    def finish_reductions(self) -> None:
-        """Wait for all reductions."""
-        while self.reductions:
-            self._advance_reductions()
-
-    def _advance_reductions(self) -> None:
-        for reduction in self.reductions:
-            reduction.advance()
-        self.reductions = [reduction for reduction in self.reductions if not reduction.finished]
+from .root import Root
+from .schedule import Order
 
 
 class ModuleState:
@@ -97,6 +41,8 @@ class ModuleState:
         """The mesh over which the inputs of the last forward pass were distributed."""
         self._to_run = set(range(len(self.modules)))
         self._is_data_mesh: dict[MeshInfo, bool] = {}
+        self._with_buffers: set[MeshInfo] = set()
+        """The meshes over which the buffers of the modules were replicated, for inputs on them."""
         for index, module in enumerate(self.modules):
             self._register(module, index)
 
@@ -200,26 +146,29 @@ class ModuleState:
             root.inputs = inputs
         self.inputs = inputs = inputs if inputs is not None else root.inputs
         self._set_reduction(inputs)
+        self.group.free_if_written()
         self.gather("forward")
         if first and not in_backward():
             following = root.order.forward(self)
             for state in self.forward_prefetch or ([following] if following is not None else []):
                 state.prefetch("forward")
         self.group.show_gathered(inputs)
-        if inputs is not None:
-            self._distribute_buffers(inputs)
-        args, kwargs = self._cast_inputs(args, kwargs)
-        return self._mark_inputs(args, kwargs) if first else (args, kwargs)
+        if inputs is not None and inputs not in self._with_buffers:
+            self._with_buffers.add(inputs)
+            for module in self.modules:
+                replicate_buffers(module, inputs)
+        cast_inputs = self._cast_inputs(args, kwargs)
+        return after_gradients_of(cast_inputs, self.post_backward) if first else cast_inputs
 
     def post_forward(self, index: int, output: Any) -> Any:
         """Free the parameters, unless backward is to use them; gather them again when it begins."""
         if self.phase == "backward":
-            return self._cast_output(output)
+            return cast(output, self.group.mp_policy.output_dtype)
         root = self.find_root()
         self._to_run.discard(index)
         last = not self._to_run
-        output = self._cast_output(output)
-        recorded = self._mark_outputs(output)
+        output = cast(output, self.group.mp_policy.output_dtype)
+        recorded = before_gradients_of(output, self.pre_backward)
         if last:
             self._to_run = set(range(len(self.modules)))
             if recorded:
@@ -246,7 +195,7 @@ class ModuleState:
 
     def _mesh_of_inputs(self, args: Any, kwargs: Any) -> MeshInfo | None:
         """The mesh over which inputs are distributed, if it has the axes of data parallel."""
-        for value in pytree.tree_leaves((args, kwargs)):
+        for value in tensors_in((args, kwargs)):
             if isinstance(value, DTensor) and self._has_data_axes(value._spec.mesh_info):
                 return value._spec.mesh_info
         return None
@@ -274,48 +223,11 @@ class ModuleState:
             )
         self.settings.mean = mean
 
-    def _distribute_buffers(self, inputs: MeshInfo) -> None:
-        """Replicate plain buffers over the mesh of the inputs."""
-        for module in self.modules:
-            for submodule in module.modules():
-                if any(
-                    buffer is not None and not isinstance(buffer, DTensor) for buffer in submodule._buffers.values()
-                ):
-                    _replicate_buffers(submodule, inputs)
-
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         policy = self.group.mp_policy
-        if policy.param_dtype is None or not policy.cast_forward_inputs:
-            return args, kwargs
-        return _cast(args, policy.param_dtype), _cast(kwargs, policy.param_dtype)
-
-    def _cast_output(self, output: Any) -> Any:
-        dtype = self.group.mp_policy.output_dtype
-        return output if dtype is None else _cast(output, dtype)
+        return cast((args, kwargs), policy.param_dtype if policy.cast_forward_inputs else None)
 
     # ---- backward -----------------------------------------------------------------------------------------------
-
-    def _mark_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Let the backward pass of the module end where the gradients of its inputs are known."""
-        if not torch.is_grad_enabled():
-            return args, kwargs
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        places = [i for i, value in enumerate(leaves) if isinstance(value, Tensor) and value.requires_grad]
-        if not places:
-            return args, kwargs
-        for i, value in zip(places, _EndOfBackward.apply(self, *(leaves[i] for i in places)), strict=True):
-            leaves[i] = value
-        return pytree.tree_unflatten(leaves, structure)
-
-    def _mark_outputs(self, output: Any) -> bool:
-        """Let the backward pass of the module begin where the gradients of its outputs are known."""
-        found = False
-        if torch.is_grad_enabled():
-            for value in pytree.tree_leaves(output):
-                if isinstance(value, Tensor) and value.requires_grad:
-                    value.register_hook(self.pre_backward)
-                    found = True
-        return found
 
     def pre_backward(self, gradient: object = None) -> None:
         """Gather the parameters again, and start the gather of the module that follows."""
@@ -370,22 +282,6 @@ class _After:
         return self.state.post_forward(self.index, output)
 
 
-class _EndOfBackward(QuickFunction):
-    """The identity, in front of a module; in backward, what follows it is done with the module's parameters."""
-
-    @staticmethod
-    def forward(ctx: Any, state: ModuleState, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The inputs."""
-        ctx.state = state
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        """The gradients."""
-        ctx.state.post_backward()
-        return (None, *gradients)
-
-
 STATE = "_fully_shard_state"
 """The attribute of a module that holds its state."""
 
@@ -405,19 +301,3 @@ def states_below(modules: Sequence[nn.Module]) -> list[ModuleState]:
             if state is not None:
                 found[id(state)] = state
     return list(found.values())
-
-
-def _cast(values: Any, dtype: torch.dtype) -> Any:
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    return pytree.tree_map(cast, values)
-
-
-def _replicate_buffers(module: nn.Module, mesh_info: MeshInfo) -> None:
-    parameters = dict(module._parameters)
-    module._parameters.clear()  # only buffers are left to replicate
-    try:
-        replicate_rest(module, mesh_info.mesh, None)
-    finally:
-        module._parameters.update(parameters)

@@ -29,7 +29,7 @@ def all_gather(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: str) 
 def reduce_scatter(outputs: Sequence[Tensor], inputs: Sequence[Tensor], mean: bool, group: str) -> Wait:
     """Start to sum each input over the ranks, or to average it, and to write this rank's part into its output."""
     process_group = _group(group)
-    if _exchanges(process_group, inputs[0]):
+    if inputs[0].device.type == "cpu" and _runs_on_gloo(process_group, inputs[0]):
         return _reduce_by_exchange(outputs, inputs, mean, process_group)
     options: Any = dist.ReduceScatterOptions()
     options.reduceOp = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
@@ -40,7 +40,7 @@ def reduce_scatter(outputs: Sequence[Tensor], inputs: Sequence[Tensor], mean: bo
 def all_reduce(tensor: Tensor, mean: bool, group: str) -> Wait:
     """Start to sum a tensor over the ranks, or to average it, in place."""
     process_group = _group(group)
-    averages = mean and process_group.name() != "gloo"
+    averages = mean and not _runs_on_gloo(process_group, tensor)
     options: Any = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
     work = process_group.allreduce([tensor], options)
@@ -69,8 +69,9 @@ def _waiting(work: Any, *tensors: Sequence[Tensor]) -> Wait:
     return wait
 
 
-def _exchanges(group: Any, tensor: Tensor) -> bool:
-    return group.name() == "gloo" and tensor.device.type == "cpu"
+def _runs_on_gloo(group: Any, tensor: Tensor) -> bool:
+    """Whether gloo carries out the collectives of a group on tensors of this device."""
+    return f"{tensor.device.type}:gloo" in dist.get_backend_config(group)
 
 
 def _reduce_by_exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], mean: bool, group: Any) -> Wait:

@@ -1,0 +1,75 @@
+"""From a parameter of a module to a sharded one: its spec, its data, and its place in the modules that own it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..nn.replaced import copy_attributes, record_replacement
+from ..tensor.dtensor import DTensor
+from .axes import DataAxes
+from .memory import Piece
+from .parameter import Owner, ShardedParameter, shard_of
+from .ranks import on_each_rank
+from .specs import spec_of_distributed, spec_of_plain
+
+
+def shard_parameter(
+    name: str, parameter: nn.Parameter, owners: list[Owner], axes: DataAxes, dim: int
+) -> tuple[ShardedParameter, Tensor]:
+    """The sharded parameter in the place of a plain or distributed one, and the local tensor to take its data from.
+
+    It has no memory yet: its group puts it into a flat buffer.
+    """
+    distributed = parameter if isinstance(parameter, DTensor) else None
+    dim = _checked_dim(name, parameter, dim)
+    if distributed is None:
+        spec, other, local = spec_of_plain(parameter, axes, dim), None, parameter.detach()
+    else:
+        spec, other = spec_of_distributed(name, distributed._spec, axes, dim)
+        local = distributed._local_tensor.detach()
+    return ShardedParameter(name, owners, axes, dim, spec, other, parameter), local
+
+
+def replace_by(parameter: ShardedParameter, local: Tensor) -> None:
+    """Make the distributed tensor with this local shard the parameter that the owners have."""
+    old = parameter.sharded
+    new = nn.Parameter(DTensor.wrap(local, parameter.spec), old.requires_grad)
+    if isinstance(old, DTensor):
+        new.__dict__.update({key: value for key, value in old.__dict__.items() if key != "_leaf_gradient"})
+    else:
+        copy_attributes(old, new)  # type: ignore[arg-type]
+        record_replacement(old, new)  # type: ignore[arg-type]
+    parameter.sharded = new
+    parameter.local = shard_of(new)
+    parameter.put(new)
+
+
+def _checked_dim(name: str, parameter: Tensor, dim: int) -> int:
+    if not parameter.dim():
+        raise InputError(
+            f"fully_shard got the parameter {name!r}, which has no dims to shard",
+            f"make it a tensor of one element, or pass ignored_params={{module.{name}}}",
+        )
+    if not -parameter.dim() <= dim < parameter.dim():
+        raise InputError(
+            f"Shard({dim}) for the parameter {name!r} of shape {list(parameter.shape)}",
+            f"shard_placement_fn returns one of its dims, 0 to {parameter.dim() - 1}",
+        )
+    return dim % parameter.dim()
+
+
+def shard_data(
+    parameter: ShardedParameter, piece_at: Callable[[int | None], Piece], local: Tensor, flat: Tensor
+) -> None:
+    """Copy this rank's rows of a parameter, given as a local tensor with all rows, into the flat buffer."""
+
+    def copy(rank: int | None, flat: Tensor, local: Tensor) -> None:
+        piece = piece_at(rank)
+        first = parameter.index_at(rank) * piece.rows
+        rows = local.movedim(parameter.dim, 0)[first : first + piece.rows]
+        parameter.shard_in(flat, piece, rank).copy_(rows.movedim(0, parameter.dim))
+
+    on_each_rank(copy, flat, local)

@@ -1,0 +1,86 @@
+"""The specs of sharded parameters: the data axis shards what other axes have left of a parameter."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..sharding.mesh import MeshInfo
+from ..sharding.placement import InterleavedShard, Placement, Replicate, Shard, ShardOrderEntry
+from ..sharding.spec import DTensorSpec, TensorMeta
+from .axes import DataAxes, joined_mesh, mesh_without
+
+
+def placements_on(spec: DTensorSpec, mesh_info: MeshInfo) -> tuple[list[Placement], tuple[ShardOrderEntry, ...]]:
+    """Placements and order of a spec on a mesh that has the axes of its own, by name; replicated over the others."""
+    names = spec.mesh_info.names
+    placements: list[Placement] = [Replicate()] * len(mesh_info.sizes)
+    for name, placement in zip(names, spec.placements, strict=True):
+        placements[mesh_info.names.index(name)] = placement
+    order = tuple(
+        ShardOrderEntry(entry.tensor_dim, tuple(mesh_info.names.index(names[axis]) for axis in entry.mesh_dims))
+        for entry in spec.shard_order
+    )
+    return placements, order
+
+
+def _first_dim_strides(shape: torch.Size, dim: int) -> tuple[int, ...]:
+    """The strides of a tensor that lies in memory with one dim first, and the others as they come."""
+    order = [dim, *(d for d in range(len(shape)) if d != dim)]
+    strides, step = [0] * len(shape), 1
+    for d in reversed(order):
+        strides[d] = step
+        step *= max(shape[d], 1)
+    return tuple(strides)
+
+
+def spec_of_plain(parameter: Tensor, axes: DataAxes, dim: int) -> DTensorSpec:
+    """The spec of a plain parameter that is sharded over the data axis."""
+    placements: list[Placement] = [Replicate()] * axes.shard_axis + [Shard(dim)]
+    shape = parameter.shape
+    return DTensorSpec(
+        axes.mesh_info.mesh, placements, TensorMeta(shape, _first_dim_strides(shape, dim), parameter.dtype)
+    )
+
+
+def spec_of_distributed(
+    name: str, old: DTensorSpec, axes: DataAxes, dim: int
+) -> tuple[DTensorSpec, DTensorSpec | None]:
+    """The spec of a distributed parameter that is also sharded over the data axis, and the one without that axis."""
+    mesh_info = joined_mesh(axes, old.mesh_info)
+    placements, order = placements_on(old, mesh_info)
+    data = [mesh_info.names.index(name) for name in axes.mesh_info.names]
+    for axis in data:
+        if not isinstance(placements[axis], Replicate):
+            raise InputError(
+                f"fully_shard over {axes.mesh_info!r} got the parameter {name!r} as {old!r}, which "
+                f"{mesh_info.names[axis]} distributes already",
+                "pass a mesh over whose axes parameters are replicated",
+            )
+    if any(isinstance(p, InterleavedShard) and p.dim == dim for p in placements):
+        raise InputError(
+            f"the parameter {name!r} is {old!r}, sharded in blocks along dim {dim}, where fully_shard would shard it",
+            "let shard_placement_fn return another dim for it, or keep its blocks as parameters of their own",
+        )
+    meta = TensorMeta(old.shape, _first_dim_strides(old.shape, dim), old.dtype)
+    shard_axis = data[-1]
+    placements[shard_axis] = Shard(dim)
+    inner = {entry.tensor_dim: entry.mesh_dims for entry in order}
+    inner[dim] = (*inner.get(dim, ()), shard_axis)
+    new_order = tuple(ShardOrderEntry(d, inner[d]) for d in sorted(inner))
+    spec = DTensorSpec(mesh_info.mesh, placements, meta, new_order)
+    return spec, _without_data_axes(old, axes, meta)
+
+
+def _without_data_axes(old: DTensorSpec, axes: DataAxes, meta: TensorMeta) -> DTensorSpec | None:
+    others = mesh_without(axes, old.mesh_info)
+    if others is None:
+        return None
+    names = old.mesh_info.names
+    placements = [p for name, p in zip(names, old.placements, strict=True) if name in others.names]
+    order = tuple(
+        ShardOrderEntry(entry.tensor_dim, tuple(others.names.index(names[axis]) for axis in entry.mesh_dims))
+        for entry in old.shard_order
+    )
+    return DTensorSpec(others.mesh, placements, meta, order)
