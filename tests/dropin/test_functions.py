@@ -15,6 +15,7 @@ from shardwise._utils import (
 from shardwise.experimental._attention import (
     _context_parallel_shard,
     _ContextParallel,
+    _cp_options,
     _enable_context_parallel_dispatcher,
     _HeadTailLoadBalancer,
     _PerDocumentHeadTailLoadBalancer,
@@ -168,7 +169,8 @@ def test_a_registered_strategy_is_the_rule_of_an_op():
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
-def test_context_parallel_is_attention_over_the_whole_sequence(is_causal, rotate):
+def test_context_parallel_is_attention_over_the_whole_sequence(is_causal, rotate, monkeypatch):
+    monkeypatch.setattr(_cp_options, "rotate_method", None)  # restored at the end
     torch.manual_seed(0)
     tensors = [torch.randn(2, 4, 16, 8) for _ in range(3)]
     plain = [tensor.clone().requires_grad_() for tensor in tensors]

@@ -5,7 +5,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from shardwise.experimental._attention import context_parallel_unshard
 
+from shardwise import Replicate, Shard, distribute_tensor
 from shardwise.experimental import context_parallel
+from shardwise.nn import attention_over_sequence, packed_attention, unzigzag, zigzag
 from tests.processes.pool import on_processes
 from tests.processes.reference import assert_same, mesh_of
 
@@ -29,3 +31,50 @@ def test_buffers_are_shards_inside_and_restored_after() -> None:
     for tensor, original in zip((query, key, value), originals, strict=True):
         assert_same(tensor, original)
     assert table.shape == (2, 3, 2, 4)
+
+
+CASES = [
+    ("ring", 21, {"is_causal": True, "enable_gqa": True}, 2),
+    ("ring", 16, {"dropout_p": 0.3, "is_causal": True}, 4),
+    ("heads", 19, {"is_causal": True}, 4),
+    ("gather", 21, {}, 4),
+]
+
+
+@on_processes
+def test_attention_over_a_sharded_sequence() -> None:
+    mesh = mesh_of(4)
+    for method, length, options, shared in CASES:
+        generator = torch.Generator().manual_seed(length)
+        tensors = [torch.randn(2, 4 if i == 0 else shared, length, 8, generator=generator) for i in range(3)]
+        upstream = torch.randn(2, 4, length, 8, generator=generator)
+        plain = [tensor.clone().requires_grad_() for tensor in tensors]
+        torch.manual_seed(3)
+        expected = F.scaled_dot_product_attention(*plain, **options)
+        expected.backward(upstream)
+        leaves = [distribute_tensor(tensor, mesh, [Shard(2)]).requires_grad_() for tensor in tensors]
+        with attention_over_sequence(method):
+            torch.manual_seed(3)
+            found = F.scaled_dot_product_attention(*leaves, **options)
+            found.backward(distribute_tensor(upstream, mesh, [Shard(2)]))
+        torch.testing.assert_close(found.full_tensor(), expected)
+        for leaf, reference in zip(leaves, plain, strict=True):
+            torch.testing.assert_close(leaf.grad.full_tensor(), reference.grad)
+
+
+@on_processes
+def test_packed_documents_and_head_tail_order() -> None:
+    mesh = mesh_of(4)
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, 4, 37, 8, generator=generator) for _ in range(3)]
+    plain = [tensor.clone().requires_grad_() for tensor in tensors]
+    edges = [0, 11, 12, 37]
+    expected = packed_attention(*plain, edges)
+    expected.sin().sum().backward()
+    with attention_over_sequence("ring", zigzag=True):
+        leaves = [distribute_tensor(tensor, mesh, [Replicate()]).requires_grad_() for tensor in tensors]
+        found = packed_attention(*(zigzag(leaf, 2, 0) for leaf in leaves), edges)
+        found.sin().sum().backward()
+    torch.testing.assert_close(unzigzag(found.detach(), 2, 0).full_tensor(), expected.detach())
+    for leaf, reference in zip(leaves, plain, strict=True):
+        torch.testing.assert_close(leaf.grad.full_tensor(), reference.grad)

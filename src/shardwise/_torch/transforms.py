@@ -42,6 +42,11 @@ def batch_rule(func: OpOverload) -> Callable[..., object]:
     return rule
 
 
+def forward_derivative_active() -> bool:
+    """Whether a level of forward-mode differentiation is active."""
+    return forward_ad._current_level >= 0
+
+
 def anything_transforms() -> bool:
     """Whether transforms, autocast or a level of forward-mode differentiation is active."""
-    return autocast_enabled() or transforms_active() or forward_ad._current_level >= 0
+    return autocast_enabled() or transforms_active() or forward_derivative_active()

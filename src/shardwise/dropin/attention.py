@@ -6,10 +6,8 @@ plain tensors is that of the global sequence: its arguments are taken as sharded
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -21,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ..comm.groups import adopt
 from ..dispatch.modes import implicit_replication
 from ..errors import InputError, ShapeError
+from ..ops.sequence_options import ContextOptions, RotateMethod, attention_over_sequence, options
 from ..sharding.mesh import MeshInfo
 from ..sharding.placement import Shard
 from ..sharding.runtime import WorldState
@@ -33,26 +32,20 @@ _SEQUENCE_DIM = 2
 """The sequence dim of queries, keys and values."""
 
 
-class _RotateMethod(enum.Enum):
-    """How keys and values travel between ranks."""
-
-    ALL_TO_ALL = 1
-    ALL_GATHER = 2
-
-
-@dataclass
-class _Options:
-    convert_to_f32: bool = True
-    enable_load_balance: bool = False
-    rotate_method: _RotateMethod = _RotateMethod.ALL_GATHER
-
-
-_cp_options = _Options()
+_RotateMethod = RotateMethod
+_Options = ContextOptions
+_cp_options = options
 
 
 def set_rotate_method(rotate_method: str) -> None:
-    """Choose how keys and values travel: "allgather" or "alltoall". The values computed are the same."""
-    names = {"allgather": _RotateMethod.ALL_GATHER, "alltoall": _RotateMethod.ALL_TO_ALL}
+    """Choose how keys and values travel in this process: "allgather", or "alltoall" for a ring.
+
+    The values computed are the same. Without a choice, the cost model makes it, and takes a ring or an all-to-all by
+    heads.
+
+    >>> set_rotate_method("alltoall")
+    """
+    names = {"allgather": RotateMethod.ALL_GATHER, "alltoall": RotateMethod.ALL_TO_ALL}
     if rotate_method not in names:
         raise InputError(f"set_rotate_method({rotate_method!r})", f"use one of {', '.join(names)}")
     _cp_options.rotate_method = names[rotate_method]
@@ -81,13 +74,22 @@ class _Attention(TorchFunctionMode):
         }
         mesh_info = adopt(self.mesh)
         balancer = _ARRANGED.of(mesh_info.runtime).get(mesh_info)
-        whole = [self._in_order(named[name], balancer) for name in ("query", "key", "value")]
-        result: DTensor = _rearranged(func(*whole, *args[3:], **kwargs), self.dim, balancer)
+        shards = [DTensor.from_local(named[name], self.mesh, self.placements) for name in ("query", "key", "value")]
+        result: DTensor
+        if self._follows_positions(balancer, shards, len(args) > 3 or "attn_mask" in kwargs):
+            with attention_over_sequence(zigzag=True):
+                result = func(*shards, *args[3:], **kwargs)
+        else:
+            ordered = [_rearranged(shard, self.dim, balancer, restore=True) for shard in shards]
+            result = _rearranged(func(*ordered, *args[3:], **kwargs), self.dim, balancer)
         return result.redistribute(placements=self.placements).to_local()
 
-    def _in_order(self, tensor: Tensor, balancer: _LoadBalancer | None) -> DTensor:
-        """The global tensor of a local one, in the order of the sequence."""
-        return _rearranged(DTensor.from_local(tensor, self.mesh, self.placements), self.dim, balancer, restore=True)
+    def _follows_positions(self, balancer: _LoadBalancer | None, shards: Sequence[DTensor], masked: bool) -> bool:
+        """Whether a ring finds the positions of the tokens by itself, so that they need not be put back in order."""
+        if type(balancer) is not _HeadTailLoadBalancer or masked or self.dim != _SEQUENCE_DIM:
+            return False
+        fits = balancer.world_size == self.mesh.size() and all(shard.dim() == 4 for shard in shards)
+        return fits and all(shard.shape[self.dim] == balancer.seq_length for shard in shards)
 
 
 def _enable_context_parallel_dispatcher() -> None:

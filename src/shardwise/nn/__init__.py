@@ -1,6 +1,15 @@
-"""Modules with distributed parameters: distribute_module, shard_parameters."""
+"""Modules with distributed parameters, and attention over sequences that are sharded by position."""
 
+from ..ops.sequence_options import attention_over_sequence
+from .attention import packed_attention, unzigzag, zigzag
 from .distribute import distribute_module
 from .shard import shard_parameters
 
-__all__ = ["distribute_module", "shard_parameters"]
+__all__ = [
+    "attention_over_sequence",
+    "distribute_module",
+    "packed_attention",
+    "shard_parameters",
+    "unzigzag",
+    "zigzag",
+]

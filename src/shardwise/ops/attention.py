@@ -1,7 +1,7 @@
 """Scaled dot product attention: the ops that PyTorch's backends provide, forward and backward.
 
 Batch and heads may be sharded, and the positions of the queries unless a causal mask depends on them. The positions of
-keys and values must be replicated: merging partial attention is another algorithm (context parallelism). With fewer
+keys and values must be replicated: where they are sharded, `context_attention` runs another op. With fewer
 heads of keys than of queries, each group of query heads shares one key head: the heads of the queries are then (g r).
 """
 
@@ -159,5 +159,5 @@ define(
     local=Local(_run, when="empty shard"),
 )
 
-# These choose among the ops above, or compute attention by products; a causal mask is made on the way.
-define(("aten::scaled_dot_product_attention", "aten::_scaled_dot_product_attention_math"), makes_tensors=True)
+# Attention by products; a causal mask is made on the way.
+define("aten::_scaled_dot_product_attention_math", makes_tensors=True)

@@ -13,7 +13,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._torch.fake_tensors import has_readable_values
 from .._torch.ops import OpOverload
+from ..comm.on_ranks import from_ranks
+from ..random import Draw
+from ..random.bits import Key
+from ..random.box import Box
+from ..random.fill import fill
+from ..sharding.layout import Coordinate, Factor, Layout, Run
+from ..sharding.mesh import MeshInfo
+from ..sharding.recording import recorded
+from ..sharding.spec import TensorMeta
 from .call import Kwargs
 from .registry import resolve
 
@@ -99,3 +109,59 @@ def _summed_over_groups(gradient: Tensor, heads: int) -> Tensor:
     if gradient.shape[1] == heads:
         return gradient
     return gradient.unflatten(1, (heads, -1)).sum(2)
+
+
+# ---- block by block -------------------------------------------------------------------------------------------------
+
+
+def draw_dropout(mesh_info: MeshInfo, weights: TensorMeta, p: float, device: torch.device) -> Tensor:
+    """What dropout of these global weights is computed from, the same on all ranks.
+
+    For few weights it is the mask of those that are kept; for many a key, from which every rank computes the weights
+    that it holds. They are the numbers that a dropout of the global weights draws.
+    """
+    return recorded(_draw_dropout, mesh_info, weights, p, device)
+
+
+def _draw_dropout(mesh_info: MeshInfo, weights: TensorMeta, p: float, device: torch.device) -> Tensor:
+    draw = Draw(mesh_info, weights, device, None)
+    replicated = Layout.make(mesh_info.sizes, tuple((Factor(size, ()),) for size in weights.shape))
+    key = draw.key
+    if key is None:
+        return from_ranks(mesh_info, lambda at: draw.numbers(replicated, at, "native_dropout", (p,), torch.bool))
+    numbers = torch.stack([torch.as_tensor(number, dtype=torch.int64, device=device) for number in key])
+    return from_ranks(mesh_info, lambda at: numbers.clone())
+
+
+def kept_weights(
+    drawn: Tensor, p: float, layout: Layout, at: Coordinate, length: int, queries: Run, keys: Run
+) -> Tensor:
+    """Which weights of some queries and keys dropout keeps, for the batch and heads that a rank holds.
+
+    `drawn` is what `draw_dropout` returned, `layout` that of the queries, `length` the number of all keys.
+    """
+    if drawn.dtype == torch.bool:
+        kept = drawn[:, :, slice(*queries), slice(*keys)]
+        for dim in (0, 1):
+            runs = layout.runs(at)[dim]
+            kept = torch.cat([kept.narrow(dim, start, stop - start) for start, stop in runs], dim)
+        return kept
+    box = _box(layout, at, length, queries, keys)
+    sizes = (*layout.local_shape(at)[:2], queries[1] - queries[0], keys[1] - keys[0])
+    kept = torch.empty(sizes, dtype=torch.bool, device=drawn.device)
+    on_host = drawn.device.type == "cpu" and has_readable_values(drawn)
+    return fill(kept, box, Key(*(drawn.tolist() if on_host else drawn.unbind())), "native_dropout", (p,))
+
+
+def _box(layout: Layout, at: Coordinate, length: int, queries: Run, keys: Run) -> Box:
+    """The flat indices of weights among all weights, `[batch, heads, queries, keys]`."""
+    offset, stride = queries[0] * length + keys[0], layout.shape[2] * length
+    sizes, strides = [queries[1] - queries[0], keys[1] - keys[0]], [length, 1]
+    ranges = layout.ranges(at)
+    for dim in (1, 0):
+        for factor, (start, stop) in reversed(list(zip(layout.dims[dim], ranges[dim], strict=True))):
+            offset += start * stride
+            sizes.insert(0, stop - start)
+            strides.insert(0, stride)
+            stride *= factor.size
+    return Box(offset, tuple(sizes), tuple(strides))

@@ -16,7 +16,7 @@ from ..errors import WorldError
 from ..sharding.layout import Coordinate, Factor, Run, factor_range
 from ..sharding.mesh import MeshInfo
 from ..world import RankTensor, rank_int
-from .kernel import Cut, Fetch, Gather, KernelRun, LocalResult, Reduce, Request, Return, Rows
+from .kernel import Arrive, Cut, Fetch, Gather, KernelRun, LocalResult, Reduce, Request, Return, Rotate, Rows
 
 
 class Pieces:
@@ -33,6 +33,11 @@ class Pieces:
         self.order = sorted(range(self.count), key=lambda index: (bounds[index], self._digits(index)))
         self.bounds: tuple[Run, ...] = tuple(bounds[index] for index in self.order)
         self.in_order = self.order == list(range(self.count))
+
+    @property
+    def by_group(self) -> list[int]:
+        """The piece at each position of the group."""
+        return [self.order.index(index) for index in range(self.count)]
 
     def _digits(self, index: int) -> tuple[int, ...]:
         """The coordinate of a group member on the factor's axes, major to minor: the order of empty shards."""
@@ -124,7 +129,27 @@ def _perform(pieces: Pieces, request: Request, own: int | list[int]) -> Tensor:
     if isinstance(request, Reduce):
         reduced = wait(all_reduce(to_wire(tensor, request.op), wire_op(tensor.dtype, request.op), pieces.group))
         return from_wire(reduced, tensor.dtype, request.op)
+    if isinstance(request, Arrive):
+        arrived: Tensor = wait(tensor)
+        return arrived
+    if isinstance(request, Rotate):
+        return _rotate(pieces, tensor, request.rows, own)
     return _move_rows(pieces, request, own)
+
+
+def _rotate(pieces: Pieces, tensor: Tensor, rows: Sequence[int], own: int | list[int]) -> Tensor:
+    """Start to send each piece's tensor to the next one."""
+    each = own if isinstance(own, list) else [own]
+    sent, received = [], []
+    for piece in each:
+        # by position in the group
+        sent.append([rows[piece] if p == (piece + 1) % pieces.count else 0 for p in pieces.by_group])
+        before = (piece - 1) % pieces.count
+        received.append([rows[before] if p == before else 0 for p in pieces.by_group])
+    if not isinstance(own, list):
+        return cast(Tensor, all_to_all(tensor, received[0], sent[0], pieces.group))
+    columns = [[rank_int(column) for column in zip(*splits, strict=True)] for splits in (received, sent)]
+    return cast(Tensor, all_to_all(tensor, *columns, pieces.group))
 
 
 def _move_rows(pieces: Pieces, request: Fetch | Return, own: int | list[int]) -> Tensor:
@@ -160,10 +185,8 @@ class _RowPlan:
 
     def __init__(self, pieces: Pieces, have: Sequence[Rows], need: Sequence[Rows], mine: int) -> None:
         held, wanted = [_runs(rows) for rows in have], [_runs(rows) for rows in need]
-        # position in group order -> piece
-        by_group = [pieces.order.index(index) for index in range(pieces.count)]
-        self.send = [_overlaps(held[mine], wanted[piece]) for piece in by_group]
-        self.receive = [_overlaps(held[piece], wanted[mine]) for piece in by_group]
+        self.send = [_overlaps(held[mine], wanted[piece]) for piece in pieces.by_group]
+        self.receive = [_overlaps(held[piece], wanted[mine]) for piece in pieces.by_group]
         self.send_rows = [sum(overlap.rows for overlap in overlaps) for overlaps in self.send]
         self.receive_rows = [sum(overlap.rows for overlap in overlaps) for overlaps in self.receive]
         self.needed = sum(stop - start for start, stop in wanted[mine])

@@ -136,7 +136,24 @@ class Return(NamedTuple):
     computed: Sequence[Rows]
 
 
-Request = Gather | Reduce | Fetch | Return
+class Rotate(NamedTuple):
+    """Starts to pass a tensor to the next piece, the last one's to the first; answers what the piece before sends.
+
+    Piece i sends `rows[i]` rows along dim 0; all pieces give the same list. The answer may be read after `Arrive`, and
+    the tensor that is sent may not be written before.
+    """
+
+    tensor: Tensor
+    rows: Sequence[int]
+
+
+class Arrive(NamedTuple):
+    """What `Rotate` answered, once it is there."""
+
+    tensor: Tensor
+
+
+Request = Gather | Reduce | Fetch | Return | Rotate | Arrive
 LocalResult = Tensor | Sequence["LocalResult"] | Mapping[str, "LocalResult"] | int | None
 """What an op returns on one rank. A kernel for lists of tensors may return new values of arguments by name."""
 T = TypeVar("T")

@@ -7,6 +7,7 @@ take a while to register, and `torch.distributed.checkpoint` to import, so they 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from contextlib import suppress
 
 from .._torch.above_autograd import Overrides
@@ -47,18 +48,29 @@ def uninstall_overrides() -> None:
 def _add_kernels() -> None:
     with suppress(ImportError):  # PyTorch defines some of the ops when this is first imported
         importlib.import_module("torch.nn.modules.linear_cross_entropy")
-    for func, op in registry.overloads_with(lambda op: op.override):
+    for func, op in registry.overloads_with(lambda op: op.override and not op.makes_tensors):
         assert op.override is not None
         _overrides.add(func, op.override(func))
-    for func, _ in registry.overloads_with(lambda op: op.makes_tensors):
+    for func, op in registry.overloads_with(lambda op: op.makes_tensors):
         if is_composite(func):
-            _overrides.add(func, taking_plain_as_replicated(func))
+            otherwise = taking_plain_as_replicated(func)
+            _overrides.add(func, otherwise if op.override is None else _first_of(op.override(func), otherwise))
     for func, _ in registry.overloads_with(lambda op: op.derivative_makes_tensors):
         _overrides.add(func, marking_formulas(func))
     for func, _ in registry.overloads_with(lambda op: op.batch_rule_makes_tensors):
         _overrides.add(func, batched_taking_plain_as_replicated(func), BATCHED)
     for func in composites_with_out():
         _overrides.add(func, copying_into_out(func))
+
+
+def _first_of(kernel: Callable[..., object], otherwise: Callable[..., object]) -> Callable[..., object]:
+    """The kernel that runs another one where this one returns NotImplemented."""
+
+    def run(*args: object, **kwargs: object) -> object:
+        found = kernel(*args, **kwargs)
+        return otherwise(*args, **kwargs) if found is NotImplemented else found
+
+    return run
 
 
 install_python_functions()

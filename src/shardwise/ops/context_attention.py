@@ -1,0 +1,301 @@
+"""`scaled_dot_product_attention` of tensors that are sharded by position: which way it runs, and its derivative.
+
+    ring     blocks of keys and values travel from rank to rank, see `ring_attention`
+    heads    an all-to-all of queries, keys and values from positions to heads, attention, and one of the output back
+    gather   every rank gathers all keys and values
+
+By default the cost model chooses between the first two. Per rank, a ring receives the keys and values of all others;
+an all-to-all a share of the queries, keys, values and outputs, but it needs a number of heads that the ranks divide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._torch.above_autograd import Keys
+from .._torch.autograd import QuickFunction
+from .._torch.ops import OpOverload
+from .._torch.transforms import autocast_enabled, forward_derivative_active, transforms_active
+from ..comm.estimate import estimate
+from ..comm.on_ranks import from_ranks
+from ..comm.redistribute import links_of
+from ..errors import InputError
+from ..sharding.base import DTensorBase
+from ..sharding.layout import Factor, Layout, dim_axes, divides_evenly
+from ..sharding.mesh import MeshInfo
+from ..sharding.spec import DTensorSpec, contiguous_meta
+from .above_autograd import call, needs_grad
+from .attention_dropout import draw_dropout
+from .modes import modes
+from .registry import definitions_in
+from .ring_attention import ring_attention, ring_attention_backward
+from .sequence_options import Method, sequence_mode
+
+define = definitions_in(__name__)
+
+_HEADS, _SEQUENCE = 1, 2
+
+
+class Attention(NamedTuple):
+    """The arguments of an attention besides queries, keys and values."""
+
+    mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    documents: tuple[int, ...] = ()
+    """Where packed documents begin, and the end of the last one."""
+    zigzag: int = 0
+    """The number of ranks for which the sequence is in head-tail order."""
+
+
+# ---- the choice -----------------------------------------------------------------------------------------------------
+
+
+class MethodChoice(NamedTuple):
+    """How attention of some specs runs, and the modelled seconds of the ways to run it."""
+
+    method: Method
+    seconds: dict[str, float]
+
+    def __str__(self) -> str:
+        prices = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in self.seconds.items())
+        return f"{self.method} ({prices})"
+
+
+def choose_method(query: DTensorSpec, key: DTensorSpec, value: DTensorSpec, training: bool = True) -> MethodChoice:
+    """The cheaper of a ring and an all-to-all by heads, for tensors `[batch, heads, positions, features]`.
+
+    Forward and, for training, backward: there a ring moves keys, values and both gradients, and an all-to-all four
+    tensors again.
+
+    >>> print(choose_method(q.spec, k.spec, v.spec))
+    heads (ring 3.27 ms, heads 1.66 ms)
+    """
+    axes, links = sequence_axes(key, value), links_of(key.mesh_info)
+    if not axes:
+        return MethodChoice("ring", {"ring": 0.0})
+    ranks = math.prod(key.mesh_info.sizes[axis] for axis in axes)
+    block = sum(spec.layout.max_local_numel() * spec.tensor_meta.dtype.itemsize for spec in (key, value))
+    seconds = {"ring": (3 if training else 1) * (ranks - 1) * links.seconds(axes, 1, block)}
+    targets = [over_heads(spec.layout, axes) for spec in (query, key, value)]
+    if targets[1] is not None and targets[0] is not None and targets[2] is not None:
+        moved = [(query, targets[0]), (key, targets[1]), (value, targets[2]), (query, targets[0])]
+        exchanges = [estimate(spec.layout, to, spec.tensor_meta.dtype.itemsize, links) for spec, to in moved]
+        seconds["heads"] = (2 if training else 1) * sum(exchanges)
+    best: Method = "heads" if seconds.get("heads", math.inf) < seconds["ring"] else "ring"
+    return MethodChoice(best, seconds)
+
+
+def sequence_axes(key: DTensorSpec, value: DTensorSpec) -> tuple[int, ...]:
+    """The mesh axes over which keys, or values, are sharded by position."""
+    return dim_axes(key.layout.dims[_SEQUENCE]) or dim_axes(value.layout.dims[_SEQUENCE])
+
+
+def zigzag_ranks(query: DTensorSpec, key: DTensorSpec, value: DTensorSpec) -> int:
+    """The number of ranks for which a sequence is in head-tail order; 0 if it is in its own."""
+    sharding = sequence_axes(key, value) or dim_axes(query.layout.dims[_SEQUENCE])
+    return math.prod(key.mesh_info.sizes[axis] for axis in sharding) if sequence_mode().zigzag else 0
+
+
+def over_heads(layout: Layout, axes: tuple[int, ...]) -> Layout | None:
+    """A layout with the heads sharded over these axes in the place of the positions; None if they do not divide."""
+    heads, positions = layout.dims[_HEADS], layout.dims[_SEQUENCE]
+    elsewhere = {axis for dim in (0, _HEADS, 3) for axis in dim_axes(layout.dims[dim])} & set(axes)
+    if len(heads) > 1 or len(positions) > 1 or layout.partial or elsewhere or set(dim_axes(positions)) - set(axes):
+        return None
+    sharded = Factor(heads[0].size, (*heads[0].axes, *axes))
+    if not divides_evenly(layout.mesh_sizes, sharded):
+        return None
+    dims = list(layout.dims)
+    dims[_HEADS], dims[_SEQUENCE] = (sharded,), (Factor(positions[0].size, ()),)
+    return Layout.make(layout.mesh_sizes, dims)
+
+
+# ---- running it -----------------------------------------------------------------------------------------------------
+
+
+def attend_over_sequence(query: Any, key: Any, value: Any, given: Attention, method: Method | None = None) -> Any:
+    """Attention of DTensors `[batch, heads, positions, features]` whose positions are sharded; differentiable."""
+    specs = query._spec, key._spec, value._spec
+    axes = sequence_axes(*specs[1:])
+    chosen = method or sequence_mode().method
+    if chosen is None and modes.explicit:
+        chosen = "ring"  # one op, which is refused with its name
+    if chosen is None:
+        chosen = choose_method(*specs, training=needs_grad((query, key, value))).method
+    if chosen == "heads":
+        return _by_heads((query, key, value), axes, given)
+    return _ring(query, key, value, given, "gather" if chosen == "gather" else "ring")
+
+
+def _by_heads(tensors: Sequence[Any], axes: tuple[int, ...], given: Attention) -> Any:
+    targets = [over_heads(tensor._spec.layout, axes) for tensor in tensors]
+    if any(target is None for target in targets):
+        text = ", ".join(repr(tensor._spec) for tensor in tensors)
+        raise InputError(
+            f"attention by heads of {text}: the ranks that share the sequence do not divide the heads",
+            'use the method "ring", or as many ranks as divide the heads of keys',
+        )
+    query, key, value = (_to_layout(tensor, target) for tensor, target in zip(tensors, targets, strict=True))
+    if given.documents or given.zigzag:
+        output = _ring(query, key, value, given, "ring")
+    else:
+        output = F.scaled_dot_product_attention(
+            query, key, value, given.mask, given.dropout_p, given.is_causal, scale=given.scale, enable_gqa=True
+        )
+    return _to_layout(output, _by_position(output._spec.layout, axes))
+
+
+def _by_position(layout: Layout, axes: tuple[int, ...]) -> Layout:
+    """The way back of `over_heads`."""
+    dims = list(layout.dims)
+    kept = tuple(axis for axis in dim_axes(dims[_HEADS]) if axis not in axes)
+    dims[_HEADS] = (Factor(layout.shape[_HEADS], kept),)
+    dims[_SEQUENCE] = (Factor(layout.shape[_SEQUENCE], axes),)
+    return Layout.make(layout.mesh_sizes, dims, layout.partial)
+
+
+def _to_layout(tensor: Any, layout: Layout | None) -> Any:
+    assert layout is not None
+    target = DTensorSpec.from_layout(tensor._spec.mesh_info, layout, tensor._spec.tensor_meta)
+    return tensor.redistribute(placements=target.placements_alone)
+
+
+def _ring(query: DTensorBase, key: DTensorBase, value: DTensorBase, given: Attention, rotate: str) -> Any:
+    mesh_info = query._spec.mesh_info
+    mask = None if given.mask is None else _distributed(given.mask, mesh_info)
+    dropout = None
+    if given.dropout_p > 0:
+        weights = contiguous_meta((*query.shape[:3], key.shape[2]), query.dtype)
+        drawn = draw_dropout(mesh_info, weights, given.dropout_p, query._local_tensor.device)
+        dropout = _replicated(drawn, mesh_info)
+    scale = 1.0 / math.sqrt(query.shape[-1]) if given.scale is None else given.scale
+    rest = mask, dropout, given.dropout_p, given.is_causal, scale, list(given.documents), given.zigzag, rotate
+    if needs_grad((query, key, value)):
+        return _RingAttention.apply(query, key, value, *rest)
+    return call(ring_attention, query, key, value, *rest)[0]
+
+
+class _RingAttention(QuickFunction):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+        output, logsumexp = call(ring_attention, query, key, value, *rest)
+        mask, dropout, *numbers = rest
+        ctx.save_for_backward(query, key, value, output, logsumexp, mask, dropout)
+        ctx.numbers = numbers
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise InputError(
+                "a second derivative of attention over a sequence that is sharded by position",
+                "call backward without create_graph, or gather the sequence before: k.redistribute(...)",
+            )
+        query, key, value, output, logsumexp, mask, dropout = ctx.saved_tensors
+        found = call(
+            ring_attention_backward, gradient, query, key, value, output, logsumexp, mask, dropout, *ctx.numbers
+        )
+        return *found, *[None] * (2 + len(ctx.numbers))
+
+
+def _distributed(tensor: Tensor, mesh_info: MeshInfo) -> DTensorBase:
+    """A mask as a DTensor; a plain one is the same on all ranks."""
+    if isinstance(tensor, DTensorBase):
+        return tensor
+    return _replicated(from_ranks(mesh_info, lambda at: tensor), mesh_info)
+
+
+def _replicated(local: Tensor, mesh_info: MeshInfo) -> DTensorBase:
+    """The DTensor that has this tensor on every rank."""
+    shape = tuple(local.shape)
+    layout = Layout.make(mesh_info.sizes, tuple((Factor(size, ()),) for size in shape))
+    spec = DTensorSpec.from_layout(mesh_info, layout, contiguous_meta(shape, local.dtype))
+    return DTensorBase.concrete.wrap(local, spec)
+
+
+# ---- above autograd -------------------------------------------------------------------------------------------------
+
+
+def _override(func: OpOverload) -> Callable[..., object]:
+    """Returns NotImplemented for calls that are not sharded by position, or that a ring does not serve."""
+
+    def kernel(
+        keys: Keys,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> object:
+        tensors: Sequence[Any] = (query, key, value)
+        if not _is_served(tensors, attn_mask, is_causal, enable_gqa):
+            _refuse_head_tail_order(tensors, is_causal)
+            return NotImplemented
+        if autocast_enabled() and torch.is_autocast_enabled(query.device.type):
+            dtype = torch.get_autocast_dtype(query.device.type)
+            tensors = [tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors]
+        zigzag = zigzag_ranks(*(tensor._spec for tensor in tensors))
+        given = Attention(attn_mask, dropout_p, is_causal, scale, zigzag=zigzag)
+        return attend_over_sequence(tensors[0], tensors[1], tensors[2], given)
+
+    return kernel
+
+
+def _is_served(tensors: Sequence[Any], mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> bool:
+    """Whether keys or values are sharded by position, and nothing is asked for that PyTorch has an error for."""
+    if not all(isinstance(tensor, DTensorBase) and tensor.dim() == 4 for tensor in tensors):
+        return False
+    query, key, value = tensors
+    mesh_info = query._spec.mesh_info
+    if any(tensor._spec.mesh_info is not mesh_info for tensor in tensors):
+        return False
+    axes = sequence_axes(key._spec, value._spec)
+    if math.prod(mesh_info.sizes[axis] for axis in axes) == 1:
+        return False
+    if mask is not None and (is_causal or mask.requires_grad or not _is_known(mask, mesh_info)):
+        return False
+    heads_fit = query.shape[1] == key.shape[1] or (enable_gqa and query.shape[1] % max(1, key.shape[1]) == 0)
+    shapes_fit = (
+        key.shape[:3] == value.shape[:3]
+        and query.shape[0] == key.shape[0]
+        and query.shape[2:] == key.shape[2:]
+        and heads_fit
+    )
+    dtypes_fit = query.is_floating_point() and query.dtype == key.dtype == value.dtype
+    return shapes_fit and dtypes_fit and not transforms_active() and not forward_derivative_active()
+
+
+def _refuse_head_tail_order(tensors: Sequence[Any], is_causal: bool) -> None:
+    """Raise an error if a causal mask would not follow the positions of a sequence in head-tail order."""
+    if not is_causal or not sequence_mode().zigzag or not all(isinstance(tensor, DTensorBase) for tensor in tensors):
+        return
+    specs = [tensor._spec for tensor in tensors]
+    if any(dim_axes(spec.layout.dims[-2]) for spec in specs if len(spec.shape) > 1):
+        text = ", ".join(map(repr, specs))
+        raise InputError(
+            f"causal attention in head-tail order of {text}",
+            "use [batch, heads, positions, features] with all positions sharded alike, outside of torch.func",
+        )
+
+
+def _is_known(mask: Tensor, mesh_info: MeshInfo) -> bool:
+    """Whether a mask is on this mesh, or a plain tensor that is taken as replicated."""
+    if isinstance(mask, DTensorBase):
+        return mask._spec.mesh_info is mesh_info
+    return modes.implicit_replication
+
+
+# It chooses among the ops of `attention`, or computes attention by products; a causal mask is made on the way.
+define("aten::scaled_dot_product_attention", makes_tensors=True, override=_override)

@@ -1,0 +1,296 @@
+"""Attention whose queries, keys and values are sharded by position: `shardwise::ring_attention` and its gradient.
+
+Each rank keeps its queries, and the blocks of keys and values travel around the ring of ranks. While a rank attends to
+one block, the next one is on its way, so it holds two at most. Backward, the gradients of a block travel with it and
+are home after one turn. With `rotate="gather"` each rank gathers all keys and values instead.
+
+All ranks pass all blocks on, also those that they do not look at: in causal attention the later ones, in a sequence of
+packed documents those of other documents.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..notation.schema import operands_of
+from .above_autograd import new_op
+from .attention_blocks import Merged, Options, Saved, attend, gradients
+from .attention_dropout import kept_weights
+from .attention_segments import Pair, pairs_of, segments_of
+from .call import Call
+from .kernel import Arrive, Cut, Fetch, Kernel, KernelRun, LocalCall, LocalResult, Return, Rotate, Steps
+from .op import Local
+from .registry import definitions_in
+
+define = definitions_in(__name__)
+
+_SEQUENCE = 2
+"""The dim of positions."""
+
+
+class _Blocks:
+    """What one rank computes of a call: blocks of its queries with the keys of each piece."""
+
+    def __init__(self, call: LocalCall, cut: Cut) -> None:
+        self.call, self.cut, self.count = call, cut, len(cut.bounds)
+        self.query: Tensor = call["query"]
+        self.segments = segments_of(cut.size, cut.bounds, tuple(call["documents"]), call["zigzag"])
+        query = 0 if "gradient" not in call.arguments else 1
+        self.layout = call.given[query]
+
+    def pairs(self, piece: int) -> list[Pair]:
+        """What this rank's queries see of a piece's keys."""
+        call, cut = self.call, self.cut
+        if call["dropout"] is None and not call["is_causal"] and not call["documents"]:
+            queries, keys = (segments_of(cut.size, (cut.bounds[p],))[0] for p in (cut.piece, piece))
+            return pairs_of(queries, keys, False)
+        return pairs_of(self.segments[cut.piece], self.segments[piece], call["is_causal"])
+
+    def options(self, pair: Pair, piece: int) -> Options:
+        """How to compute a pair: the scale, and what the masks say about it."""
+        call, mask, kept = self.call, self.call["mask"], None
+        if mask is not None:
+            start = self.cut.bounds[piece][0] + pair.key.row
+            rows = mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., pair.query.rows, :]
+            columns = pair.key.stop - pair.key.start
+            mask = rows if mask.shape[-1] == 1 else rows.narrow(-1, start, columns)
+        if call["dropout"] is not None:
+            positions = (pair.query.start, pair.query.stop), (pair.key.start, pair.key.stop)
+            kept = kept_weights(call["dropout"], call["dropout_p"], self.layout, call.at, self.cut.size, *positions)
+        return Options(call["scale"], pair.causal, mask, kept, call["dropout_p"])
+
+
+def _pack(key: Tensor, value: Tensor) -> Tensor:
+    """A block of keys and values as one buffer that travels: a row for each position."""
+    return torch.cat([tensor.permute(2, 0, 1, 3).flatten(1) for tensor in (key, value)], 1)
+
+
+def _unpack(buffer: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys and values in a buffer, as views, of which these are others."""
+    batch, heads, _, width = key.shape
+    parts = buffer.split([batch * heads * width, batch * heads * value.shape[-1]], 1)
+    like = zip(parts, (key, value), strict=True)
+    first, second = (part.unflatten(1, (batch, heads, t.shape[-1])).permute(1, 2, 0, 3) for part, t in like)
+    return first, second
+
+
+def _rows(cut: Cut, step: int) -> list[int]:
+    """How many positions each piece holds after so many rotations."""
+    sizes = [stop - start for start, stop in cut.bounds]
+    return [sizes[(piece - step) % len(sizes)] for piece in range(len(sizes))]
+
+
+# ---- forward --------------------------------------------------------------------------------------------------------
+
+
+def _forward(call: LocalCall, cut: Cut) -> KernelRun:
+    query, key, value = call["query"], call["key"], call["value"]
+    blocks = _Blocks(call, cut)
+    output = _output_like(query, value, call["dropout"] is not None)
+    merged = Merged(output, query.new_empty(query.shape[:-1], dtype=_wide(query.dtype)))
+    if call["rotate"] == "gather" and blocks.count > 1:
+        key, value = yield from _gathered(cut, key, value)
+        for piece, (start, stop) in enumerate(cut.bounds):
+            rows = slice(start, stop)
+            _attend(blocks, merged, piece, key[:, :, rows], value[:, :, rows])
+        return merged.results()
+    here, coming = (key, value), None
+    moving = _pack(key, value) if blocks.count > 1 else None
+    for step in range(blocks.count):
+        if step + 1 < blocks.count:
+            assert moving is not None
+            coming = yield Rotate(moving, _rows(cut, step))
+        _attend(blocks, merged, (cut.piece - step) % blocks.count, *here)
+        if coming is not None:
+            moving = yield Arrive(coming)
+            here, coming = _unpack(moving, key, value), None
+    return merged.results()
+
+
+def _attend(blocks: _Blocks, merged: Merged, piece: int, key: Tensor, value: Tensor) -> None:
+    for pair in blocks.pairs(piece):
+        rows, columns = pair.query.rows, pair.key.rows
+        query = blocks.query[:, :, rows]
+        if query.numel() and key.numel():
+            found = attend(query, key[:, :, columns], value[:, :, columns], blocks.options(pair, piece))
+            merged.add(rows, *found)
+
+
+def _gathered(cut: Cut, key: Tensor, value: Tensor) -> Steps[tuple[Tensor, Tensor]]:
+    everything = [(0, cut.size)] * len(cut.bounds)
+    return (
+        (yield Fetch(key, _SEQUENCE, cut.bounds, everything)),
+        (yield Fetch(value, _SEQUENCE, cut.bounds, everything)),
+    )
+
+
+def _output_like(query: Tensor, value: Tensor, row_major: bool) -> Tensor:
+    """An empty output, which lies in memory as PyTorch's: like the queries, but row-major after dropout."""
+    if query.shape[-1] == value.shape[-1] and not row_major:
+        return torch.empty_like(query)
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+# ---- backward -------------------------------------------------------------------------------------------------------
+
+
+class _Gradients:
+    """The gradients that one rank computes, block by block, in float32 at least."""
+
+    def __init__(self, blocks: _Blocks) -> None:
+        self.blocks, call = blocks, blocks.call
+        self.of_query = torch.zeros_like(blocks.query, dtype=_wide(blocks.query.dtype))
+        self.saved = Saved(call["gradient"], call["output"], call["logsumexp"])
+
+    def of(self, piece: int, key: Tensor, value: Tensor) -> Tensor:
+        """What this rank adds to the gradients of a piece's keys and values, packed; adds to that of its queries."""
+        width = key.shape[0] * key.shape[1] * (key.shape[-1] + value.shape[-1])
+        packed = key.new_zeros((key.shape[2], width), dtype=_wide(key.dtype))
+        of_key, of_value = _unpack(packed, key, value)
+        blocks = self.blocks
+        for pair in blocks.pairs(piece):
+            rows, columns = pair.query.rows, pair.key.rows
+            query = blocks.query[:, :, rows]
+            if query.numel() and key.numel():
+                saved = Saved(*(tensor[:, :, rows] for tensor in self.saved))
+                options = blocks.options(pair, piece)
+                found = gradients(saved, query, key[:, :, columns], value[:, :, columns], options)
+                self.of_query[:, :, rows].add_(found[0])
+                of_key[:, :, columns].add_(found[1])
+                of_value[:, :, columns].add_(found[2])
+        return packed
+
+
+def _backward(call: LocalCall, cut: Cut) -> KernelRun:
+    key, value = call["key"], call["value"]
+    blocks = _Blocks(call, cut)
+    mine = _Gradients(blocks)
+    if call["rotate"] == "gather" and blocks.count > 1:
+        found = yield from _gather_backward(mine, cut, key, value)
+    else:
+        found = yield from _ring_backward(mine, cut, key, value)
+    return mine.of_query.to(call["query"].dtype), found[0].to(key.dtype), found[1].to(value.dtype)
+
+
+def _ring_backward(mine: _Gradients, cut: Cut, key: Tensor, value: Tensor) -> Steps[tuple[Tensor, Tensor]]:
+    count = mine.blocks.count
+    moving = _pack(key, value) if count > 1 else None
+    here, coming = (key, value), None
+    own: Tensor | None = None
+    sums: Tensor | None = None  # the gradients of the block that comes next, on their way from the rank before
+    for step in range(count):
+        if step + 1 < count:
+            assert moving is not None
+            coming = yield Rotate(moving, _rows(cut, step))
+        added = mine.of((cut.piece - step) % count, *here)
+        if own is None:
+            own = added  # they need not travel
+        else:
+            if sums is not None:
+                added += yield Arrive(sums)
+            sums = yield Rotate(added, _rows(cut, step))
+        del added
+        if coming is not None:
+            moving = yield Arrive(coming)
+            here, coming = _unpack(moving, key, value), None
+    assert own is not None
+    if sums is not None:
+        own += yield Arrive(sums)
+    return _unpack(own, key, value)
+
+
+def _gather_backward(mine: _Gradients, cut: Cut, key: Tensor, value: Tensor) -> Steps[tuple[Tensor, Tensor]]:
+    key, value = yield from _gathered(cut, key, value)
+    found = [mine.of(p, key[:, :, start:stop], value[:, :, start:stop]) for p, (start, stop) in enumerate(cut.bounds)]
+    own = yield Return(torch.cat(found), 0, cut.bounds, [(0, cut.size)] * len(cut.bounds))
+    return _unpack(own, key, value)
+
+
+# ---- the ops --------------------------------------------------------------------------------------------------------
+
+_OPTIONS = "Tensor? mask, Tensor? dropout, float dropout_p, bool is_causal, float scale, int[] documents, int zigzag, "
+_QKV = "Tensor query, Tensor key, Tensor value"
+
+
+def _one_device(query: Tensor, key: Tensor, value: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    """The shapes of the results. Distributed tensors run the kernel, or `_local` where no position is sharded."""
+    assert query.is_meta, "shardwise::ring_attention takes distributed tensors"
+    return _output_like(query, value, args[1] is not None), query.new_empty(query.shape[:-1], dtype=_wide(query.dtype))
+
+
+def _one_device_gradients(gradient: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    assert gradient.is_meta, "shardwise::ring_attention_backward takes distributed tensors"
+    query, key, value = (torch.empty_like(tensor) for tensor in tensors[:3])
+    return query, key, value
+
+
+ring_attention = new_op(f"ring_attention({_QKV}, {_OPTIONS} str rotate) -> (Tensor, Tensor)", _one_device)
+ring_attention_backward = new_op(
+    f"ring_attention_backward(Tensor gradient, {_QKV}, Tensor output, Tensor logsumexp, {_OPTIONS} str rotate) "
+    "-> (Tensor, Tensor, Tensor)",
+    _one_device_gradients,
+)
+
+
+def _patterns(call: Call) -> dict[str, str]:
+    """The patterns of all operands, by name: queries, keys and values share the positions `s`."""
+    query, key = tuple(call.arg("query").shape), tuple(call.arg("key").shape)
+    heads, shared = ("(g r)", "g") if query[1] != key[1] else ("h", "h")
+    found = {
+        "query": f"b {heads} s [d]",
+        "key": f"b {shared} s [d]",
+        "value": f"b {shared} s [e]",
+        "output": f"b {heads} s [e]",
+        "logsumexp": f"b {heads} s",
+    }
+    found["gradient"] = found["output"]
+    mask = call.arguments.get("mask")
+    if mask is not None and len(mask.shape):
+        last = -len(mask.shape)
+        scores = zip(mask.shape, (*query[:3], key[2])[last:], ("b", heads, "s", "[t]")[last:], strict=True)
+        found["mask"] = " ".join("1" if size == 1 and full != 1 else name for size, full, name in scores)
+    return found
+
+
+def _inputs(call: Call, patterns: dict[str, str]) -> str:
+    return ", ".join(patterns.get(argument.name, "_..") for argument in operands_of(call.op))
+
+
+def _forward_rule(call: Call) -> str:
+    patterns = _patterns(call)
+    return f"{_inputs(call, patterns)} -> {patterns['output']}, {patterns['logsumexp']} ; kernel s"
+
+
+def _backward_rule(call: Call) -> str:
+    patterns = _patterns(call)
+    results = ", ".join(patterns[name] for name in ("query", "key", "value"))
+    return f"{_inputs(call, patterns)} -> {results} ; linear 0 ; kernel s"
+
+
+def _local(run: object) -> Local:
+    """The kernel on one rank that holds all positions: it asks for nothing."""
+
+    def local(call: LocalCall) -> LocalResult:
+        size = call["key"].shape[_SEQUENCE]
+        try:
+            next(run(call, Cut(size, ((0, size),), 0)))  # type: ignore[operator]
+        except StopIteration as end:
+            result: LocalResult = end.value
+            return result
+        raise AssertionError("a ring of one rank communicates nothing")
+
+    return Local(local)
+
+
+define("shardwise::ring_attention", _forward_rule, kernels={"s": Kernel(_forward)}, local=_local(_forward))
+define(
+    "shardwise::ring_attention_backward",
+    _backward_rule,
+    kernels={"s": Kernel(_backward)},
+    local=_local(_backward),
+)

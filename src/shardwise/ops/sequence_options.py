@@ -1,0 +1,78 @@
+"""How attention runs over a sequence that is sharded by position: what the user asks for.
+
+>>> with attention_over_sequence(method="ring", zigzag=True):
+...     F.scaled_dot_product_attention(q, k, v, is_causal=True)
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from .._torch.tls import ThreadValue
+from ..errors import InputError
+
+Method = Literal["ring", "heads", "gather"]
+"""`ring`: blocks of keys and values travel from rank to rank. `heads`: an all-to-all gives each rank all positions of
+some heads, and another brings the output back. `gather`: every rank gathers all keys and values."""
+
+
+class RotateMethod(enum.Enum):
+    """How keys and values travel between ranks, by PyTorch's names."""
+
+    ALL_TO_ALL = 1
+    ALL_GATHER = 2
+
+
+@dataclass
+class ContextOptions:
+    """Options of this process, by PyTorch's names. Without a rotate method, the cost model chooses how keys travel."""
+
+    convert_to_f32: bool = True
+    enable_load_balance: bool = False
+    rotate_method: RotateMethod | None = None
+
+
+options = ContextOptions()
+
+
+class SequenceMode(NamedTuple):
+    """What is asked for in this thread: a method, and whether sequences are in head-tail order."""
+
+    method: Method | None = None
+    zigzag: bool = False
+
+
+_mode = ThreadValue("sequence attention", SequenceMode())
+
+
+def sequence_mode() -> SequenceMode:
+    """What the user asks for: in a block of this thread, else by the options of this process."""
+    mode = _mode.get()
+    if mode.method is None and options.rotate_method is not None:
+        return mode._replace(method="ring" if options.rotate_method is RotateMethod.ALL_TO_ALL else "gather")
+    return mode
+
+
+@contextmanager
+def attention_over_sequence(method: Method | None = None, zigzag: bool | None = None) -> Iterator[None]:
+    """Inside, attention of DTensors that are sharded by position runs by this method; None leaves it as it is.
+
+    With `zigzag` the sequences are in the head-tail order that `zigzag` brings them to, and a causal mask follows the
+    positions that tokens have in the text. Where activations are recomputed, call backward inside, too.
+
+    >>> with attention_over_sequence("ring"):
+    ...     F.scaled_dot_product_attention(q, k, v, is_causal=True)    # q, k, v: [Shard(2)]
+    """
+    if method is not None and method not in get_args(Method):
+        raise InputError(f"attention by the method {method!r}", f"use one of {', '.join(get_args(Method))}, or None")
+    before = _mode.get()
+    changed = SequenceMode(method or before.method, before.zigzag if zigzag is None else zigzag)
+    _mode.set(changed)
+    try:
+        yield
+    finally:
+        _mode.set(before)
