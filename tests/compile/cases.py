@@ -204,6 +204,13 @@ def attention(d: Make) -> Case:
 
 
 @case
+def attention_over_positions(d: Make) -> Case:
+    """As a ring: no number of ranks divides one head."""
+    positions: list[Tensor] = [d(2, 1, 8, 4, on=Shard(2)) for _ in range(3)]
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), positions
+
+
+@case
 def language_model(d: Make) -> Case:
     def function(table: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(F.embedding(tokens, table).flatten(0, 1) @ table.t(), targets.flatten())

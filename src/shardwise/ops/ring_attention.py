@@ -10,10 +10,15 @@ packed documents those of other documents.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from .._torch.ops import OpOverload
 from ..notation.schema import operands_of
+from ..sharding.layout import Factor, Layout
 from .above_autograd import new_op
 from .attention_blocks import Merged, Options, Saved, attend, gradients
 from .attention_dropout import kept_weights
@@ -27,6 +32,8 @@ define = definitions_in(__name__)
 
 _SEQUENCE = 2
 """The dim of positions."""
+
+Run = Callable[[LocalCall, Cut], KernelRun]
 
 
 class _Blocks:
@@ -147,11 +154,24 @@ class _Gradients:
         self.of_query = torch.zeros_like(blocks.query, dtype=_wide(blocks.query.dtype))
         self.saved = Saved(call["gradient"], call["output"], call["logsumexp"])
 
-    def of(self, piece: int, key: Tensor, value: Tensor) -> Tensor:
-        """What this rank adds to the gradients of a piece's keys and values, packed; adds to that of its queries."""
-        width = key.shape[0] * key.shape[1] * (key.shape[-1] + value.shape[-1])
-        packed = key.new_zeros((key.shape[2], width), dtype=_wide(key.dtype))
-        of_key, of_value = _unpack(packed, key, value)
+    def of(self, piece: int, key: Tensor, value: Tensor, sums: Tensor) -> None:
+        """Add to the gradients of queries, and to those of a piece's keys and values, which are packed in `sums`."""
+        for found, columns in self._pairs(piece, key, value):
+            self._add(found, columns, _unpack(sums, key, value))
+
+    def arriving(self, piece: int, key: Tensor, value: Tensor, coming: Tensor | None) -> Steps[Tensor]:
+        """The same for sums that are on their way: they are needed after the first pair. None: there are none yet."""
+        sums: Tensor | None = None
+        for found, columns in self._pairs(piece, key, value):
+            if sums is None:
+                sums = self.zeros(key, value) if coming is None else (yield Arrive(coming))
+            self._add(found, columns, _unpack(sums, key, value))
+        if sums is None:
+            sums = self.zeros(key, value) if coming is None else (yield Arrive(coming))
+        return sums
+
+    def _pairs(self, piece: int, key: Tensor, value: Tensor) -> Iterator[tuple[Sequence[Tensor], slice]]:
+        """What each pair of segments adds to the gradients of keys and values, with the rows of the keys."""
         blocks = self.blocks
         for pair in blocks.pairs(piece):
             rows, columns = pair.query.rows, pair.key.rows
@@ -161,9 +181,16 @@ class _Gradients:
                 options = blocks.options(pair, piece)
                 found = gradients(saved, query, key[:, :, columns], value[:, :, columns], options)
                 self.of_query[:, :, rows].add_(found[0])
-                of_key[:, :, columns].add_(found[1])
-                of_value[:, :, columns].add_(found[2])
-        return packed
+                yield found[1:], columns
+
+    def _add(self, found: Sequence[Tensor], columns: slice, sums: Sequence[Tensor]) -> None:
+        for gradient, total in zip(found, sums, strict=True):
+            total[:, :, columns].add_(gradient)
+
+    def zeros(self, key: Tensor, value: Tensor) -> Tensor:
+        """Packed gradients of so many keys and values."""
+        width = key.shape[0] * key.shape[1] * (key.shape[-1] + value.shape[-1])
+        return key.new_zeros((key.shape[2], width), dtype=_wide(key.dtype))
 
 
 def _backward(call: LocalCall, cut: Cut) -> KernelRun:
@@ -178,36 +205,28 @@ def _backward(call: LocalCall, cut: Cut) -> KernelRun:
 
 
 def _ring_backward(mine: _Gradients, cut: Cut, key: Tensor, value: Tensor) -> Steps[tuple[Tensor, Tensor]]:
+    """The own block is the last one, when its gradients are on their way home."""
     count = mine.blocks.count
-    moving = _pack(key, value) if count > 1 else None
-    here, coming = (key, value), None
-    own: Tensor | None = None
+    coming = (yield Rotate(_pack(key, value), _rows(cut, 0))) if count > 1 else None
     sums: Tensor | None = None  # the gradients of the block that comes next, on their way from the rank before
-    for step in range(count):
-        if step + 1 < count:
-            assert moving is not None
-            coming = yield Rotate(moving, _rows(cut, step))
-        added = mine.of((cut.piece - step) % count, *here)
-        if own is None:
-            own = added  # they need not travel
-        else:
-            if sums is not None:
-                added += yield Arrive(sums)
-            sums = yield Rotate(added, _rows(cut, step))
-        del added
-        if coming is not None:
-            moving = yield Arrive(coming)
-            here, coming = _unpack(moving, key, value), None
-    assert own is not None
-    if sums is not None:
-        own += yield Arrive(sums)
+    for step in range(1, count):
+        assert coming is not None
+        here = yield Arrive(coming)
+        coming = (yield Rotate(here, _rows(cut, step))) if step + 1 < count else None
+        sums = yield from mine.arriving((cut.piece - step) % count, *_unpack(here, key, value), sums)
+        del here
+        sums = yield Rotate(sums, _rows(cut, step))
+    own = yield from mine.arriving(cut.piece, key, value, sums)
     return _unpack(own, key, value)
 
 
 def _gather_backward(mine: _Gradients, cut: Cut, key: Tensor, value: Tensor) -> Steps[tuple[Tensor, Tensor]]:
-    key, value = yield from _gathered(cut, key, value)
-    found = [mine.of(p, key[:, :, start:stop], value[:, :, start:stop]) for p, (start, stop) in enumerate(cut.bounds)]
-    own = yield Return(torch.cat(found), 0, cut.bounds, [(0, cut.size)] * len(cut.bounds))
+    keys, values = yield from _gathered(cut, key, value)
+    sums = mine.zeros(keys, values)
+    for piece, (start, stop) in enumerate(cut.bounds):
+        mine.of(piece, keys[:, :, start:stop], values[:, :, start:stop], sums[start:stop])
+    del keys, values
+    own = yield Return(sums, 0, cut.bounds, [(0, cut.size)] * len(cut.bounds))
     return _unpack(own, key, value)
 
 
@@ -218,15 +237,27 @@ _QKV = "Tensor query, Tensor key, Tensor value"
 
 
 def _one_device(query: Tensor, key: Tensor, value: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-    """The shapes of the results. Distributed tensors run the kernel, or `_local` where no position is sharded."""
-    assert query.is_meta, "shardwise::ring_attention takes distributed tensors"
-    return _output_like(query, value, args[1] is not None), query.new_empty(query.shape[:-1], dtype=_wide(query.dtype))
+    """The op on plain tensors."""
+    if query.is_meta:
+        output = _output_like(query, value, args[1] is not None)
+        return output, query.new_empty(query.shape[:-1], dtype=_wide(query.dtype))
+    found: Any = _on_plain(_forward, ring_attention, query, (query, key, value, *args))
+    return found[0], found[1]
 
 
-def _one_device_gradients(gradient: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    assert gradient.is_meta, "shardwise::ring_attention_backward takes distributed tensors"
-    query, key, value = (torch.empty_like(tensor) for tensor in tensors[:3])
-    return query, key, value
+def _one_device_gradients(gradient: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of plain tensors."""
+    query, key, value = args[:3]
+    if gradient.is_meta:
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    found: Any = _on_plain(_backward, ring_attention_backward, query, (gradient, *args))
+    return found[0], found[1], found[2]
+
+
+def _on_plain(run: Run, op: OpOverload, query: Tensor, args: tuple[object, ...]) -> LocalResult:
+    named = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=True)}
+    layout = Layout.make((1,), tuple((Factor(size, ()),) for size in query.shape))
+    return _on_one_rank(run, LocalCall(op, named, (), (), (), (), (), (0,), (layout, layout)))
 
 
 ring_attention = new_op(f"ring_attention({_QKV}, {_OPTIONS} str rotate) -> (Tensor, Tensor)", _one_device)
@@ -272,19 +303,19 @@ def _backward_rule(call: Call) -> str:
     return f"{_inputs(call, patterns)} -> {results} ; linear 0 ; kernel s"
 
 
-def _local(run: object) -> Local:
-    """The kernel on one rank that holds all positions: it asks for nothing."""
+def _on_one_rank(run: Run, call: LocalCall) -> LocalResult:
+    """What a kernel returns on a rank that holds all positions: it asks for nothing."""
+    size = call["key"].shape[_SEQUENCE]
+    try:
+        next(run(call, Cut(size, ((0, size),), 0)))
+    except StopIteration as end:
+        result: LocalResult = end.value
+        return result
+    raise AssertionError("a ring of one rank communicates nothing")
 
-    def local(call: LocalCall) -> LocalResult:
-        size = call["key"].shape[_SEQUENCE]
-        try:
-            next(run(call, Cut(size, ((0, size),), 0)))  # type: ignore[operator]
-        except StopIteration as end:
-            result: LocalResult = end.value
-            return result
-        raise AssertionError("a ring of one rank communicates nothing")
 
-    return Local(local)
+def _local(run: Run) -> Local:
+    return Local(lambda call: _on_one_rank(run, call))
 
 
 define("shardwise::ring_attention", _forward_rule, kernels={"s": Kernel(_forward)}, local=_local(_forward))

@@ -106,6 +106,20 @@ def _attention() -> list[Row]:
     return rows
 
 
+def _ring_attention() -> list[Row]:
+    query, key, value = (random_values(2, heads, 7, 8, seed=heads) for heads in (4, 2, 2))
+    mask = integers(2, 7, 7).bool() | (torch.arange(7) == 0)
+    gradient, output = random_values(2, 4, 7, 8, seed=5), random_values(2, 4, 7, 8, seed=6)
+    logsumexp = random_values(2, 4, 7, seed=7).abs() + 1
+    rows: list[Row] = []
+    for given in ((None, True, [], 0, "ring"), (mask, False, [], 0, "ring"), (None, True, [0, 2, 3, 7], 2, "gather")):
+        options = (given[0], None, 0.0, given[1], 0.3, *given[2:])
+        saved = (gradient, query, key, value, output, logsumexp)
+        rows.append((torch.ops.shardwise.ring_attention.default, (query, key, value, *options), {}))
+        rows.append((torch.ops.shardwise.ring_attention_backward.default, (*saved, *options), {}))
+    return rows
+
+
 def _embedding() -> list[Row]:
     table, rows = random_values(7, 4), integers(7, 3, 5)
     return [
@@ -202,6 +216,7 @@ OWN: dict[str, Callable[[], list[Row]]] = {
     "own:foreach_in_place": _foreach_in_place,
     "own:fused_optimizers": _fused,
     "own:attention": _attention,
+    "own:ring_attention": _ring_attention,
     "own:embedding": _embedding,
     "own:losses": _losses,
     "own:norms": _norms,
