@@ -184,6 +184,22 @@ def test_activations_may_be_recomputed() -> None:
         assert_all_close([whole(output), *(whole(leaf.grad) for leaf in leaves)], expected)
 
 
+def test_an_erased_step_draws_new_numbers() -> None:
+    losses = []
+    for erased in (False, True):
+        with ranks(4) as mesh, attention_over_sequence("ring"):
+
+            def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                return attend(q, k, v, is_causal=True, dropout_p=0.4).square().sum()
+
+            run = shardwise.erase(step) if erased else step
+            placed = [distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in inputs(131)]
+            torch.manual_seed(3)
+            losses.append([whole(run(*placed)) for _ in range(3)])
+    assert losses[0][0] != losses[0][1]
+    assert_all_close(losses[1], losses[0])
+
+
 # ---- what is communicated -------------------------------------------------------------------------------------------
 
 

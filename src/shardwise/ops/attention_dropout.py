@@ -22,7 +22,7 @@ from ..random.box import Box
 from ..random.fill import fill
 from ..sharding.layout import Coordinate, Factor, Layout, Run
 from ..sharding.mesh import MeshInfo
-from ..sharding.recording import recorded
+from ..sharding.recording import is_recording, recorded
 from ..sharding.spec import TensorMeta
 from .call import Kwargs
 from .registry import resolve
@@ -120,10 +120,14 @@ def draw_dropout(mesh_info: MeshInfo, weights: TensorMeta, p: float, device: tor
     For few weights it is the mask of those that are kept; for many a key, from which every rank computes the weights
     that it holds. They are the numbers that a dropout of the global weights draws.
     """
-    return recorded(_draw_dropout, mesh_info, weights, p, device)
+
+    def draw_dropout() -> Tensor:
+        return _drawn(mesh_info, weights, p, device)
+
+    return recorded(draw_dropout)
 
 
-def _draw_dropout(mesh_info: MeshInfo, weights: TensorMeta, p: float, device: torch.device) -> Tensor:
+def _drawn(mesh_info: MeshInfo, weights: TensorMeta, p: float, device: torch.device) -> Tensor:
     draw = Draw(mesh_info, weights, device, None)
     replicated = Layout.make(mesh_info.sizes, tuple((Factor(size, ()),) for size in weights.shape))
     key = draw.key
@@ -149,7 +153,7 @@ def kept_weights(
     box = _box(layout, at, length, queries, keys)
     sizes = (*layout.local_shape(at)[:2], queries[1] - queries[0], keys[1] - keys[0])
     kept = torch.empty(sizes, dtype=torch.bool, device=drawn.device)
-    on_host = drawn.device.type == "cpu" and has_readable_values(drawn)
+    on_host = drawn.device.type == "cpu" and has_readable_values(drawn) and not is_recording()
     return fill(kept, box, Key(*(drawn.tolist() if on_host else drawn.unbind())), "native_dropout", (p,))
 
 

@@ -112,8 +112,12 @@ def _ring_attention() -> list[Row]:
     gradient, output = random_values(2, 4, 7, 8, seed=5), random_values(2, 4, 7, 8, seed=6)
     logsumexp = random_values(2, 4, 7, seed=7).abs() + 1
     rows: list[Row] = []
-    for given in ((None, True, [], 0, "ring"), (mask, False, [], 0, "ring"), (None, True, [0, 2, 3, 7], 2, "gather")):
-        options = (given[0], None, 0.0, given[1], 0.3, *given[2:])
+    for masked, documents, zigzag, rotate in (
+        (False, [], 0, "ring"),
+        (True, [], 0, "ring"),
+        (False, [0, 2, 7], 2, "gather"),
+    ):
+        options = (mask if masked else None, None, 0.0, not masked, 0.3, documents, zigzag, rotate)
         saved = (gradient, query, key, value, output, logsumexp)
         rows.append((torch.ops.shardwise.ring_attention.default, (query, key, value, *options), {}))
         rows.append((torch.ops.shardwise.ring_attention_backward.default, (*saved, *options), {}))

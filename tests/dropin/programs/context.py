@@ -16,7 +16,9 @@ HIDDEN, HEADS, VOCABULARY, LENGTH, BATCH = 16, 4, 32, 16, 2
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        # Without a bias: the gradient of that of keys is 0 but for rounding, which AdamW would make large.
+        self.norm, self.qkv = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
+        self.out = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x):
         q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
