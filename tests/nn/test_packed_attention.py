@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -157,3 +158,24 @@ def test_training_over_eight_ranks_equals_one_device() -> None:
     assert found == pytest.approx(expected, abs=1e-4)
     for one, other in zip(parameters, reference.parameters(), strict=True):
         torch.testing.assert_close(one, other.detach(), rtol=1e-4, atol=1e-4)
+
+
+# ---- PyTorch's function ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_varlen_attn_of_pytorch(causal: bool) -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    tensors = [r(37, 4, 8, seed=i) for i in range(3)]
+    upstream = r(37, 4, 8, seed=5)
+    expected = one_device(tensors, upstream, lengths=(5, 32), is_causal=causal)
+    edges = torch.tensor([0, 5, 37], dtype=torch.int32)
+    options: Any = {"window_size": (-1, 0 if causal else -1)}
+    if "window_size" not in inspect.signature(varlen.varlen_attn).parameters:
+        options = {"is_causal": causal}
+    with ranks(4) as mesh:
+        leaves = [distribute_tensor(tensor, mesh, [Shard(0)]).requires_grad_() for tensor in tensors]
+        output = varlen.varlen_attn(*leaves, edges, edges, 32, 32, **options)
+        output.backward(distribute_tensor(upstream, mesh, [Shard(0)]))
+        for found, wanted in zip([output, *(leaf.grad for leaf in leaves)], expected, strict=True):
+            torch.testing.assert_close(whole(found), wanted)  # type: ignore[arg-type]

@@ -1,0 +1,70 @@
+"""`torch.nn.attention.varlen.varlen_attn`: packed documents, by the ops of a ring.
+
+PyTorch's kernel runs on some GPUs only; distributed tensors run it on any device. The lengths are read by the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..sharding.base import DTensorBase
+from .call import Kwargs
+from .context_attention import zigzag_ranks
+from .registry import definitions_in, resolve
+from .ring_attention import ring_attention, ring_attention_backward
+from .sequence_options import sequence_mode
+
+define = definitions_in(__name__)
+
+_UNSERVED = ("seqused_k", "block_table", "num_splits")
+
+
+def _varlen(*args: object, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, its logsumexp as `[heads, tokens]`, and a state of a generator that nobody reads."""
+    given = resolve(torch.ops.torch_attn._varlen_attn.default).arguments(args, kwargs)
+    if any(given.get(name) is not None for name in _UNSERVED):
+        raise InputError(f"varlen_attn of DTensors with {', '.join(_UNSERVED)}", "leave these arguments out")
+    tensors = [_batched(given[name]) for name in ("query", "key", "value")]
+    output, logsumexp = ring_attention(*tensors, *_options(tensors, given))
+    state = torch.zeros(2, dtype=torch.uint64, device=output.device)
+    return output.squeeze(0).transpose(0, 1), logsumexp.squeeze(0), state
+
+
+def _varlen_backward(*args: object, **kwargs: object) -> tuple[Tensor, ...]:
+    """The gradients of queries, keys and values."""
+    given = resolve(torch.ops.torch_attn._varlen_attn_backward.default).arguments(args, kwargs)
+    tensors = [_batched(given[name]) for name in ("query", "key", "value")]
+    saved = _batched(given["out"]), given["lse"].unsqueeze(0)
+    found = ring_attention_backward(_batched(given["grad_out"]), *tensors, *saved, *_options(tensors, given))
+    return tuple(tensor.squeeze(0).transpose(0, 1) for tensor in found)
+
+
+def _batched(tensor: Tensor) -> Tensor:
+    """From `[tokens, heads, features]` to `[1, heads, tokens, features]`."""
+    return tensor.transpose(0, 1).unsqueeze(0)
+
+
+def _options(tensors: Sequence[Any], given: Kwargs) -> tuple[object, ...]:
+    """The options of a ring: documents, and whether tokens see those after them."""
+    if not all(isinstance(tensor, DTensorBase) for tensor in tensors):
+        raise InputError("varlen_attn of DTensors and plain tensors", "distribute queries, keys and values alike")
+    window = tuple(given.get("window_size") or (-1, 0 if given["is_causal"] else -1))
+    edges = [None if given[name] is None else given[name].tolist() for name in ("cu_seq_q", "cu_seq_k")]
+    if window not in ((-1, -1), (-1, 0)) or edges[1] not in (None, edges[0]):
+        raise InputError(
+            f"varlen_attn of DTensors with the window {window}, cu_seq_q {edges[0]} and cu_seq_k {edges[1]}",
+            "use the windows (-1, -1) or (-1, 0), and the same documents for queries and keys",
+        )
+    scale = tensors[0].shape[-1] ** -0.5 if given.get("scale") is None else given["scale"]
+    rotate = "gather" if sequence_mode().method == "gather" else "ring"
+    zigzag = zigzag_ranks(*(tensor._spec for tensor in tensors))
+    return None, None, 0.0, window == (-1, 0), scale, list(dict.fromkeys(edges[0])), zigzag, rotate
+
+
+define("torch_attn::_varlen_attn", decomposition=_varlen, takes_plain=True)
+define("torch_attn::_varlen_attn_backward", decomposition=_varlen_backward, takes_plain=True)
