@@ -48,9 +48,7 @@ def with_replicas(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
         if op.variant == "out" and tensor in written and not tensor.numel():
             continue  # takes the global result, the same on all ranks
         nothing = not tensor.numel() and tensor.shape == like.shape  # as the gradient of a vector that `cat` leaves out
-        if not (
-            nothing or tensor.is_meta or _is_number(tensor) or taken_as_replicated(tensor) or _is_index(op, name)
-        ):
+        if not (nothing or tensor.is_meta or _is_number(tensor) or taken_as_replicated(tensor) or _is_index(op, name)):
             raise mixed_tensors(op, name, tensor)
         if tensor not in written and name not in op.op.updates:
             _check_same_on_ranks(op, name, tensor)
