@@ -12,7 +12,11 @@ import shardwise
 from shardwise import Shard, distribute_tensor, init_device_mesh
 from shardwise.nn import attention_over_sequence, packed_attention
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    # PyTorch's backward thread says so if a product is the first thing that it does.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
+]
 
 
 @pytest.mark.parametrize("method", ["ring", "heads", "gather"])
