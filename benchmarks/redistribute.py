@@ -203,7 +203,7 @@ def timed(call: Callable[[], object]) -> float:
 
 def planning() -> list[float]:
     """For each pair, milliseconds of the planner alone, best of three, with nothing remembered of plans before."""
-    links = Links(500e-6, 20e-6, 1e-10, (2e9,) * 3)
+    links = Links.uniform(500e-6, 20e-6, 1e-10, (2e9,) * 3)
 
     def once(source: Layout, target: Layout) -> float:
         for cache in (make_plan, shortest, aligned, canonical):
@@ -255,7 +255,7 @@ def report_links(report: Report) -> None:
     mesh, bandwidth = (4, 8), 1e9
     rows = []
     for slower in (1, 2, 8):
-        links = Links(0.25 * NBYTES / bandwidth, 0.0, 0.05 / bandwidth, (bandwidth / slower, bandwidth))
+        links = Links.uniform(0.25 * NBYTES / bandwidth, 0.0, 0.05 / bandwidth, (bandwidth / slower, bandwidth))
         planned = one_shot = 0.0
         for source, target in itertools.permutations(layouts(mesh), 2):
             planned += make_plan(source, target, 4, links).seconds

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise import InterleavedShard, Partial, Replicate, Shard, ShardOrderEntry
-from shardwise.comm.cost import Links
+from shardwise.comm.cost import Links, Rates
 from shardwise.comm.edges import Task, edges_from
 from shardwise.comm.plan import (
     ALL_GATHER,
@@ -32,7 +32,7 @@ MIXED = [*SUMS, Partial("max"), Partial("avg"), Partial("product")]
 
 
 def links(*bandwidth, latency=20e-6):
-    return Links(latency, 0.5e-6, 1e-12, tuple(bandwidth))
+    return Links.uniform(latency, 0.5e-6, 1e-12, tuple(bandwidth))
 
 
 def layout_of(mesh, shape, placements, order=None):
@@ -182,9 +182,6 @@ def test_inner_reductions_come_first_where_the_order_matters():
         plan = plan_between(layout_of((2, 2), (8, 8), [Partial(outer), Partial(inner)]), target)
         reductions = [(step.axes, step.op) for step in plan.steps if step.op]
         assert reductions == [((1,), inner), ((0,), outer)]
-    # A sum and an average commute, but need two collectives.
-    plan = plan_between(layout_of((2, 2), (8, 8), [Partial("sum"), Partial("avg")]), target)
-    assert {step.op for step in plan.steps if step.op} == {"sum", "avg"}
 
 
 def test_a_partial_axis_that_stays_is_not_reduced():
@@ -313,9 +310,13 @@ def test_the_estimate_never_misses_the_cheapest_plan(mesh):
     # Small and large tensors, equal and unequal links: latency or bytes decide, with or without detours.
     generator = random.Random(str(mesh))
     choices = [*SUMS, Partial("max")]
-    for _ in range(60):
+    for _ in range(100):
         size = generator.choice([8, 1024])
         link = links(*(generator.choice([1e9, 25e9, 200e9]) for _ in mesh))
+        if generator.random() < 0.5:  # point-to-point traffic that is slower, or faster, than native collectives
+            latency = tuple(generator.choice([1e-6, 20e-6, 200e-6]) for _ in mesh)
+            p2p = Rates(latency, 0.1e-6, tuple(rate * generator.choice([0.1, 1.0, 4.0]) for rate in link.bandwidth))
+            link = Links(link.ring, p2p, link.pack)
         source, target = (layout_of(mesh, (size, 8), [generator.choice(choices) for _ in mesh]) for _ in range(2))
         # Where one collective will do the search stops, so the packing of an exchange may be spent in vain.
         assert make_plan(source, target, 4, link).seconds == pytest.approx(dijkstra(source, target, link), rel=1e-3)

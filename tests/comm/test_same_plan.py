@@ -30,7 +30,7 @@ def print_plans(count: int = 300) -> None:
             source, target = (_layout(draw, mesh, shape) for _ in range(2))
         except LayoutError:  # an interleaved shard that does not divide
             continue
-        links = Links(draw.choice([0.0, 20e-6]), 0.5e-6, 1e-12, (1e9,) * len(mesh))
+        links = Links.uniform(draw.choice([0.0, 20e-6]), 0.5e-6, 1e-12, (1e9,) * len(mesh))
         groups = draw.choice([None, frozenset((axis,) for axis in range(len(mesh)))])
         try:
             plan = make_plan(source, target, 4, links, groups)

@@ -127,11 +127,15 @@ def test_bytes_on_processes() -> None:
 def test_the_rank_that_receives_most_counts() -> None:
     with simulate(4):
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
-        x = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])
+        x, y = (distribute_tensor(torch.arange(size), mesh, [Shard(0)]) for size in (5.0, 10.0))
         with CommDebugMode() as comm:
             x.redistribute(placements=[Replicate()])
-        # pieces of 3, 3, 3 and 1: the last rank lacks 9 numbers
-        assert comm.get_comm_bytes() == {public.all_to_all_single: 36}
+        # pieces of 2, 2, 1 and 0: the last rank lacks 5 numbers; padded pieces would be 6
+        assert comm.get_comm_bytes() == {public.all_to_all_single: 20}
+        with CommDebugMode() as comm:
+            y.redistribute(placements=[Replicate()])
+        # pieces of 3, 3, 3 and 1, padded to 3, which is what the last rank lacks, too
+        assert comm.get_comm_bytes() == {public.all_gather_into_tensor: 36}
 
 
 MODELS = {

@@ -18,7 +18,7 @@ from shardwise.notation import bind, parse
 from shardwise.sharding.layout import Factor, Layout
 
 mesh_sizes = (2, 4, 3)
-links = Links(latency=1e-5, peer_latency=1e-6, pack=1e-6, bandwidth=(1e9, 2e9, 3e9))
+links = Links.uniform(latency=1e-5, peer_latency=1e-6, pack=1e-6, bandwidth=(1e9, 2e9, 3e9))
 
 partials = [(), ((0, "sum"),), ((0, "max"), (1, "sum")), ((0, "sum"), (1, "max"), (2, "min"))]
 cuts = [((), ()), ((0,), (1,)), ((2, 1), ()), ((), (0, 1, 2))]

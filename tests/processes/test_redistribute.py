@@ -1,5 +1,6 @@
 """Redistribution between real processes: every pair of placements gives every rank what it should hold."""
 
+import itertools
 import time
 from contextlib import contextmanager
 
@@ -8,7 +9,18 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import DTensor, InterleavedShard, P, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from shardwise import (
+    CostModel,
+    DTensor,
+    InterleavedShard,
+    P,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    using_cost_model,
+)
 from shardwise.comm.groups import axis_sets
 from shardwise.errors import CommunicationError
 from tests.processes.pool import on_processes
@@ -78,12 +90,17 @@ def test_all_plain_pairs_on_a_square_mesh(shape) -> None:
 @on_processes
 def test_one_collective_where_one_will_do() -> None:
     line, square = mesh_of(4), mesh_of(2, 2)
-    even, odd = torch.randn(8, 8), torch.randn(5, 7)
+    even, odd, long = torch.randn(8, 8), torch.randn(5, 7), torch.randn(101, 42)
     table = [
         (line, even, [Shard(0)], [Shard(1)], ["all_to_all_single"]),
         (line, odd, [Shard(0)], [Shard(1)], ["all_to_all_single"]),
         (line, even, [Shard(0)], [Replicate()], ["all_gather_into_tensor"]),
-        (line, odd, [Shard(0)], [Replicate()], ["all_to_all_single"]),
+        (line, odd, [Shard(0)], [Replicate()], ["all_to_all_single"]),  # 5 rows: padded they would be 8
+        (line, long, [Shard(0)], [Replicate()], ["all_gather_into_tensor"]),
+        (line, long, [Shard(1)], [Replicate()], ["all_gather_into_tensor"]),
+        (line, long, [Partial()], [Shard(0)], ["reduce_scatter_tensor"]),
+        (line, long, [Partial()], [Shard(1)], ["reduce_scatter_tensor"]),
+        (line, long, [Shard(0)], [Shard(1)], ["all_to_all_single"]),
         (line, even, [Partial()], [Replicate()], ["all_reduce"]),
         (line, even, [Partial()], [Shard(0)], ["reduce_scatter_tensor"]),
         (line, even, [Replicate()], [Shard(0)], []),
@@ -93,6 +110,7 @@ def test_one_collective_where_one_will_do() -> None:
         (square, even, [Shard(0), Shard(1)], [Replicate(), Replicate()], ["all_gather_into_tensor"]),
         (square, even, [Shard(0), Shard(1)], [Shard(1), Shard(0)], ["all_to_all_single"]),
         (square, even, [Partial(), Partial()], [Replicate(), Replicate()], ["all_reduce"]),
+        (square, odd, [Partial(), Partial("avg")], [Replicate(), Replicate()], ["all_reduce"]),
         (square, even, P(("a", "b")), P(("b", "a")), ["all_to_all_single"]),
     ]
     for mesh, whole, source, target, expected in table:
@@ -101,6 +119,39 @@ def test_one_collective_where_one_will_do() -> None:
             y = x.redistribute(placements=target)
         assert called.names == expected, f"{source} -> {target}: {called.names}"
         torch.testing.assert_close(y.full_tensor(), whole)
+
+
+@pytest.mark.parametrize(
+    "latency", [{"p2p_latency": 10.0}, {"latency": 10.0, "p2p_latency": 0.0}], ids=["padded", "exact"]
+)
+@on_processes
+def test_uneven_shards_padded_or_exchanged(latency) -> None:
+    line, square = mesh_of(4), mesh_of(2, 2)
+    cases = [
+        (line, P("a")),
+        (line, P(None, "a")),
+        (square, P(("a", "b"))),
+        (square, P(("b", "a"))),
+        (square, P("b", "a")),
+        (line, [InterleavedShard(0, 2)]),
+    ]
+    with using_cost_model(CostModel(**latency)):
+        for size, (mesh, placements) in itertools.product((6, 10), cases):
+            for dtype in (torch.float32, torch.int16, torch.bool):
+                whole = torch.randint(0, 5, (size, 7)).to(dtype)
+                x = distribute_tensor(whole, mesh, placements)
+                with Collectives() as called:
+                    gathered = x.redistribute(placements=P())
+                assert not set(called.names) & {
+                    "all_to_all_single" if "latency" not in latency else "all_gather_into_tensor"
+                }
+                assert_same(gathered.to_local(), whole)
+            partial = [Partial()] * mesh.ndim
+            summed = DTensor.from_local(whole.float(), mesh, partial).requires_grad_()
+            scattered = summed.redistribute(placements=placements)
+            assert_same(scattered.full_tensor().detach(), 4 * whole.float())
+            scattered.redistribute(placements=P()).to_local().sum().backward()
+            assert_same(summed.grad.full_tensor(), torch.ones(size, 7))
 
 
 @on_processes

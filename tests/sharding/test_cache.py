@@ -96,7 +96,7 @@ def test_another_cost_model_clears_the_caches():
         before = links_of(info)
         assert links_of(info) is before
         with using_cost_model(CostModel(latency=1.0)):
-            assert links_of(info).latency == 1.0
+            assert links_of(info).ring.latency == (1.0,)
         assert links_of(info) == before
 
 

@@ -17,6 +17,7 @@ On tensors:
     bind_move     which move carries out a step
     move          a move: start, wait, finish
     even_moves    one native collective between reshapes
+    padded_moves  one native collective on uneven shards
     exchange      any layout to any other; from one source rank
     local_moves   steps without communication
     packing       boxes of tensors into vectors, and back

@@ -28,9 +28,13 @@ class Schedule(NamedTuple):
 
 
 def schedule_bytes(schedule: Schedule) -> int:
-    """About what a schedule takes in memory: a tuple for each peer, and a tuple of tuples for each box."""
-    boxes = [box for side in (schedule.send, schedule.receive) for peer in side for box in peer]
-    return 1024 + 256 * len(schedule.send) + sum(64 + 160 * len(box) for box in boxes)
+    """About what a schedule takes in memory."""
+    return 1024 + boxes_bytes(schedule.send) + boxes_bytes(schedule.receive)
+
+
+def boxes_bytes(by_peer: Sequence[Sequence[Box]]) -> int:
+    """About what boxes take in memory: a tuple for each peer, and a tuple of tuples for each box."""
+    return 128 * len(by_peer) + sum(64 + 160 * len(box) for boxes in by_peer for box in boxes)
 
 
 def schedule(before: Layout, after: Layout, coordinate: Coordinate, axes: Sequence[int]) -> Schedule:

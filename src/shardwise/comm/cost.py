@@ -1,17 +1,25 @@
 """What communication costs: a latency for each collective and each peer, and seconds per byte on each axis.
 
+There are two prices. Native collectives (all-gather, reduce-scatter, all-reduce) pass data from rank to rank in a ring;
+all-to-alls and exchanges send point to point, from each rank to each other one, which is slower where ranks share the
+network cards of a node.
+
 The planner compares plans by these figures. They need not be exact: what matters is how a collective's latency
-compares with the time of its bytes, and which axes are slower than others.
+compares with the time of its bytes, which axes are slower than others, and how much slower point-to-point traffic is.
 
 >>> set_cost_model(CostModel(bandwidth={"dp": 25e9, "tp": 300e9}))     # dp crosses nodes, tp does not
+>>> set_cost_model(CostModel(p2p_bandwidth={"dp": 2e9}))               # and all-to-alls over dp are slow
 """
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 from ..sharding.mesh import MeshInfo
 from ..sharding.runtime import clear_all_caches
@@ -20,58 +28,144 @@ LOCAL_STEP = 1e-6
 """Seconds of a step without communication: of two plans that cost the same, the one with fewer such steps wins."""
 
 
-@dataclass(frozen=True)
-class Links:
-    """The costs of one mesh, as numbers: the planner needs no mesh, and its cache can key on them."""
+class Rates(NamedTuple):
+    """What traffic of one kind costs: a latency on each axis, one for each peer, and bytes per second on each axis."""
 
-    latency: float
+    latency: tuple[float, ...]
     peer_latency: float
-    pack: float
     bandwidth: tuple[float, ...]
 
     def seconds(self, axes: tuple[int, ...], peers: int, received: float) -> float:
         """The time of one collective over these axes in which a rank receives this many bytes."""
-        slowest = min(self.bandwidth[axis] for axis in axes)
-        return self.latency + self.peer_latency * peers + received / slowest
+        slowest = min([self.bandwidth[axis] for axis in axes])
+        return max([self.latency[axis] for axis in axes]) + self.peer_latency * peers + received / slowest
+
+    def at_most(self, other: Rates) -> bool:
+        """Whether no message costs more than at the other rates."""
+        return (
+            self.peer_latency <= other.peer_latency
+            and all(map(operator.le, self.latency, other.latency))
+            and all(map(operator.ge, self.bandwidth, other.bandwidth))
+        )
+
+
+@dataclass(frozen=True)
+class Links:
+    """The costs of one mesh, as numbers: the planner needs no mesh, and its cache can key on them.
+
+    `ring` is what native collectives cost, `p2p` what all-to-alls and exchanges cost, `pack` the seconds per byte of
+    copying data on its way.
+    """
+
+    ring: Rates
+    p2p: Rates
+    pack: float
+
+    @classmethod
+    def uniform(cls, latency: float, peer_latency: float, pack: float, bandwidth: tuple[float, ...]) -> Links:
+        """Links whose axes have one latency, and whose point-to-point traffic costs what native collectives cost."""
+        rates = Rates((latency,) * len(bandwidth), peer_latency, bandwidth)
+        return cls(rates, rates, pack)
+
+    @property
+    def bandwidth(self) -> tuple[float, ...]:
+        """Bytes per second of native collectives, by axis."""
+        return self.ring.bandwidth
+
+    def seconds(self, axes: tuple[int, ...], peers: int, received: float) -> float:
+        """The time of one native collective over these axes in which a rank receives this many bytes."""
+        return self.ring.seconds(axes, peers, received)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.ring, self.p2p, self.pack))
+
+    def __hash__(self) -> int:
+        return self._hash  # computed once: caches of plans and estimates hash it at every look-up
 
 
 @dataclass(frozen=True)
 class CostModel:
     """What communication costs, in seconds and bytes per second. A None takes the default of the mesh's device type.
 
-    `bandwidth` maps axis names to bytes per second. An axis that is not named gets `node_bandwidth` if its ranks
-    are on one node (of `node_size` ranks, by default torchrun's LOCAL_WORLD_SIZE), else `network_bandwidth`.
+    `bandwidth` maps axis names to bytes per second of native collectives. An axis that is not named gets
+    `node_bandwidth` if its ranks are on one node (of `node_size` ranks, by default torchrun's LOCAL_WORLD_SIZE), else
+    `network_bandwidth`. `latency` is one number, or maps axis names to numbers.
+
+    `p2p_bandwidth`, `p2p_latency` and `p2p_peer_latency` say the same of all-to-alls and exchanges. An axis that is not
+    named has the bandwidth and latency of native collectives, but only the share `network_p2p` of the bandwidth if it
+    crosses nodes. Uneven shards are gathered and reduced by a native collective on padded shards, or by an exchange
+    of exact pieces, whichever costs less:
+
+    >>> CostModel(network_p2p=0.1)                # all-to-alls between nodes reach a tenth of the bandwidth
+    >>> CostModel(p2p_bandwidth={"tp": 400e9})    # over tp, exchanges are as good as anything
     """
 
-    latency: float | None = None
+    latency: float | Mapping[str, float] | None = None
     peer_latency: float | None = None
     pack: float | None = None
     node_bandwidth: float | None = None
     network_bandwidth: float | None = None
     node_size: int | None = None
     bandwidth: Mapping[str, float] = field(default_factory=dict)
+    p2p_latency: float | Mapping[str, float] | None = None
+    p2p_peer_latency: float | None = None
+    p2p_bandwidth: Mapping[str, float] = field(default_factory=dict)
+    network_p2p: float | None = None
 
     def links(self, mesh_info: MeshInfo) -> Links:
         """These costs for the axes of one mesh."""
         default = _CPU if mesh_info.device_type == "cpu" else _ACCELERATOR
-        node = self.node_bandwidth or default.node_bandwidth or 1.0
-        network = self.network_bandwidth or default.network_bandwidth or 1.0
-        node_size = self.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", mesh_info.world_size))
-        bandwidth = []
-        for axis, name in enumerate(mesh_info.names):
-            crosses = any(len({rank // node_size for rank in group}) > 1 for group in mesh_info.rank_groups((axis,)))
-            bandwidth.append(self.bandwidth.get(name, network if crosses else node))
+        names = mesh_info.names
+        node = self.node_bandwidth or default.node_bandwidth
+        network = self.network_bandwidth or default.network_bandwidth
+        share = self.network_p2p or default.network_p2p
+        crosses = self._crossing_nodes(mesh_info)
+        bandwidth = tuple(
+            self.bandwidth.get(name, network if far else node) for name, far in zip(names, crosses, strict=True)
+        )
+        slower = (rate * share if far else rate for rate, far in zip(bandwidth, crosses, strict=True))
+        p2p_bandwidth = tuple(self.p2p_bandwidth.get(name, rate) for name, rate in zip(names, slower, strict=True))
+        latency = _by_axis(self.latency, names, (default.latency,) * len(names))
+        peer_latency = default.peer_latency if self.peer_latency is None else self.peer_latency
+        p2p_peer_latency = peer_latency if self.p2p_peer_latency is None else self.p2p_peer_latency
         return Links(
-            self.latency if self.latency is not None else default.latency or 0.0,
-            self.peer_latency if self.peer_latency is not None else default.peer_latency or 0.0,
-            self.pack if self.pack is not None else default.pack or 0.0,
-            tuple(bandwidth),
+            Rates(latency, peer_latency, bandwidth),
+            Rates(_by_axis(self.p2p_latency, names, latency), p2p_peer_latency, p2p_bandwidth),
+            default.pack if self.pack is None else self.pack,
         )
 
+    def _crossing_nodes(self, mesh_info: MeshInfo) -> list[bool]:
+        """For each axis whether it has ranks of several nodes in one group."""
+        size = self.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", mesh_info.world_size))
+        axes = range(len(mesh_info.names))
+        return [any(len({rank // size for rank in group}) > 1 for group in mesh_info.rank_groups((a,))) for a in axes]
 
-# Orders of magnitude: NVLink and InfiniBand with NCCL; shared memory and Ethernet with gloo.
-_ACCELERATOR = CostModel(20e-6, 0.5e-6, 1e-12, 200e9, 25e9)
-_CPU = CostModel(500e-6, 20e-6, 1e-10, 2e9, 1e9)
+
+def _by_axis(
+    given: float | Mapping[str, float] | None, names: tuple[str, ...], default: tuple[float, ...]
+) -> tuple[float, ...]:
+    """One number for each axis, from one for all, from some by name, or from the defaults."""
+    if given is None:
+        return default
+    if isinstance(given, Mapping):
+        return tuple(given.get(name, usual) for name, usual in zip(names, default, strict=True))
+    return (given,) * len(names)
+
+
+class _Defaults(NamedTuple):
+    latency: float
+    peer_latency: float
+    pack: float
+    node_bandwidth: float
+    network_bandwidth: float
+    network_p2p: float
+
+
+# Orders of magnitude: NVLink and InfiniBand with NCCL; shared memory and Ethernet with gloo. In a ring of the ranks of
+# several nodes one message in eight leaves a node of eight; in an all-to-all of two nodes every second one does.
+_ACCELERATOR = _Defaults(20e-6, 0.5e-6, 1e-12, 200e9, 25e9, 0.25)
+_CPU = _Defaults(500e-6, 20e-6, 1e-10, 2e9, 1e9, 0.5)
 
 _model = CostModel()
 

@@ -7,7 +7,7 @@ an iteration over a set.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -143,25 +143,34 @@ def _exchanges(task: Task, state: DistState) -> Iterator[Edge]:
 
 
 def _reductions(task: Task, state: DistState) -> Iterator[Edge]:
-    """All-reduce, or reduce-scatter onto a slot, over Partial axes of one op."""
+    """All-reduce, or reduce-scatter onto a slot, over Partial axes of one op, or of sums and averages."""
     now = held(task.mesh_sizes, state)
-    open_axes = [entry for entry in state.partial if entry in task.reducing]
-    for op in dict.fromkeys(op for _, op in open_axes):
-        alike = [axis for axis, its_op in open_axes if its_op == op]
-        for count in range(1, len(alike) + 1):
-            for axes in itertools.combinations(alike, count):
-                rest = tuple(entry for entry in state.partial if entry[0] not in axes)
-                # Inner axes (to the right) are reduced first, unless the order does not matter.
-                inner = {its_op for axis, its_op in rest if axis > axes[0]}
-                if not commute(inner | {op}) or not task.can_talk(axes):
-                    continue
-                peers = product(task.mesh_sizes, axes)
-                scattered = now * (peers - 1) / peers
-                yield Edge(ALL_REDUCE, axes, DistState(state.slots, rest), 2 * scattered, op)
-                for order in itertools.permutations(axes):
-                    for i, slot_axes in enumerate(state.slots):
-                        after = DistState(_replace(state.slots, i, slot_axes + order), rest)
-                        yield Edge(REDUCE_SCATTER, axes, after, scattered, op)
+    for axes, op in reducible_together([entry for entry in state.partial if entry in task.reducing]):
+        rest = tuple(entry for entry in state.partial if entry[0] not in axes)
+        # Inner axes (to the right) are reduced first, unless the order does not matter.
+        inner = {its_op for axis, its_op in rest if axis > axes[0]}
+        if not commute(inner | {op}) or not task.can_talk(axes):
+            continue
+        peers = product(task.mesh_sizes, axes)
+        scattered = now * (peers - 1) / peers
+        yield Edge(ALL_REDUCE, axes, DistState(state.slots, rest), 2 * scattered, op)
+        for order in itertools.permutations(axes):
+            for i, slot_axes in enumerate(state.slots):
+                after = DistState(_replace(state.slots, i, slot_axes + order), rest)
+                yield Edge(REDUCE_SCATTER, axes, after, scattered, op)
+
+
+def reducible_together(entries: Sequence[tuple[int, str]]) -> Iterator[tuple[Axes, str]]:
+    """The sets of Partial axes that one reduction can take, each with its op.
+
+    An average is a sum of operands that are divided first, so sums and averages are reduced together as a sum.
+    """
+    ops = dict(entries)
+    for count in range(1, len(ops) + 1):
+        for axes in itertools.combinations(ops, count):
+            of_axes = {ops[axis] for axis in axes}
+            if len(of_axes) == 1 or of_axes == {"sum", "avg"}:
+                yield axes, ops[axes[0]] if len(of_axes) == 1 else "sum"
 
 
 def _to_partials(task: Task, state: DistState, capacity: float) -> Iterator[Edge]:

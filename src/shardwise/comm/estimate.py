@@ -25,13 +25,15 @@ def estimate(source: Layout, target: Layout, itemsize: int, links: Links) -> flo
     if slots is None:
         axes = tuple(sorted(axis for dim in source.dims for axis in dim_axes(dim)))
         received = float(target.max_local_numel() * itemsize)
-        return links.seconds(axes, product(mesh_sizes, axes) - 1, received) if axes else LOCAL_STEP
+        return links.p2p.seconds(axes, product(mesh_sizes, axes) - 1, received) if axes else LOCAL_STEP
     state, goal = slots.source, slots.target
     seconds = 0.0
     kept = set(goal.partial)
     # In the order of the axes: every rank must make the same choices, and the order of a set differs between processes.
-    for op in dict.fromkeys(op for axis, op in state.partial if (axis, op) not in kept):
-        axes = tuple(axis for axis, its_op in state.partial if its_op == op and (axis, op) not in kept)
+    families = {"avg": "sum"}  # averages are reduced together with sums
+    open_axes = [(axis, families.get(op, op)) for axis, op in state.partial if (axis, op) not in kept]
+    for op in dict.fromkeys(op for _, op in open_axes):
+        axes = tuple(axis for axis, its_op in open_axes if its_op == op)
         seconds += _reduction(mesh_sizes, state, goal, axes, nbytes, links)
         state = _reduced(state, goal, axes)
     if state.slots != goal.slots:
@@ -39,7 +41,9 @@ def estimate(source: Layout, target: Layout, itemsize: int, links: Links) -> flo
         talking = talking_axes(state, goal)
         seconds += LOCAL_STEP
         if received > 0 and talking:
-            seconds += links.seconds(talking, product(mesh_sizes, talking) - 1, received)
+            gathers = all(have[: len(want)] == want for have, want in zip(state.slots, goal.slots, strict=True))
+            rates = links.ring if gathers else links.p2p
+            seconds += rates.seconds(talking, product(mesh_sizes, talking) - 1, received)
     return seconds + (LOCAL_STEP if kept - set(source.partial) else 0.0)
 
 

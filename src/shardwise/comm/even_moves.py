@@ -18,6 +18,7 @@ from .packing import as_bytes
 from .plan import Step
 from .states import DistState, common_slots
 from .transport import (
+    divided_sum,
     from_wire,
     moves_natively,
     needs_no_conversion,
@@ -64,11 +65,12 @@ def reduce_scatter_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> 
     """Reduce over Partial axes, and shard a dim over them."""
     name, ranks = group_of_step(step, mesh_info)
     pack = _local_to_grouped(step, _over_slots(step))
+    scale, divide = divided_sum(step.divisor, dtype)
     op, shape = wire_op(dtype, step.op), step.after.local_shape((0,) * len(mesh_info.sizes))
     return Move(
-        lambda local: reduce_scatter(to_wire(pack(local), step.op), op, ranks, name),
+        lambda local: reduce_scatter(to_wire(scale(pack(local)), step.op), op, ranks, name),
         True,
-        lambda received: from_wire(received, dtype, step.op).view(shape),
+        lambda received: divide(from_wire(received, dtype, step.op)).view(shape),
     )
 
 
@@ -77,17 +79,18 @@ def all_reduce_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move
     name, ranks = group_of_step(step, mesh_info)
     if reduces_natively(dtype, step.op):
         op = wire_op(dtype, step.op)
-        if needs_no_conversion(dtype, step.op):
+        if needs_no_conversion(dtype, step.op) and step.divisor == 1:
             return Move(lambda local: all_reduce(local.contiguous(), op, name), True, None, copies=True)
+        scale, divide = divided_sum(step.divisor, dtype)
         return Move(
-            lambda local: all_reduce(to_wire(local.contiguous(), step.op), op, name),
+            lambda local: all_reduce(to_wire(scale(local.contiguous()), step.op), op, name),
             True,
-            lambda received: from_wire(received, dtype, step.op),
+            lambda received: divide(from_wire(received, dtype, step.op)),
             copies=True,
         )
 
     def reduce(at: Coordinate, received: Tensor) -> Tensor:
-        return reduce_locally(received.view(dtype).view(ranks, *step.after.local_shape(at)), step.op)
+        return reduce_locally(received.view(dtype).view(ranks, *step.after.local_shape(at)), step.op, step.divisor)
 
     return Move(lambda local: all_gather(as_bytes(local), ranks, name), True, on_ranks(mesh_info, reduce))
 

@@ -48,7 +48,7 @@ def exchange_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move:
             # Every peer sends its operand of the same boxes, one after the other.
             sent = zip(received.view(ranks, -1), schedule_at(at).receive, strict=True)
             operands = [unpack_boxes(operand, [boxes], shape) for operand, boxes in sent]
-            return reduce_locally(torch.stack(operands), step.op)
+            return reduce_locally(torch.stack(operands), step.op, step.divisor)
         return unpack_boxes(received, schedule_at(at).receive, shape)
 
     packed, unpacked = on_ranks(mesh_info, pack), on_ranks(mesh_info, unpack)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..sharding.layout import Layout
+from ..sharding.layout import Factor, Layout, Sizes, divides_evenly, factor_range
 from ..sharding.mesh import names_text
 from ..sharding.spec import DTensorSpec
 from ..sharding.spec_text import spec_text
@@ -32,7 +32,7 @@ REDUCE_SCATTER = "reduce-scatter"
 class Step:
     """One step: its kind, the axes of its group, the layouts around it, and the bytes a rank receives.
 
-    `op` is the reduction of an all-reduce or reduce-scatter.
+    `op` is the reduction of an all-reduce or reduce-scatter, or of an exchange that does the work of one.
     """
 
     kind: str
@@ -41,6 +41,55 @@ class Step:
     after: Layout
     received: float
     op: str = ""
+
+    @property
+    def divisor(self) -> int:
+        """What a sum is divided by: sums over some axes and averages over others are reduced in one step."""
+        if self.op != "sum":
+            return 1
+        averaged = [axis for axis, op in self.before.partial if op == "avg" and axis in self.axes]
+        return math.prod(self.before.mesh_sizes[axis] for axis in averaged)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether it is a native collective in which some rank's piece is padded to the size of the largest."""
+        if self.kind not in (ALL_GATHER, REDUCE_SCATTER):
+            return False
+        sizes = self.before.mesh_sizes
+        return any(_differs(sizes, factor, self.axes) for dim in pieces_of(self).dims for factor in dim)
+
+    def label(self) -> str:
+        """The kind with the reduction, such as `all-reduce (sum)`."""
+        if not self.op:
+            return self.kind
+        return f"{self.kind} ({self.op}{f' / {self.divisor}' if self.divisor > 1 else ''})"
+
+
+def pieces_of(step: Step) -> Layout:
+    """The layout whose shards a gather or a reduce-scatter sends in one piece each."""
+    return step.before if step.kind == ALL_GATHER else step.after
+
+
+def least_piece(step: Step) -> int:
+    """The elements of the smallest piece among the ranks that communicate with the rank that has the largest."""
+    layout = pieces_of(step)
+    last = tuple(size - 1 if axis in step.axes else 0 for axis, size in enumerate(layout.mesh_sizes))
+    return math.prod(layout.local_shape(last))
+
+
+def _differs(sizes: Sizes, factor: Factor, axes: tuple[int, ...]) -> bool:
+    """Whether ranks that differ on these axes alone may hold pieces of a factor of different sizes."""
+    if divides_evenly(sizes, factor) or not set(factor.axes) & set(axes):
+        return False
+    others = [axis for axis in factor.axes if axis not in axes]
+    for indices in itertools.product(*(range(sizes[axis]) for axis in others)):
+        at = dict(zip(others, indices, strict=True))
+        # Along each axis pieces become smaller, so the first and the last rank have the largest and the smallest.
+        first = factor_range(sizes, factor, tuple(at.get(axis, 0) for axis in range(len(sizes))))
+        last = factor_range(sizes, factor, tuple(at.get(axis, size - 1) for axis, size in enumerate(sizes)))
+        if first[1] - first[0] != last[1] - last[0]:
+            return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -71,9 +120,8 @@ class Plan:
         ]
         for number, step in enumerate(self.steps, 1):
             over = f"over {names_text([names[axis] for axis in step.axes])}" if step.axes else "locally"
-            kind = f"{step.kind} ({step.op})" if step.op else step.kind
-            after = spec_text(step.after, dtype, names)
-            lines.append(f"  {number}. {kind:<20} {over:<16} {bytes_text(received[number - 1]):>9}   {after}")
+            after = spec_text(step.after, dtype, names) + ("   padded" if step.is_padded else "")
+            lines.append(f"  {number}. {step.label():<20} {over:<16} {bytes_text(received[number - 1]):>9}   {after}")
         return "\n".join(lines)
 
 
@@ -93,12 +141,14 @@ _MANY_RANKS = 4096
 
 
 def received_exactly(step: Step, itemsize: int) -> float:
-    """The most bytes that any rank receives in a step. `step.received` takes uneven shards for even ones."""
+    """The most bytes that any rank receives in a step. `step.received` may take uneven shards for even ones."""
     mesh_sizes = step.before.mesh_sizes
     peers = math.prod(mesh_sizes[axis] for axis in step.axes)
     if step.kind == ALL_REDUCE:
         return 2 * step.before.max_local_numel() * itemsize * (peers - 1) / peers
-    if step.kind == REDUCE_SCATTER:
+    if step.kind in (ALL_GATHER, REDUCE_SCATTER):  # with the pad
+        return pieces_of(step).max_local_numel() * itemsize * (peers - 1)
+    if step.kind == EXCHANGE and step.op:  # the operands of all peers
         return step.after.max_local_numel() * itemsize * (peers - 1)
     if not step.axes or math.prod(mesh_sizes) > _MANY_RANKS:
         return step.received

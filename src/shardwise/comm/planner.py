@@ -5,6 +5,9 @@ axes are still Partial. Edges come from `edges_from`, their costs from `Links`. 
 straight to the target, so the search has an upper bound from its first step. No state between source and target may
 hold more than the larger of the two.
 
+The search takes shards for even. Where they are not, a gather or reduce-scatter on its path is carried out with padded
+pieces, or as an exchange of exact ones, whichever costs less (`_native_or_exchange`).
+
 Everything here is arithmetic on layouts: no tensors, no process groups, no ranks.
 """
 
@@ -13,13 +16,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from dataclasses import replace
 from functools import lru_cache
 
 from ..errors import CommunicationError
 from ..sharding.layout import Factor, Layout
 from .cost import LOCAL_STEP, Links
 from .edges import Edge, Task, edges_from
-from .plan import EXCHANGE, SLICE, Plan, Step
+from .plan import ALL_GATHER, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER, SLICE, Plan, Step, least_piece, pieces_of
 from .states import Axes, DistState, Slots, common_slots, held, lacking, product
 
 
@@ -45,7 +49,7 @@ def make_plan(
             f"no plan from {source} to {target} with process groups of single axes",
             "use a mesh of all ranks of the world: only there groups of several axes are made",
         )
-    return _as_plan(source, target, slots, path, nbytes, links)
+    return _as_plan(source, target, slots, path, itemsize, links)
 
 
 Path = tuple[tuple[DistState, Edge], ...]
@@ -69,14 +73,38 @@ def shortest(
     return search.run(math.inf) if found is None else found
 
 
-def _as_plan(source: Layout, target: Layout, slots: Slots, path: Path, nbytes: int, links: Links) -> Plan:
-    mesh_sizes = source.mesh_sizes
-    steps = []
+def _as_plan(source: Layout, target: Layout, slots: Slots, path: Path, itemsize: int, links: Links) -> Plan:
+    mesh_sizes, nbytes = source.mesh_sizes, math.prod(source.shape) * itemsize
+    steps, seconds = [], 0.0
     for before, edge in path:
         start, end = slots.layout(mesh_sizes, before), slots.layout(mesh_sizes, edge.after)
-        steps.append(Step(edge.kind, edge.axes, start, end, edge.fraction * nbytes, edge.op))
-    seconds = sum(_seconds(links, mesh_sizes, step.kind, step.axes, step.received) for step in steps)
+        step = Step(edge.kind, edge.axes, start, end, edge.fraction * nbytes, edge.op)
+        time = _seconds(links, mesh_sizes, step.kind, step.axes, step.received)
+        if nbytes and step.kind in (ALL_GATHER, REDUCE_SCATTER) and not (start.is_even() and end.is_even()):
+            step, time = _native_or_exchange(step, itemsize, links)
+        steps.append(step)
+        seconds += time
     return Plan(source, target, tuple(steps), seconds)
+
+
+def _native_or_exchange(step: Step, itemsize: int, links: Links) -> tuple[Step, float]:
+    """An uneven gather or reduce-scatter as it is carried out, and its seconds.
+
+    The native collective sends pieces of one size, padded by a copy. An exchange sends what each rank lacks.
+    """
+    mesh_sizes, peers = step.before.mesh_sizes, product(step.before.mesh_sizes, step.axes)
+    largest, least = pieces_of(step).max_local_numel() * itemsize, least_piece(step) * itemsize
+    padded = replace(step, received=float(largest * (peers - 1)))
+    native = _seconds(links, mesh_sizes, step.kind, step.axes, padded.received)
+    if not step.is_padded:  # the ranks of a group have pieces of one size, though those of other groups differ
+        return padded, native
+    native += LOCAL_STEP + links.pack * (largest if step.kind == ALL_GATHER else largest * peers)
+    lacking = step.after.max_local_numel() * itemsize - least if step.kind == ALL_GATHER else padded.received
+    exact = replace(step, kind=EXCHANGE, received=float(lacking))
+    exchanged = _seconds(links, mesh_sizes, EXCHANGE, step.axes, exact.received)
+    if step.op:  # the operands are put together and reduced by this rank
+        exchanged += 2 * links.pack * exact.received
+    return (padded, native) if native <= exchanged else (exact, exchanged)
 
 
 class _Search:
@@ -84,7 +112,9 @@ class _Search:
 
     def __init__(self, task: Task, nbytes: int, links: Links) -> None:
         self.task, self.nbytes, self.links = task, nbytes, links
-        self.fastest = max(links.bandwidth)
+        # No collective is faster than these, whichever way it sends.
+        self.fastest = max(links.ring.bandwidth + links.p2p.bandwidth)
+        self.latency = min(links.ring.latency + links.p2p.latency)
         # Seconds of an edge by kind and axes: fixed ones, and those for receiving the global tensor.
         self.prices: dict[tuple[str, Axes], tuple[float, float]] = {}
 
@@ -104,8 +134,13 @@ class _Search:
             if state in done:
                 continue
             done.add(state)
-            if state != start and len(done) == 2 and best.get(end, math.inf) <= self._two_collectives():
-                return self._path(reached_by)  # one collective reaches the target, and any two cost more
+            if (
+                state != start
+                and len(done) == 2
+                and end in best
+                and self._needs_no_other(reached_by[end][1], best[end])
+            ):
+                return self._path(reached_by)
             for edge in edges_from(task, state, capacity):
                 after = edge.after
                 cost = best[state] + self.seconds(edge)
@@ -129,17 +164,24 @@ class _Search:
             price = self.prices[key] = fixed, _seconds(self.links, self.task.mesh_sizes, *key, self.nbytes) - fixed
         return price[0] + edge.fraction * price[1]
 
+    def _needs_no_other(self, last: Edge, cost: float) -> bool:
+        """Whether one collective reaches the target, of the cheaper kind, and any two cost more."""
+        mine, other = (self.links.p2p, self.links.ring) if _is_p2p(last.kind) else (self.links.ring, self.links.p2p)
+        return (mine is other or mine.at_most(other)) and cost <= self._two_collectives()
+
     def _two_collectives(self) -> float:
         """A lower bound on the time of paths with two or more collectives."""
         smallest = min((size for size in self.task.mesh_sizes if size > 1), default=1)
-        latency = self.links.latency + self.links.peer_latency * (smallest - 1)
-        return self._at_least(self.task.source) - self.links.latency + 2 * latency
+        peer_latency = min(self.links.ring.peer_latency, self.links.p2p.peer_latency)
+        latency = self.latency + peer_latency * (smallest - 1)
+        return self._at_least(self.task.source) - self.latency + 2 * latency
 
     def _at_least(self, state: DistState) -> float:
         """A lower bound on the time of paths from this state to the target."""
         task = self.task
         if state.partial != task.target.partial:
-            if not any(entry in task.reducing for entry in state.partial):
+            # An entry that the target has, too, may have been reduced already and made again.
+            if not any(entry in task.reducing and entry not in task.target.partial for entry in state.partial):
                 return 0.0
             added = product(task.mesh_sizes, [a for a, _ in task.target.partial if a not in dict(state.partial)])
             fraction = held(task.mesh_sizes, task.target) / added
@@ -147,7 +189,7 @@ class _Search:
             fraction = lacking(task.mesh_sizes, state, task.target)
             if fraction <= 1e-12:
                 return 0.0
-        return self.links.latency + fraction * self.nbytes / self.fastest
+        return self.latency + fraction * self.nbytes / self.fastest
 
     def _path(self, reached_by: dict[DistState, tuple[DistState, Edge]]) -> Path:
         path = []
@@ -159,10 +201,15 @@ class _Search:
         return tuple(reversed(path))
 
 
+def _is_p2p(kind: str) -> bool:
+    return kind in (ALL_TO_ALL, EXCHANGE)
+
+
 def _seconds(links: Links, mesh_sizes: tuple[int, ...], kind: str, axes: Axes, received: float) -> float:
     if not axes:
         return LOCAL_STEP
-    time = links.seconds(axes, product(mesh_sizes, axes) - 1, received) + LOCAL_STEP
+    rates = links.p2p if _is_p2p(kind) else links.ring
+    time = rates.seconds(axes, product(mesh_sizes, axes) - 1, received) + LOCAL_STEP
     # An exchange is packed box by box; the other collectives send the tensor unchanged, or after one permutation.
     return time + links.pack * received + LOCAL_STEP if kind == EXCHANGE else time
 

@@ -7,6 +7,8 @@ natively is gathered and reduced locally.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -91,9 +93,27 @@ def check_reducible(dtype: torch.dtype, op: str) -> None:
         raise CommunicationError(f"Partial({op}) of {dtype}", "complex numbers have no order: use sum or product")
 
 
-def reduce_locally(stacked: Tensor, op: str) -> Tensor:
-    """Reduce the operands stacked along dim 0."""
+def divided_sum(divisor: int, dtype: torch.dtype) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """What is done to the operands of a sum, and to the sum, so that it is divided by a number.
+
+    The sum is divided, which rounds once. In float16 it might overflow, so the operands are first divided by a power of
+    two, which does not round.
+    """
+    first = 1 << (divisor.bit_length() - 1) if dtype is torch.float16 else 1
+    rest = divisor / first
+    return (
+        (lambda operand: operand) if first == 1 else (lambda operand: operand / first),
+        (lambda total: total) if rest == 1 else (lambda total: total.div_(rest)),
+    )
+
+
+def reduce_locally(stacked: Tensor, op: str, divisor: int = 1) -> Tensor:
+    """Reduce the operands stacked along dim 0; a sum may be divided by a number."""
     dtype = stacked.dtype
+    if divisor != 1:
+        # float8 has no arithmetic, and the sum of float16 might overflow
+        total = reduce_locally(stacked.float() if dtype.itemsize <= 2 else stacked, op)
+        return total.div_(divisor).to(dtype)
     if dtype is torch.bool:
         return stacked.any(0) if op in ("sum", "max") else stacked.all(0)
     if dtype.is_floating_point and dtype.itemsize == 1:  # float8 has no arithmetic
