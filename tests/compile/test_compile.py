@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise import DTensor, RankTensor, Shard
+from shardwise import DTensor, Partial, RankTensor, Replicate, Shard
 from tests.compile.cases import CASES, Make
 from tests.worlds import lone_rank, mesh_of
 
@@ -61,6 +61,16 @@ def test_one_graph(name: str, world: str) -> None:
         pytest.skip("the fake process group does not exchange uneven parts")
     with WORLDS[world]() as mesh:
         check(*CASES[name](Make(mesh)), backend="aot_eager", fullgraph=True)
+
+
+def test_uneven_gathers_and_sums() -> None:
+    def function(rows: Tensor, columns: Tensor) -> Tensor:
+        product = rows.redistribute(placements=[Replicate()]) * columns.redistribute(placements=[Replicate()])
+        return product.redistribute(placements=[Partial()]).redistribute(placements=[Shard(0)])
+
+    with lone_rank() as mesh:  # simulated shards of different sizes run without a graph
+        make = Make(mesh)
+        check(function, [make(21, 19, on=Shard(0)), make(21, 19, on=Shard(1))], backend="aot_eager", fullgraph=True)
 
 
 @pytest.mark.parametrize("name", ["redistribute", "sequence_parallel", "local_function", "scalar_loss"])

@@ -7,7 +7,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise import DTensor, P, Replicate, Shard, distribute_module, distribute_tensor, erase
+from shardwise import (
+    CostModel,
+    DTensor,
+    P,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    erase,
+    using_cost_model,
+)
 from tests.erasing.steps import Layer, batch, compare, model_on
 from tests.worlds import mesh_of
 
@@ -86,6 +96,35 @@ def test_gradients_dropped_before_or_after(zero_first):
 def test_uneven_rows_and_three_axes():
     with mesh_of(2, 3) as mesh:
         compare(training(mesh), pairs(mesh, 3, rows=5))
+
+
+@pytest.mark.parametrize(
+    "model", [CostModel(p2p_latency=10.0), CostModel(latency=10.0, p2p_latency=0.0)], ids=["padded", "exact"]
+)
+def test_a_vocabulary_that_does_not_divide(model):
+    # The scores of 13 words over 2 x 2 ranks: uneven gathers and reductions, and a loss over sharded classes.
+    with mesh_of(2, 2) as mesh, using_cost_model(model):
+
+        def setup():
+            torch.manual_seed(0)
+            words = nn.Embedding(13, 8)
+            words.weight = nn.Parameter(distribute_tensor(words.weight.detach(), mesh, P("b")))
+            opt = torch.optim.SGD(words.parameters(), lr=0.1)
+
+            def step(tokens, target):
+                table = words.weight.redistribute(placements=P())
+                scores = F.linear(F.embedding(tokens, table), words.weight)
+                loss = F.cross_entropy(scores, target)
+                loss.backward()
+                opt.step()
+                opt.zero_grad()
+                return loss
+
+            return step, [words]
+
+        batches = [[distribute_tensor(torch.randint(0, 13, (6,)), mesh, P("a")) for _ in range(2)] for _ in range(3)]
+        step = compare(setup, [tuple(pair) for pair in batches])
+        assert step.recordings == 1
 
 
 def test_dropout_continues_the_generator():

@@ -145,7 +145,7 @@ define(
 _IGNORED = -100
 
 
-def _scores_and_row(ndim: int, name: str, classes: str) -> tuple[str, str]:
+def scores_and_row(ndim: int, name: str, classes: str) -> tuple[str, str]:
     """The patterns of scores, with the classes in dim 1 or in the only dim, and of one value for each row."""
     dims = [classes if dim == min(1, ndim - 1) else f"{name}{dim}" for dim in range(ndim)]
     return " ".join(dims), " ".join(dim for dim in dims if dim != classes)
@@ -155,7 +155,7 @@ def _nll_rule(call: Call) -> str:
     """A sum needs no communication over classes `v`: it is Partial. A mean is reduced over classes `k` and rows `r`."""
     mean = call.arg("reduction") == MEAN
     classes = "k" if mean else "v"
-    scores, row = _scores_and_row(call.ndim(0), "r" if mean else "n", classes)
+    scores, row = scores_and_row(call.ndim(0), "r" if mean else "n", classes)
     kernel = [classes, *row.split()] if mean else [classes]
     clauses = f"{'reduce none ; ' if mean else ''}kernel {', '.join(kernel)}"
     return f"{scores}, {row}, {classes} -> {_reduced(call, row)}, ; {clauses}"
@@ -163,7 +163,7 @@ def _nll_rule(call: Call) -> str:
 
 def _nll_backward_rule(call: Call) -> str:
     """Each rank computes the gradients of its classes."""
-    scores, row = _scores_and_row(call.ndim(1), "n", "v")
+    scores, row = scores_and_row(call.ndim(1), "n", "v")
     return f"{_reduced(call, row)}, {scores}, {row}, v, -> {scores} ; linear 0 ; kernel v"
 
 
