@@ -35,6 +35,7 @@ from shardwise import (
     ShardOrderEntry,
     distribute_tensor,
 )
+from shardwise.debug import CommDebugMode
 from shardwise.errors import InputError, ShapeError
 from shardwise.experimental import context_parallel
 from shardwise.placement_types import _StridedShard
@@ -244,6 +245,18 @@ def test_orders_are_those_of_pytorch():
 class Attention(nn.Module):
     def forward(self, q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def test_head_and_tail_stay_where_they_are(monkeypatch):
+    """A ring knows the positions of a sequence in head-tail order: it is not put back in order."""
+    monkeypatch.setattr(_cp_options, "rotate_method", None)
+    set_rotate_method("alltoall")
+    with mesh_of(4) as mesh:
+        replicas = [DTensor.from_local(torch.randn(2, 4, 16, 8), mesh, [Replicate()]).to_local() for _ in range(3)]
+        shards = _context_parallel_shard(mesh, replicas, [2, 2, 2], _HeadTailLoadBalancer(16, 4, "cpu"))
+        with CommDebugMode() as counted, context_parallel(mesh):
+            Attention()(*shards)
+    assert counted.get_total_counts() == 3
 
 
 @pytest.mark.parametrize("by_style", [True, False])

@@ -1,13 +1,15 @@
 """Context parallel as PyTorch's programs use it: buffers are sharded in place and restored."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from shardwise.experimental._attention import context_parallel_unshard
 
-from shardwise import Replicate, Shard, distribute_tensor
+from shardwise import Replicate, Shard, distribute_module, distribute_tensor
 from shardwise.experimental import context_parallel
 from shardwise.nn import attention_over_sequence, packed_attention, unzigzag, zigzag
+from tests.nn.test_packed_attention import make_model, train
 from tests.processes.pool import on_processes
 from tests.processes.reference import assert_same, mesh_of
 
@@ -78,3 +80,14 @@ def test_packed_documents_and_head_tail_order() -> None:
     torch.testing.assert_close(unzigzag(found.detach(), 2, 0).full_tensor(), expected.detach())
     for leaf, reference in zip(leaves, plain, strict=True):
         torch.testing.assert_close(leaf.grad.full_tensor(), reference.grad)
+
+
+@on_processes
+def test_training_on_packed_documents() -> None:
+    mesh = mesh_of(4)
+    reference, model = make_model(), make_model()
+    expected = train(reference, lambda tensor: tensor)
+    distribute_module(model, mesh)
+    assert train(model, lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)])) == pytest.approx(expected, abs=1e-4)
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one.full_tensor(), other, rtol=1e-4, atol=1e-4)

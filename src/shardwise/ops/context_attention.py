@@ -29,6 +29,7 @@ from ..errors import InputError
 from ..sharding.base import DTensorBase
 from ..sharding.layout import Factor, Layout, dim_axes, divides_evenly
 from ..sharding.mesh import MeshInfo
+from ..sharding.runtime import WorldCache
 from ..sharding.spec import DTensorSpec, contiguous_meta
 from .above_autograd import call, needs_grad
 from .attention_dropout import draw_dropout
@@ -55,6 +56,10 @@ class Attention(NamedTuple):
     """The number of ranks for which the sequence is in head-tail order."""
 
 
+_CHOICES: WorldCache[tuple[DTensorSpec, DTensorSpec, DTensorSpec, bool], MethodChoice] = WorldCache(
+    "methods of attention", max_bytes=1 << 18
+)
+
 # ---- the choice -----------------------------------------------------------------------------------------------------
 
 
@@ -78,6 +83,14 @@ def choose_method(query: DTensorSpec, key: DTensorSpec, value: DTensorSpec, trai
     >>> print(choose_method(q.spec, k.spec, v.spec))
     heads (ring 3.27 ms, heads 1.66 ms)
     """
+    cache, specs = _CHOICES.of(key.mesh_info.runtime), (query, key, value, training)
+    found = cache.get(specs)
+    if found is None:
+        found = cache[specs] = _choose_method(query, key, value, training)
+    return found
+
+
+def _choose_method(query: DTensorSpec, key: DTensorSpec, value: DTensorSpec, training: bool) -> MethodChoice:
     axes, links = sequence_axes(key, value), links_of(key.mesh_info)
     if not axes:
         return MethodChoice("ring", {"ring": 0.0})

@@ -54,16 +54,17 @@ def _options(tensors: Sequence[Any], given: Kwargs) -> tuple[object, ...]:
     if not all(isinstance(tensor, DTensorBase) for tensor in tensors):
         raise InputError("varlen_attn of DTensors and plain tensors", "distribute queries, keys and values alike")
     window = tuple(given.get("window_size") or (-1, 0 if given["is_causal"] else -1))
-    edges = [None if given[name] is None else given[name].tolist() for name in ("cu_seq_q", "cu_seq_k")]
-    if window not in ((-1, -1), (-1, 0)) or edges[1] not in (None, edges[0]):
+    documents: list[int] = given["cu_seq_q"].tolist()
+    of_keys = documents if given["cu_seq_k"] is None else given["cu_seq_k"].tolist()
+    if window not in ((-1, -1), (-1, 0)) or of_keys != documents:
         raise InputError(
-            f"varlen_attn of DTensors with the window {window}, cu_seq_q {edges[0]} and cu_seq_k {edges[1]}",
+            f"varlen_attn of DTensors with the window {window}, cu_seq_q {documents} and cu_seq_k {of_keys}",
             "use the windows (-1, -1) or (-1, 0), and the same documents for queries and keys",
         )
     scale = tensors[0].shape[-1] ** -0.5 if given.get("scale") is None else given["scale"]
     rotate = "gather" if sequence_mode().method == "gather" else "ring"
     zigzag = zigzag_ranks(*(tensor._spec for tensor in tensors))
-    return None, None, 0.0, window == (-1, 0), scale, list(dict.fromkeys(edges[0])), zigzag, rotate
+    return None, None, 0.0, window == (-1, 0), scale, list(dict.fromkeys(documents)), zigzag, rotate
 
 
 define("torch_attn::_varlen_attn", decomposition=_varlen, takes_plain=True)
