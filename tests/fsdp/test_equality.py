@@ -100,3 +100,26 @@ def test_local_inputs() -> None:
 def test_local_inputs_on_processes() -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     check_local_inputs(mesh, mesh)
+
+
+def test_an_axis_that_was_flattened() -> None:
+    """Sequences sharded over cp, sequences of a batch over dp: both are data axes of the parameters."""
+    expected, _ = on_one_device()
+    with mesh_of(2, 2, 2, names=("dp", "cp", "tp")) as mesh:
+        data = mesh["dp", "cp"]._flatten("dp_cp")
+        model = new_model()
+        for block in model.blocks:
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel(use_local_output=False)})
+        shard(model, data)
+        assert str(model.blocks[0].up.weight.spec) == "f32[48@(tp, dp_cp), 16]"
+        train(model, lambda tokens: distribute_tensor(tokens, mesh, [Shard(0), Shard(1), Replicate()]))
+        assert_same_parameters(model, expected)
+
+
+@on_processes
+def test_neighbours_on_processes() -> None:
+    expected, _ = on_one_device(rows=16)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    model = shard(new_model(), mesh, reshard_after_forward=2)
+    train(model, lambda tokens: distribute_tensor(tokens, mesh, [Shard(0)]).to_local(), rows=16)
+    assert_same_parameters(model, expected)

@@ -1,6 +1,6 @@
 """Sharded data parallel: parameters are sharded between uses, and gathered while a module computes.
 
-    api         fully_shard, register_fsdp_forward_method, schedule
+    api         fully_shard, register_fsdp_forward_method, schedule, share_comm_ctx
     module      FSDPModule: the methods of modules under fully_shard
     policies    dtypes and host memory
     axes        which axis of a mesh shards, which one replicates
@@ -17,7 +17,7 @@ It is a placement and a schedule. Parameters are ordinary DTensors, `Shard(0)` o
 them before use, frees them after, and reduces their gradients.
 """
 
-from .api import fully_shard, register_fsdp_forward_method, schedule
+from .api import fully_shard, register_fsdp_forward_method, schedule, share_comm_ctx
 from .axes import DataParallelMeshDims
 from .module import FSDPModule, UnshardHandle
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -32,6 +32,7 @@ __all__ = [
     "OffloadPolicy",
     "DataParallelMeshDims",
     "CPUOffloadPolicy",
+    "share_comm_ctx",
     "schedule",
     "Schedule",
     "Event",

@@ -29,7 +29,7 @@ from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .schedule import Schedule
 from .state import STATE, ModuleState, state_of, states_below
 
-__all__ = ["fully_shard", "register_fsdp_forward_method", "schedule"]
+__all__ = ["fully_shard", "register_fsdp_forward_method", "schedule", "share_comm_ctx"]
 
 PlacementFn = Callable[[nn.Parameter], Shard | None]
 
@@ -96,6 +96,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return state.post_forward(index, original(*args, **kwargs))
 
     setattr(module, method_name, method)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Accepted, and not needed: modules have no streams of their own to share."""
 
 
 def schedule(module: nn.Module) -> Schedule:
@@ -165,7 +169,10 @@ def _dim_of(name: str, parameter: nn.Parameter, placement_of: PlacementFn | None
     if placement is None:
         return 0
     if not isinstance(placement, Shard):
-        raise InputError(f"shard_placement_fn returned {placement!r} for {name!r}", "return Shard(dim), or None")
+        raise InputError(
+            f"shard_placement_fn returned {placement!r} for {name!r}",
+            "return Shard(dim), or None; for parameters on another mesh, call fully_shard(submodule, mesh=...) first",
+        )
     return placement.dim
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -126,26 +128,29 @@ def _default_mesh() -> DeviceMesh:
     return made["mesh"]
 
 
-def joined_mesh(data: DataAxes, other: MeshInfo) -> MeshInfo:
-    """The mesh that has the axes of both: the other one if it has all, else a slice of the mesh both come from."""
-    if set(data.mesh_info.names) <= set(other.names):
-        return other
-    root = root_mesh(other.mesh)
+def joined_mesh(data: DataAxes, others: MeshInfo) -> MeshInfo:
+    """The mesh of the data axes and of some others, a slice of the mesh that both come from."""
+    root = root_mesh(others.mesh)
     names = root.mesh_dim_names or ()
-    wanted = {*data.mesh_info.names, *other.names}
-    if root_mesh(data.mesh_info.mesh) != root or not wanted <= set(names):
-        raise MeshError(
-            f"fully_shard over {data.mesh_info!r} got a parameter that is sharded over {other!r}, and no mesh has the "
-            "axes of both",
-            'make one mesh with names, mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp")), shard the '
-            'parameters over mesh["tp"], and pass mesh["dp"] to fully_shard',
-        )
-    return adopt(root[tuple(name for name in names if name in wanted)])
+    flattened = tuple(name for name in data.mesh_info.names if name not in names)
+    wanted = {*data.mesh_info.names, *others.names}
+    if root_mesh(data.mesh_info.mesh) == root and set(others.names) <= set(names):
+        with suppress(KeyError, ValueError, RuntimeError), warnings.catch_warnings():
+            # PyTorch warns of slices with flattened axes, and has no other way to make them.
+            warnings.simplefilter("ignore")
+            return adopt(root[(*flattened, *(name for name in names if name in wanted))])
+    raise MeshError(
+        f"fully_shard over {data.mesh_info!r} got a parameter that is sharded over {others!r}, and no mesh has the "
+        "axes of both",
+        'make one mesh with names, mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp")), shard the '
+        'parameters over mesh["tp"], and pass mesh["dp"] to fully_shard',
+    )
 
 
 def mesh_without(data: DataAxes, mesh_info: MeshInfo) -> MeshInfo | None:
-    """The mesh of the other axes, None if there are none."""
-    others = tuple(name for name in mesh_info.names if name not in data.mesh_info.names)
+    """The mesh of the axes that are not data axes, None if there are none."""
+    data_axes = data.inside(mesh_info) or ()
+    others = tuple(name for axis, name in enumerate(mesh_info.names) if axis not in data_axes)
     if others == mesh_info.names:
         return mesh_info
     return adopt(root_mesh(mesh_info.mesh)[others]) if others else None

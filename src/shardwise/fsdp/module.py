@@ -107,6 +107,25 @@ class FSDPModule:
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Accepted, and not needed: there are no staging buffers."""
 
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Accepted, and not needed: there are no staging buffers."""
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Accepted, and without effect: gathers and reductions share a process group."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Accepted, and not needed: gradients are reduced from their own memory, one group at a time."""
+
+    def set_custom_all_gather(self, comm: object) -> None:
+        """Not supported."""
+        raise InputError(
+            "a custom all-gather: shardwise gathers each parameter into its place by one coalesced collective, and has "
+            "no staging buffer that another one could fill",
+            "leave it out",
+        )
+
+    set_custom_reduce_scatter = set_custom_all_gather
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward needs the parameters of this group. That of an embedding alone does not."""
         self._state().unshard_in_backward = unshard_in_backward

@@ -48,29 +48,31 @@ def spec_of_distributed(
     name: str, old: DTensorSpec, axes: DataAxes, dim: int
 ) -> tuple[DTensorSpec, DTensorSpec | None]:
     """The spec of a distributed parameter that is also sharded over the data axis, and the one without that axis."""
-    mesh_info = joined_mesh(axes, old.mesh_info)
-    placements, order = placements_on(old, mesh_info)
-    data = [mesh_info.names.index(name) for name in axes.mesh_info.names]
-    for axis in data:
-        if not isinstance(placements[axis], Replicate):
+    for axis in axes.inside(old.mesh_info) or ():
+        if not isinstance(old.placements[axis], Replicate):
             raise InputError(
                 f"fully_shard over {axes.mesh_info!r} got the parameter {name!r} as {old!r}, which "
-                f"{mesh_info.names[axis]} distributes already",
+                f"{old.mesh_info.names[axis]} distributes already",
                 "pass a mesh over whose axes parameters are replicated",
             )
-    if any(isinstance(p, InterleavedShard) and p.dim == dim for p in placements):
+    if any(isinstance(p, InterleavedShard) and p.dim == dim for p in old.placements):
         raise InputError(
             f"the parameter {name!r} is {old!r}, sharded in blocks along dim {dim}, where fully_shard would shard it",
             "let shard_placement_fn return another dim for it, or keep its blocks as parameters of their own",
         )
     meta = TensorMeta(old.shape, _first_dim_strides(old.shape, dim), old.dtype)
-    shard_axis = data[-1]
+    other = _without_data_axes(old, axes, meta)
+    if other is None:
+        placements: list[Placement] = [Replicate()] * axes.shard_axis + [Shard(dim)]
+        return DTensorSpec(axes.mesh_info.mesh, placements, meta), None
+    mesh_info = joined_mesh(axes, other.mesh_info)
+    placements, order = placements_on(other, mesh_info)
+    shard_axis = mesh_info.names.index(axes.mesh_info.names[-1])
     placements[shard_axis] = Shard(dim)
     inner = {entry.tensor_dim: entry.mesh_dims for entry in order}
     inner[dim] = (*inner.get(dim, ()), shard_axis)
     new_order = tuple(ShardOrderEntry(d, inner[d]) for d in sorted(inner))
-    spec = DTensorSpec(mesh_info.mesh, placements, meta, new_order)
-    return spec, _without_data_axes(old, axes, meta)
+    return DTensorSpec(mesh_info.mesh, placements, meta, new_order), other
 
 
 def _without_data_axes(old: DTensorSpec, axes: DataAxes, meta: TensorMeta) -> DTensorSpec | None:

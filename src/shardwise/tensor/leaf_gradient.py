@@ -96,7 +96,11 @@ class LeafGradient:
 
 
 class UnreducedGradient(LeafGradient):
-    """The gradient of a leaf that is not reduced when it arrives, because the owner of the leaf does that later."""
+    """The gradient of a leaf that is not reduced when it arrives, because the owner of the leaf does that later.
+
+    `leaf.grad` has the spec of the leaf, and the local shards of a gradient with the spec `target`: the owner reads
+    these. With the spec `target` itself, ops by which autograd puts gradients into `.grad` might reduce them.
+    """
 
     __slots__ = ("target",)
 
@@ -105,22 +109,17 @@ class UnreducedGradient(LeafGradient):
         self.target = target
 
     def hook(self, grad: Tensor | None) -> Tensor | None:
-        """The tensor hook of the leaf: the gradient with the placements that its owner wants."""
+        """The tensor hook of the leaf: the local shards of the gradient that its owner wants."""
         if grad is None:
             return None
-        target = self.target.with_dtype(grad.dtype)
-        if isinstance(grad, DTensorBase) and grad._spec is target:
-            return None
-        moved = to_spec(as_distributed_gradient(grad, self.spec), target)
-        if moved._spec.tensor_meta == target.tensor_meta:
-            return moved
-        # With the strides of the leaf: autograd would copy it to a tensor with them, which is replicated.
-        local = in_memory_order(moved._local_tensor, memory_order(target.tensor_meta))
-        return DTensorBase.concrete.wrap(local, target)
+        moved = to_spec(as_distributed_gradient(grad, self.spec), self.target.with_dtype(grad.dtype))
+        # With the strides of the leaf, for which autograd would copy it otherwise.
+        local = in_memory_order(moved._local_tensor, memory_order(self.spec.tensor_meta))
+        return DTensorBase.concrete.wrap(local, self.spec.with_dtype(grad.dtype))
 
 
 def leaf_without_reduction(leaf: Any, target: DTensorSpec) -> Any:
-    """Make a leaf of a distributed tensor whose gradients take the placements of `target`, such as Partial ones.
+    """Make a leaf of a distributed tensor; the local shards of its gradient are those of one with the spec `target`.
 
     >>> leaf = leaf_without_reduction(DTensor.wrap(local, replicated), replicated.with_placements([Partial()]))
     """
