@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import init_device_mesh
 from shardwise._torch.device_mesh import (
+    MeshOfOthers,
     flattened_meshes,
     has_groups,
     innermost_mesh,
@@ -58,3 +59,22 @@ def test_a_mesh_without_groups(mesh):
     assert has_groups(mesh)
     assert has_groups(mesh["tp"])
     assert has_groups(init_device_mesh("cpu", (8,)))
+
+
+def test_a_mesh_of_other_ranks(mesh):
+    others = MeshOfOthers("cpu", torch.tensor([[[4, 5], [6, 7]]]), ("dp", "tp"))  # this process is rank 0
+    assert others.mesh.tolist() == [[4, 5], [6, 7]]
+    assert tuple(others.get_coordinate()) == (0, 0)
+    assert not has_groups(others)
+    assert parallel_instances(others["tp"]).tolist() == [[4, 5], [6, 7]]
+    assert parallel_instances(others["dp"]).tolist() == [[4, 6], [5, 7]]
+    assert others["dp"].mesh.tolist() == [4, 6]
+    assert root_mesh(others["tp"]) is others
+    assert others["dp", "tp"] is others
+    again = MeshOfOthers("cpu", torch.tensor([[[4, 5], [6, 7]]]), ("dp", "tp"))
+    assert others == again
+    assert hash(others["tp"]) == hash(again["tp"])
+    assert others["tp"] != MeshOfOthers("cpu", torch.tensor([[4, 5]]), ("tp",))
+    assert others != mesh
+    with pytest.raises(KeyError, match="pp"):
+        others["pp"]

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import shardwise
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor, rand, randn, zeros
 from shardwise.debug import CommDebugMode, draw
 from shardwise.errors import MeshError
@@ -127,8 +126,3 @@ def test_training() -> None:
     local = torch.ones(2, 3, requires_grad=True)
     (DTensor.from_local(local, mesh, [Shard(0)]) * 2).sum().full_tensor().backward()
     assert (local.grad is not None) == inside()
-
-
-def test_a_simulated_world_has_no_ranks_outside() -> None:
-    with shardwise.simulate(4), pytest.raises(MeshError, match=r"ranks \[2, 3\] are not in mesh\(tp=2\)"):
-        zeros(4, device_mesh=DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",)), placements=[Shard(0)])

@@ -19,6 +19,8 @@ def parallel_instances(mesh: DeviceMesh) -> torch.Tensor:
 
     `mesh["tp"]` of a mesh of shape (2, 4) has 2 instances of 4 ranks. Relies on `_layout` and `_rank_map`.
     """
+    if isinstance(mesh, MeshOfOthers):
+        return mesh.instances
     instances: torch.Tensor = mesh._layout.remap_to_tensor(mesh._rank_map)
     return instances.reshape(-1, *mesh.shape)
 
@@ -42,3 +44,42 @@ def mesh_without_groups(device_type: str, ranks: torch.Tensor, names: Sequence[s
 def has_groups(mesh: DeviceMesh) -> bool:
     """Whether a mesh has process groups: False for those of `mesh_without_groups`. Relies on `_dim_group_names`."""
     return hasattr(mesh, "_dim_group_names")
+
+
+class MeshOfOthers(DeviceMesh):
+    """A mesh as its first rank sees it, without process groups, on a process that need not be one of its ranks.
+
+    PyTorch cannot slice a mesh on a process outside it. `instances` has the shape `(parallel instances, *sizes)`.
+    Relies on the arguments `_init_backend` and `_rank`, and on `_root_mesh`.
+    """
+
+    def __init__(self, device_type: str, instances: torch.Tensor, names: Sequence[str]) -> None:
+        first = instances[0]
+        super().__init__(
+            device_type, first, mesh_dim_names=tuple(names), _init_backend=False, _rank=int(first.flatten()[0])
+        )
+        self.instances = instances
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        chosen = (names,) if isinstance(names, str) else tuple(names)
+        known = self.mesh_dim_names or ()
+        if not chosen or not set(chosen) <= set(known):
+            raise KeyError(f"no axes {chosen} in a mesh of {known}")
+        if chosen == known:
+            return self
+        axes = [1 + known.index(name) for name in chosen]
+        others = [axis for axis in range(1, self.instances.ndim) if axis not in axes]
+        sizes = [self.instances.shape[axis] for axis in axes]
+        sliced = MeshOfOthers(self.device_type, self.instances.permute(0, *others, *axes).reshape(-1, *sizes), chosen)
+        sliced._root_mesh = root_mesh(self)
+        return sliced
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, MeshOfOthers)
+            and (self.device_type, self.mesh_dim_names) == (other.device_type, other.mesh_dim_names)
+            and torch.equal(self.instances, other.instances)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.device_type, self.mesh_dim_names, tuple(self.instances.flatten().tolist())))

@@ -63,6 +63,7 @@ def _adopt(mesh: DeviceMesh) -> MeshInfo:
         _check_membership(mesh_info)
         mesh_info.simulated = current_world() is not None
         if mesh_info.simulated:
+            mesh_info.outside = False  # this process runs all ranks
             _simulated_groups(mesh_info)
         else:
             _process_groups(mesh_info)
@@ -78,17 +79,10 @@ def _check_membership(mesh_info: MeshInfo) -> None:
             f"{mesh_info!r} has the ranks {ranks_of_mesh}, but this world has {mesh_info.world_size}",
             "use a mesh of ranks that exist; torch.distributed.checkpoint brings a saved tensor to another mesh",
         )
-    if not has_groups(mesh_info.mesh):
+    if not has_groups(mesh_info.mesh) and not mesh_info.outside and current_world() is None:
         raise MeshError(
             f"{mesh_info!r} was loaded from a file, and no equal mesh has been used in this world",
             "make the mesh with init_device_mesh, and a first tensor on it, before loading",
-        )
-    outside = [rank for rank, coordinate in enumerate(mesh_info.coordinates) if not coordinate]
-    if current_world() is not None and outside:
-        ranks = f"rank {outside[0]} is" if len(outside) == 1 else f"ranks {outside} are"
-        raise MeshError(
-            f"{ranks} not in {mesh_info!r}, whose ranks are {ranks_of_mesh}",
-            "use a mesh that holds every rank of the simulated world: one program runs on all of them",
         )
 
 
@@ -109,9 +103,10 @@ def _axis_groups(mesh_info: MeshInfo) -> dict[Axes, str]:
 
 def _simulated_groups(mesh_info: MeshInfo) -> None:
     ndim = len(mesh_info.sizes)
-    mesh_info.groups.update(_axis_groups(mesh_info))
-    for axes in axis_sets(ndim):
-        mesh_info.groups[axes] = f"shardwise:{id(mesh_info)}:{axes}"
+    if has_groups(mesh_info.mesh) and dist.get_rank() in mesh_info.ranks:
+        mesh_info.groups.update(_axis_groups(mesh_info))
+    for axes in [*itertools.combinations(range(ndim), 1), *axis_sets(ndim)]:
+        mesh_info.groups.setdefault(axes, f"shardwise:{id(mesh_info)}:{axes}")
     for axes, name in mesh_info.groups.items():
         register_group(name, mesh_info.rank_groups(axes))
 

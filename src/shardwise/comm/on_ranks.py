@@ -30,8 +30,8 @@ def on_ranks(mesh_info: MeshInfo, fn: Callable[[Coordinate, Tensor], Tensor]) ->
 def from_ranks(mesh_info: MeshInfo, fn: Callable[[Coordinate], Tensor]) -> Tensor:
     """A local tensor made from the coordinate of its rank."""
     if mesh_info.simulated:
-        coordinates = mesh_info.coordinates
-        return map_ranks(lambda rank: fn(coordinates[rank]))
+        with torch.no_grad():
+            return RankTensor([fn(at) for at in mesh_info.coordinates])
     return fn(mesh_info.coordinate)
 
 

@@ -68,7 +68,10 @@ def _value(size: int, rank: int) -> int:
 def _positions(group: str, count: int) -> list[int | None]:
     """Return the position in its group of each rank that this process runs; None for a rank outside."""
     groups = ranks_of_group(group)
-    own = range(count) if current_world() is not None else [torch.distributed.get_rank()]
+    own: Sequence[int] = [torch.distributed.get_rank()]
+    if current_world() is not None:
+        members = sorted(rank for ranks in groups for rank in ranks)
+        own = members if len(members) == count else range(count)
     return [next((ranks.index(rank) for ranks in groups if rank in ranks), None) for rank in own]
 
 

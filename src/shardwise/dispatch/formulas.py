@@ -98,7 +98,7 @@ def as_replicated(tensor: Tensor, like: DTensorBase) -> DTensorBase:
     if not all(type(step) is int for step in meta.stride) or overlaps(meta):
         local, meta = local.contiguous(), contiguous_meta(local.shape, local.dtype)
     if mesh_info.simulated and not isinstance(local, RankTensor):
-        local = replicate(local, mesh_info.world_size)
+        local = replicate(local, len(mesh_info.ranks))
     spec = DTensorSpec(mesh_info.mesh, (Replicate(),) * len(mesh_info.sizes), meta)
     return type(like).wrap(local, spec)
 

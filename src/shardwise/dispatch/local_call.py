@@ -134,7 +134,8 @@ def on_each(
             return fn(make(mesh_info.coordinate, args, kwargs), mesh_info.coordinate)
         coordinates = mesh_info.coordinates
         return map_ranks(
-            lambda rank: fn(make(coordinates[rank], of_rank(args, rank), of_rank(kwargs, rank)), coordinates[rank])
+            lambda rank: fn(make(coordinates[rank], of_rank(args, rank), of_rank(kwargs, rank)), coordinates[rank]),
+            ranks=len(coordinates),
         )
 
     return run

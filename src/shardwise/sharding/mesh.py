@@ -48,11 +48,10 @@ class MeshInfo:
         self.device_type = mesh.device_type
         self.sizes: tuple[int, ...] = tuple(mesh.shape)
         self.names: tuple[str, ...] = mesh.mesh_dim_names or tuple(str(axis) for axis in range(mesh.ndim))
-        coordinate = mesh.get_coordinate()
-        # Whether this process is no rank of the mesh. It then plans as the first rank does, and runs nothing.
-        self.outside = coordinate is None
-        self.coordinate: Coordinate = tuple(coordinate or (0,) * mesh.ndim)
         self.world_size: int = dist.get_world_size()
+        # Whether this process is no rank of the mesh. It then plans as the first rank does, and runs nothing.
+        self.outside = dist.get_rank() not in self.ranks
+        self.coordinate: Coordinate = (0,) * mesh.ndim if self.outside else tuple(mesh.get_coordinate() or ())
         self.groups: dict[Axes, str] = {}
         self.specs: WeakValueDictionary[tuple[object, ...], DTensorSpec] = WeakValueDictionary()
         self.adopted = False
@@ -66,20 +65,23 @@ class MeshInfo:
             return parallel_instances(self.mesh)
 
     @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks in (an instance of) this mesh, ascending. A simulated local tensor has a shard for each of them."""
+        with without_modes():
+            return tuple(sorted(self.instances.flatten().tolist()))
+
+    @cached_property
     def coordinates(self) -> tuple[Coordinate, ...]:
-        """For each rank of the world its coordinate in its own instance, () for ranks outside the mesh."""
-        found: list[Coordinate] = [()] * self.world_size
+        """For each of `ranks` its coordinate in its own instance."""
         places = list(itertools.product(*map(range, self.sizes)))
         with without_modes():
             instances = self.instances.flatten(1).tolist()
-        for instance in instances:
-            for rank, place in zip(instance, places, strict=True):
-                found[rank] = place
-        return tuple(found)
+        found = {rank: at for instance in instances for rank, at in zip(instance, places, strict=True)}
+        return tuple(found[rank] for rank in self.ranks)
 
     def covers_world(self) -> bool:
         """Whether every rank of the world is in (an instance of) this mesh."""
-        return self.instances.numel() == self.world_size
+        return len(self.ranks) == self.world_size
 
     def rank_groups(self, axes: Axes) -> list[list[int]]:
         """All groups of ranks that differ only on these axes, each in mesh order."""

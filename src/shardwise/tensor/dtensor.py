@@ -51,7 +51,7 @@ from ..world import RankTensor
 from .autograd import FromLocal, ToLocal, grad_spec_of_local, to_spec
 from .changed_shape import ChangingShape
 from .flat import Context, context_on, flatten
-from .from_local import check_plain_tensor, copy_to_replicas, on_mesh, spec_of_local, without_grad
+from .from_local import check_plain_tensor, copy_to_replicas, of_members, on_mesh, spec_of_local, without_grad
 from .leaf_gradient import LeafGradient, reduce_gradient_of
 from .saved import loaded_shard
 from .sources import Replayed, replayed, set_local
@@ -145,6 +145,7 @@ class DTensor(ChangingShape):
             mesh = device_mesh if device_mesh is not None else current_mesh()
             return from_local_transformed(local, mesh, {"placements": placements, **given})
         mesh_info = adopt(device_mesh if device_mesh is not None else current_mesh())
+        local = of_members(local, mesh_info)
         data = on_mesh(without_grad(local), mesh_info)
         spec = spec_of_local(data, mesh_info, placements, shape, stride, run_check, local)
         if mesh_info.outside:
@@ -227,11 +228,11 @@ class DTensor(ChangingShape):
 
     @property
     def shards(self) -> dict[int, Tensor]:
-        """The local shards that this process holds, by rank: all of them when simulated, else its own."""
+        """The local shards that this process holds, by rank: those of the mesh's ranks when simulated, else its own."""
         local = self._local_tensor
         mark_exposed(local)
         if isinstance(local, RankTensor):
-            return dict(enumerate(local.shards))
+            return dict(zip(self._spec.mesh_info.ranks, local.shards, strict=True))
         return {dist.get_rank(): local}
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]

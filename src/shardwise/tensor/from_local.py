@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,14 +46,22 @@ def check_reductions(placements: Sequence[Placement], dtype: torch.dtype) -> Non
 
 
 def on_mesh(tensor: Tensor, mesh_info: MeshInfo) -> Tensor:
-    """The tensor on the mesh's device type; in the simulated world, one copy for every rank."""
+    """The tensor on the mesh's device type; in the simulated world, one copy for every rank of the mesh."""
     if tensor.device.type not in (mesh_info.device_type, "meta"):
         tensor = tensor.to(mesh_info.device_type)
     if mesh_info.simulated and not isinstance(tensor, RankTensor):
         if torch.is_grad_enabled() and tensor.requires_grad:
-            return _ToRanks.apply(tensor, mesh_info.world_size)
-        tensor = replicate(tensor, mesh_info.world_size)
-    return tensor
+            return _ToRanks.apply(tensor, len(mesh_info.ranks))
+        tensor = replicate(tensor, len(mesh_info.ranks))
+    return of_members(tensor, mesh_info)
+
+
+def of_members(tensor: Tensor, mesh_info: MeshInfo) -> Tensor:
+    """In the simulated world, of a tensor of all ranks the shards of the ranks of the mesh; else the tensor itself."""
+    if not (mesh_info.simulated and isinstance(tensor, RankTensor)):
+        return tensor
+    of_all = len(tensor.shards) == mesh_info.world_size > len(mesh_info.ranks)
+    return _OfRanks.apply(tensor, mesh_info.ranks) if of_all else tensor
 
 
 class _ToRanks(torch.autograd.Function):
@@ -66,6 +74,22 @@ class _ToRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> tuple[object, ...]:
         return grad, None
+
+
+class _OfRanks(torch.autograd.Function):
+    """The shards of some ranks. The others get gradients of zeros: nothing depends on what they hold."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: RankTensor, ranks: Sequence[int]) -> Tensor:
+        ctx.ranks, ctx.zeros = ranks, [torch.zeros_like(shard) for shard in tensor.shards]
+        return RankTensor([tensor.shards[rank] for rank in ranks])
+
+    @staticmethod
+    def backward(ctx: Any, grad: RankTensor) -> tuple[object, ...]:
+        grads = list(ctx.zeros)
+        for rank, shard in zip(ctx.ranks, grad.shards, strict=True):
+            grads[rank] = shard
+        return RankTensor(grads), None
 
 
 def without_grad(tensor: Tensor) -> Tensor:

@@ -49,10 +49,11 @@ class LocalShapes:
         self.fingerprints: dict[int, int] = {}
         self.requires_grad: dict[int, bool] = {}
         if isinstance(local, RankTensor):
-            self.shapes = {rank: specialized(tuple(shard.shape)) for rank, shard in enumerate(local.shards)}
+            shards = dict(zip(mesh_info.ranks, local.shards, strict=True))
+            self.shapes = {rank: specialized(tuple(shard.shape)) for rank, shard in shards.items()}
             self.dtypes = dict.fromkeys(self.shapes, local.dtype)
             self.memory_order = _memory_order(local.shards[0])
-            self.fingerprints = {rank: fingerprint(shard) for rank, shard in enumerate(local.shards)}
+            self.fingerprints = {rank: fingerprint(shard) for rank, shard in shards.items()}
         elif ask and mesh_info.backend != "fake" and not mesh_info.outside and not in_fake_mode():
             # The fake backend and fake tensors have no peers to ask.
             self._ask(local, given, requires_grad, fingerprint(local))
@@ -153,9 +154,10 @@ class LocalShapes:
             where = f"{list(placements)} on shape {list(shape)} over {mesh_info!r}"
             raise ShapeError(f"{where}: {error.problem}", error.fix) from None
         wrong = {}
+        coordinates = dict(zip(mesh_info.ranks, mesh_info.coordinates, strict=True))
         for rank, held in self.shapes.items():
-            at = mesh_info.coordinates[rank]
-            expected = layout.local_shape(at) if at else held  # a rank outside the mesh may pass anything
+            at = coordinates.get(rank)
+            expected = held if at is None else layout.local_shape(at)  # a rank outside the mesh may pass anything
             if tuple(held) != expected:
                 wrong[rank] = f"{list(held)} instead of {list(expected)}"
         if not wrong:

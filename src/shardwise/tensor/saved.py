@@ -28,10 +28,10 @@ def loaded_shard(local: Tensor, spec: DTensorSpec, saved_at: Coordinate) -> Tens
             return local
         if not spec.is_replicated():
             raise WorldError(f"{_held(spec, saved_at)}, but a simulated world needs all shards", _FIX)
-        return replicate(local)
+        return replicate(local, len(spec.mesh_info.ranks))
     here = spec.mesh_info.coordinate
-    if isinstance(local, RankTensor) and here:
-        return local.shards[dist.get_rank()]
+    if isinstance(local, RankTensor) and not spec.mesh_info.outside:
+        return local.shards[spec.mesh_info.ranks.index(dist.get_rank())]
     if saved_at != here and not here:
         raise WorldError(f"{_held(spec, saved_at)}, but this rank is not in that mesh", _FIX)
     if saved_at != here and not _same_shard(spec, saved_at, here):

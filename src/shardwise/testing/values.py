@@ -47,13 +47,13 @@ def with_spec(value: Tensor, spec: DTensorSpec, *, seed: int) -> DTensor:
     """Return the distributed tensor with this value and spec, also for layouts that placements cannot express."""
     mesh_info = spec.mesh_info
     if mesh_info.simulated:
-        values = value.shards if isinstance(value, RankTensor) else (value,) * mesh_info.world_size
+        values = value.shards if isinstance(value, RankTensor) else (value,) * len(mesh_info.ranks)
         tables: dict[int, dict[Key, Tensor]] = {}
         shards: list[Tensor] = []
-        for rank, at in enumerate(_coordinates(mesh_info)):
+        for place, (rank, at) in enumerate(zip(mesh_info.ranks, mesh_info.coordinates, strict=True)):
             instance = _instance_of(mesh_info, rank)
             if instance not in tables:
-                tables[instance] = _operand_table(values[rank], spec.layout, seed)
+                tables[instance] = _operand_table(values[place], spec.layout, seed)
             shards.append(_shard(tables[instance], spec.layout, at))
         return DTensor(RankTensor(shards), spec)
     assert mesh_info.coordinate is not None, "an adopted mesh holds this rank"
@@ -109,9 +109,9 @@ def _shard(table: dict[Key, Tensor], layout: Layout, at: Coordinate) -> Tensor:
 
 def _assemble_ranks(ranks: Sequence[int], shards: Sequence[Tensor], spec: DTensorSpec) -> Tensor:
     layout, globals_, seen = spec.layout, dict[Key, Tensor](), dict[Key, Tensor]()
-    coordinates = _coordinates(spec.mesh_info)
     for rank in ranks:
-        at, shard = coordinates[rank], shards[rank]
+        place = spec.mesh_info.ranks.index(rank)
+        at, shard = spec.mesh_info.coordinates[place], shards[place]
         expected = spec.local_shape(at)
         _check(tuple(shard.shape) == expected, f"{spec!r}: rank {rank} has {list(shard.shape)}, not {list(expected)}")
         _check(shard.dtype == spec.dtype, f"{spec!r}: rank {rank} has {shard.dtype}, not {spec.dtype}")
@@ -179,11 +179,6 @@ def _equal(one: Tensor, other: Tensor) -> Tensor:
 
 
 # ---- index arithmetic --------------------------------------------------------------------------------------------
-
-
-def _coordinates(mesh_info: MeshInfo) -> list[Coordinate]:
-    """Return the coordinate of every rank; all ranks are in an adopted mesh."""
-    return [at for at in mesh_info.coordinates if at is not None]
 
 
 def _instance_of(mesh_info: MeshInfo, rank: int) -> int:

@@ -41,7 +41,10 @@ Sizes = Sequence[int | torch.SymInt]
 
 
 def parallel_groups(x: object, group: Group, group_size: int | None = None) -> Groups:
-    """Return the ranks that communicate with each other when `x` is communicated in `group`, one tuple per group."""
+    """Return which shards communicate with each other when `x` is communicated in `group`, one tuple per group.
+
+    A tensor on a mesh of some ranks has shards for these ranks alone, in their order.
+    """
     name = group if isinstance(group, str) else group.group_name
     groups = groups_of(name)
     world = current_world()
@@ -50,10 +53,14 @@ def parallel_groups(x: object, group: Group, group_size: int | None = None) -> G
             "a plain tensor and per-rank tensors in one collective", "make it per-rank with `replicate(tensor)`"
         )
     if world is not None and len(x.shards) != world.size:
-        raise WorldError(
-            f"a tensor of {len(x.shards)} ranks communicates in a world of {world.size}",
-            "use tensors of the running simulated world",
-        )
+        places = {rank: place for place, rank in enumerate(sorted(rank for ranks in groups for rank in ranks))}
+        if len(places) != len(x.shards):
+            raise WorldError(
+                f"a tensor of {len(x.shards)} ranks communicates in a world of {world.size}, in groups of "
+                f"{len(places)} ranks",
+                "use tensors of the running simulated world, in groups of the mesh that they are on",
+            )
+        groups = tuple(tuple(places[rank] for rank in ranks) for ranks in groups)
     sizes = {len(ranks) for ranks in groups}
     if group_size is not None and sizes != {group_size}:
         raise WorldError(

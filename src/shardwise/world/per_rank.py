@@ -18,18 +18,18 @@ __all__ = ["map_ranks", "replicate"]
 T = TypeVar("T")
 
 
-def map_ranks(fn: Callable[..., T], *tensors: object) -> T:
+def map_ranks(fn: Callable[..., T], *tensors: object, ranks: int | None = None) -> T:
     """Call `fn(rank, *local tensors)` for every rank and join the results. Autograd does not record it.
 
     >>> x = RankTensor([torch.ones(2), torch.ones(2)])
     >>> map_ranks(lambda rank, local: local * rank, x).shards
     (tensor([0., 0.]), tensor([1., 1.]))
 
-    Without a per-rank argument, the number of ranks is that of the running simulated world.
+    Without a per-rank argument, the number of ranks is `ranks`, or that of the running simulated world.
     """
     columns = [by_rank(t) for t in tensors]
     lengths = {len(c) for c in columns if c is not None}
-    n = one_length(lengths) if lengths else _world_size()
+    n = one_length(lengths) if lengths else ranks or _world_size()
     rows = [repeat(t, n) if c is None else c for t, c in zip(tensors, columns, strict=True)]
     with torch.no_grad():
         results = [fn(rank, *row) for rank, *row in zip(range(n), *rows, strict=True)]

@@ -1,0 +1,208 @@
+"""What one stage hands to the next: activations forward, their gradients backward, each rank to its counterpart.
+
+Stages have meshes of one shape. A distributed tensor goes over as the local shards of its ranks, to the ranks at the
+same coordinates, and is there the same tensor on the mesh of the other stage.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._torch import pytree
+from ..errors import InputError
+from ..sharding.mesh import DeviceMesh, mesh_info_of
+from ..sharding.placement import Partial, Placement, Replicate
+from ..tensor.dtensor import DTensor
+from ..world import RankTensor
+from .schedule import Action
+
+_LENGTH, _TEXT = 254, 255  # in the place of the number of a tensor: what it takes to receive them
+
+__all__ = ["Courier", "Mailbox", "without_partial"]
+
+
+@dataclass(frozen=True)
+class Described:
+    """A tensor without its data: what the receiver of its local shard has to know."""
+
+    shape: tuple[int, ...]
+    """Of the local tensor, as are stride and dtype."""
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    placements: tuple[Placement, ...] | None
+    """Of a distributed tensor, and its global shape and stride."""
+    global_shape: tuple[int, ...] = ()
+    global_stride: tuple[int, ...] = ()
+
+    def wrapped(self, local: Tensor, mesh: DeviceMesh) -> Tensor:
+        """The tensor of this description with a local tensor on the mesh of a stage."""
+        if self.placements is not None:
+            given = {"shape": self.global_shape, "stride": self.global_stride}
+            local = DTensor.from_local(local, mesh, self.placements, **given)  # type: ignore[arg-type]
+        return local.requires_grad_(self.requires_grad)
+
+
+def described(tensor: Tensor) -> Described:
+    """The description of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return Described(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, None)
+    local, spec = tensor._local_tensor, tensor._spec
+    sizes = tuple(local.shape), local.stride(), tensor.dtype, tensor.requires_grad
+    return Described(*sizes, tensor.placements, tuple(spec.shape), tuple(spec.stride))
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The local tensor that travels."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def without_partial(value: Any) -> Any:
+    """A stage's outputs, with those that are Partial reduced: their gradients then have the placements they have."""
+
+    def reduced(tensor: DTensor) -> DTensor:
+        if not any(isinstance(placement, Partial) for placement in tensor.placements):
+            return tensor
+        return tensor.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in tensor.placements])
+
+    return pytree.tree_map_only(DTensor, reduced, value)
+
+
+class Mailbox:
+    """Hands tensors from stage to stage in a simulated world, where one process runs all stages."""
+
+    def __init__(self, mesh_of: Callable[[int], DeviceMesh]) -> None:
+        self.mesh_of = mesh_of
+        self.held: dict[Action, Any] = {}
+
+    def send(self, to: Action, value: Any, key: object) -> None:
+        """Leave what an action of another stage needs."""
+        mesh = self.mesh_of(to.stage)
+        self.held[to] = pytree.tree_map_only(
+            Tensor, lambda tensor: described(tensor).wrapped(_copy(tensor), mesh), value
+        )
+
+    def receive(self, to: Action, key: object) -> Any:
+        """Take what was left for an action."""
+        return self.held.pop(to)
+
+    def send_gradients(self, to: Action, gradients: Sequence[Tensor]) -> None:
+        """Leave the gradients of what a stage sent."""
+        self.send(to, list(gradients), None)
+
+    def receive_gradients(self, to: Action, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Take the gradients of what a stage sent."""
+        gradients: list[Tensor] = self.held.pop(to)
+        return gradients
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    local = local_of(tensor)
+    return RankTensor([shard.clone() for shard in local.shards]) if isinstance(local, RankTensor) else local.clone()
+
+
+class Courier:
+    """Sends tensors from stage to stage between processes, and receives them.
+
+    Sends are not waited for before the end of a step. What the receiver has to know besides the data travels once for
+    each `key`, the shapes of a microbatch, and is kept. Forward and backward have a process group each, so that
+    communicators that run in order (NCCL) do not wait for each other in a circle.
+    """
+
+    def __init__(self, mesh_of: Callable[[int], DeviceMesh], mesh: DeviceMesh, axis: str) -> None:
+        self.mesh_of = mesh_of
+        info = mesh_info_of(mesh)
+        lines = info.rank_groups((info.axis_index(axis),))
+        self.line = next(ranks for ranks in lines if dist.get_rank() in ranks)
+        forward = backward = mesh.get_group(axis)
+        if dist.get_backend(forward) == "nccl":
+            made = [dist.new_group(ranks) for ranks in lines]
+            backward = made[lines.index(self.line)]
+        self.groups = {False: forward, True: backward}
+        self.device = torch.device(mesh.device_type)
+        self.known: dict[tuple[int, object], Any] = {}
+        self.under_way: list[tuple[Any, Tensor]] = []
+
+    def send(self, to: Action, value: Any, key: object) -> None:
+        """Start to send what an action of another stage needs."""
+        if (to.stage, key) not in self.known:
+            about = self.known[to.stage, key] = pytree.tree_map_only(Tensor, described, value)
+            # Not by send_object_list: it waits, and two ranks that send to each other would wait for ever.
+            text = torch.frombuffer(bytearray(pickle.dumps(about)), dtype=torch.uint8).to(self.device)
+            self._send_one(to, torch.tensor([text.numel()], device=self.device), _LENGTH)
+            self._send_one(to, text, _TEXT)
+        self._send(to, [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)])
+
+    def receive(self, to: Action, key: object) -> Any:
+        """Wait for what an action needs."""
+        if (to.stage, key) not in self.known:
+            length = torch.empty(1, dtype=torch.int64, device=self.device)
+            self._receive_one(to, length, -1, _LENGTH).wait()
+            text = torch.empty(int(length.item()), dtype=torch.uint8, device=self.device)
+            self._receive_one(to, text, -1, _TEXT).wait()
+            self.known[to.stage, key] = pickle.loads(text.cpu().numpy().tobytes())
+        about = self.known[to.stage, key]
+        found = iter(self._receive(to, [leaf for leaf in pytree.tree_leaves(about) if isinstance(leaf, Described)], -1))
+        return pytree.tree_map_only(Described, lambda _: next(found), about)
+
+    def send_gradients(self, to: Action, gradients: Sequence[Tensor]) -> None:
+        """Start to send the gradients of what a stage sent."""
+        self._send(to, gradients)
+
+    def receive_gradients(self, to: Action, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Wait for the gradients of what a stage sent."""
+        return self._receive(to, [replace(described(output), requires_grad=False) for output in outputs], +1)
+
+    def finish(self) -> None:
+        """Wait for everything that was sent."""
+        for work, _ in self.under_way:
+            work.wait()
+        self.under_way.clear()
+
+    def _send(self, to: Action, tensors: Sequence[Tensor]) -> None:
+        for index, tensor in enumerate(tensors):
+            local = local_of(tensor)
+            if local.numel():
+                self._send_one(to, local.contiguous(), index)
+
+    def _send_one(self, to: Action, dense: Tensor, index: int) -> None:
+        peer = self.line[to.stage % len(self.line)]
+        work = dist.isend(dense, dst=peer, group=self.groups[to.backward], tag=_tag(to, index))
+        self.under_way.append((work, dense))
+
+    def _receive_one(self, to: Action, dense: Tensor, came_from: int, index: int) -> Any:
+        peer = self.line[(to.stage + came_from) % len(self.line)]
+        return dist.irecv(dense, src=peer, group=self.groups[to.backward], tag=_tag(to, index))
+
+    def _receive(self, to: Action, about: Sequence[Described], came_from: int) -> list[Tensor]:
+        mesh = self.mesh_of(to.stage)
+        locals_ = [torch.empty(each.shape, dtype=each.dtype, device=self.device) for each in about]
+        works = [self._receive_one(to, dense, came_from, index) for index, dense in enumerate(locals_) if dense.numel()]
+        for work in works:
+            work.wait()
+        strided = (
+            dense if dense.stride() == each.stride else dense.new_empty_strided(each.shape, each.stride).copy_(dense)
+            for dense, each in zip(locals_, about, strict=True)
+        )
+        return [each.wrapped(local, mesh) for each, local in zip(about, strided, strict=True)]
+
+
+def _tag(to: Action, index: int) -> int:
+    """A number that tells messages between two ranks apart."""
+    if to.stage >= 1 << 10 or to.microbatch >= 1 << 12 or index > _TEXT:
+        raise InputError(
+            f"{to!r} with {index + 1} tensors in a pipeline",
+            f"use at most {1 << 10} stages, {1 << 12} microbatches and {_LENGTH} tensors between stages",
+        )
+    return ((to.microbatch * 2 + to.backward) << 18) | (to.stage << 8) | index
