@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 import shardwise
-from shardwise import Partial, Shard
+from shardwise import DTensor, Partial, Shard, explicit
 from shardwise.notation import bind, parse, passes
 from shardwise.sharding.dtypes import sums_alike
 from shardwise.testing import assemble
 from shardwise.testing.partial_operands import operands
 from tests.ops.helpers import communication, on, ranks, whole
+from tests.worlds import mesh_of
 
 nan, inf = math.nan, math.inf
 
@@ -207,3 +208,12 @@ def test_operands_contain_what_breaks_rules(op: str) -> None:
         assert (parts[:, value.isnan()].isnan().sum(0) == 0).any()  # inf - inf
         integers = operands(torch.zeros(64, dtype=torch.int32), 3, "sum", generator)
         assert sum(part.long() for part in integers).any()
+
+
+def test_sums_over_two_of_three_axes_stay_open():
+    with mesh_of(2, 2, 2) as mesh:
+        x = DTensor.from_local(torch.ones(8, 16), mesh, [Partial(), Partial(), Shard(0)])
+        with explicit():  # refuses all communication
+            for result in (x.clone(), x.detach(), x + x, x * 2, x.t()):
+                assert isinstance(result.placements[0], Partial)
+                assert isinstance(result.placements[1], Partial)

@@ -108,7 +108,9 @@ class ShardingPropagator:
         if self._price(followed)[0] == 0.0:
             return self._decide(followed)  # no communication now or later: the usual case
         if math.prod(len(choices) for choices in options) > _TRY_ALL:
-            return self._decide(self._sweep(options, followed))
+            # One axis at a time, sums over two axes would be reduced where leaving one of them open gains nothing.
+            starts = dict.fromkeys([followed, tuple(map(self._leave_open, followed, options))])
+            return self._decide(self._cheapest([self._sweep(options, start) for start in starts]))
         return self._decide(self._cheapest(itertools.product(*options)))
 
     def _cheapest(self, choices: Iterable[tuple[Option, ...]]) -> tuple[Option, ...]:
@@ -142,6 +144,10 @@ class ShardingPropagator:
                 if size > best[0] and len(factors) == 1 and any(axis in part.axes for part in dim):
                     best = size, factors[0] if factors[0] in choices else best[1]
         return best[1]
+
+    def _leave_open(self, followed: Option, choices: Sequence[Option]) -> Option:
+        """The option that leaves operands Partial over an axis where nothing is sharded over it."""
+        return next((c for c in choices if isinstance(c, Passing)), None) if followed is None else followed
 
     # ---- options --------------------------------------------------------------------------------------------
 
