@@ -105,8 +105,11 @@ def _simulated_groups(mesh_info: MeshInfo) -> None:
     ndim = len(mesh_info.sizes)
     if has_groups(mesh_info.mesh) and dist.get_rank() in mesh_info.ranks:
         mesh_info.groups.update(_axis_groups(mesh_info))
-    for axes in [*itertools.combinations(range(ndim), 1), *axis_sets(ndim)]:
-        mesh_info.groups.setdefault(axes, f"shardwise:{id(mesh_info)}:{axes}")
+    else:  # this process is rank 0 to PyTorch, which has no groups of other ranks: any of the right size will do
+        sizes = enumerate(mesh_info.sizes)
+        mesh_info.groups.update({(axis,): dist.new_group(range(size)).group_name for axis, size in sizes})
+    for axes in axis_sets(ndim):
+        mesh_info.groups[axes] = f"shardwise:{id(mesh_info)}:{axes}"
     for axes, name in mesh_info.groups.items():
         register_group(name, mesh_info.rank_groups(axes))
 
