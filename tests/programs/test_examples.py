@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,8 +44,30 @@ def test_train(launch) -> None:
     assert "collectives; each rank receives" in printed
 
 
-def test_train_is_one_short_file() -> None:
+def test_examples_are_short_files() -> None:
     assert len((EXAMPLES / "train.py").read_text().splitlines()) < 200
+    assert len((EXAMPLES / "llama.py").read_text().splitlines()) < 340
+
+
+LARGEST = re.compile(r"the largest difference of a loss in (\d+) steps is (\S+)")
+
+
+def test_llama(tmp_path) -> None:
+    """Trained on simulated ranks, then resumed on processes, on another mesh; the losses are those of one device."""
+    script = [str(EXAMPLES / "llama.py"), "--width", "16", "--length", "12", "--checkpoint", str(tmp_path), "--compare"]
+    sparse = ["--experts", "4", "--ep", "2", "--steps", "4"]
+    first = run(sys.executable, *script, *sparse, "--simulate", "8", "--dp", "2", "--tp", "2", "--stop", "2")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    second = run(sys.executable, *launch, *script, *sparse)
+    assert "8 ranks as ep x cp x dp x tp = 2 x 1 x 2 x 2" in first
+    assert "resumed after step 2" in second
+    for printed in (first, second):
+        steps, difference = LARGEST.search(printed).groups()
+        assert int(steps) == 2
+        assert float(difference) < 1e-4
+        assert "optimizer" in printed
+    assert re.search(r"dp +all-gather +\d+ +[\d,]+", first)
+    assert re.search(r"ep +all-to-all +\d+ +[\d,]+", second)
 
 
 def test_tour() -> None:
