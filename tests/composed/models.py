@@ -54,7 +54,9 @@ def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def train(model: nn.Module, place: Callable[[Tensor], Tensor], data: list[Tensor], optimizer: Any = None) -> list[float]:
+def train(
+    model: nn.Module, place: Callable[[Tensor], Tensor], data: list[Tensor], optimizer: Any = None
+) -> list[float]:
     """The losses of a training with AdamW and clipping."""
     optimizer = optimizer or new_optimizer(model)
     losses = []

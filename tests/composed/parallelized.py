@@ -51,7 +51,7 @@ NAMES = {"0.letters": "letters", "0.block": "blocks.0", "1.block": "blocks.1", "
 
 
 def sharded_stage(stage: nn.Module, mesh: DeviceMesh) -> None:
-    """tp and fully_shard, on the ranks of one stage."""
+    """Tp and fully_shard, on the ranks of one stage."""
     plan = {
         "block.attention.query": ColwiseParallel(use_local_output=False),
         "block.attention.key": ColwiseParallel(use_local_output=False),

@@ -26,6 +26,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 FILES = {
     "fsdp.py": ["torch"],
     "others.py": ["torch"],
+    "pipelines.py": ["torch"],
     "state_dicts.py": ["torch"],
     "llama.py": ["torch"],
     "context.py": ["torch"],

@@ -64,7 +64,7 @@ class DataAxes:
         lines = self.mesh_info.rank_groups((self.shard_axis,))
         groups = [line[start : start + count] for line in lines for start in range(0, len(line), count)]
         if self.mesh_info.simulated:
-            name = dist.new_group(groups[0]).group_name
+            name = dist.new_group(range(len(groups[0]))).group_name  # of ranks that PyTorch takes this process to be in
             register_group(name, groups)
             return name
         own = next(ranks for ranks in groups if dist.get_rank() in ranks)

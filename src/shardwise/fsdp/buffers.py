@@ -33,6 +33,7 @@ class Buffers:
     ) -> None:
         self.parameters = list(parameters)
         self.ranks = parameters[0].axes.ranks
+        self.mesh_info = parameters[0].axes.mesh_info
         self.dtype = parameters[0].spec.dtype
         self.device = device
         casts = mp_policy.param_dtype is not None and self.dtype.is_floating_point
@@ -65,7 +66,8 @@ class Buffers:
         pin = self.offload is not None and self.offload.pin_memory and torch.cuda.is_available()
         pin = pin and device.type == "cpu"
         return on_each_rank(
-            lambda rank: make(self.arrangement(rank, chosen).numel, dtype=dtype, device=device, pin_memory=pin)
+            lambda rank: make(self.arrangement(rank, chosen).numel, dtype=dtype, device=device, pin_memory=pin),
+            mesh_info=self.mesh_info,
         )
 
     def pieces_of(self, flat: Tensor, chosen: tuple[int, ...] | None = None) -> list[Tensor]:
@@ -198,7 +200,8 @@ class Buffers:
         self.gathered = on_each_rank(
             lambda rank: torch.empty(
                 self.arrangement(rank).gathered_numel, dtype=self.gathered_dtype, device=self.device
-            )
+            ),
+            mesh_info=self.mesh_info,
         )
         for i, parameter in enumerate(self.parameters):
 

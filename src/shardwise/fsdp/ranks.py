@@ -14,10 +14,13 @@ from ..world import RankTensor, current_world, map_ranks
 T = TypeVar("T")
 
 
-def on_each_rank(fn: Callable[..., T], *tensors: object) -> T:
-    """Call `fn(rank, *local tensors)` on every rank that this process holds; `rank` is None if that is its own."""
+def on_each_rank(fn: Callable[..., T], *tensors: object, mesh_info: MeshInfo | None = None) -> T:
+    """Call `fn(rank, *local tensors)` on every rank that this process holds; `rank` is None if that is its own.
+
+    Without tensors, `mesh_info` says how many ranks there are. They are counted in the order of `mesh_info.ranks`.
+    """
     if current_world() is not None:
-        return map_ranks(fn, *tensors)
+        return map_ranks(fn, *tensors, ranks=None if mesh_info is None else len(mesh_info.ranks))
     with no_grad():
         return fn(None, *tensors)
 

@@ -190,7 +190,9 @@ class Runner:
         axis, summed = self.call.axis, self.call.summed
         kept = [p if i == axis.index or i in summed else Replicate() for i, p in enumerate(parameter.placements)]
         gradients = [p if isinstance(p, AnyShard) else self._of_gradient(i) for i, p in enumerate(kept)]
-        local = parameter.redistribute(placements=kept).to_local(grad_placements=gradients)
+        # Not redistributed where nothing moves: the gradient would be, to be no longer Partial.
+        held = parameter if tuple(kept) == parameter.placements else parameter.redistribute(placements=kept)
+        local = held.to_local(grad_placements=gradients)
         if self.call.mean and self.placed is None and local.requires_grad:
             ranks = axis.mesh_info.mesh.size()
             local.register_hook(lambda gradient: gradient / ranks)

@@ -1,11 +1,10 @@
-"""DistributedDataParallel around tensor parallel, checkpoints, and a pipeline, all of PyTorch."""
+"""DistributedDataParallel around tensor parallel, and checkpoints, all of PyTorch."""
 
 import checks
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -60,34 +59,10 @@ def checkpoint(folder):
             assert found["step"] == 3
 
 
-def pipeline(new_schedule):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    stage_index = mesh.get_local_rank("pp")
-    blocks = [new_model() for _ in range(2)]
-    reference = nn.Sequential(*[new_model() for _ in range(2)])
-    block = parallelize_module(blocks[stage_index], mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    stage = PipelineStage(block, stage_index, 2, torch.device("cpu"), group=mesh.get_group("pp"))
-    schedule = new_schedule(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
-    torch.manual_seed(1)
-    batch, target = torch.randn(8, HIDDEN), torch.randn(8, HIDDEN)
-    losses = []
-    output = schedule.step(batch) if stage_index == 0 else schedule.step(target=target, losses=losses)
-    expected = reference(batch)
-    nn.functional.mse_loss(expected, target).backward()
-    if stage_index == 1:
-        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
-    for name, parameter in block.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad.full_tensor(), reference[stage_index].get_parameter(name).grad, rtol=1e-4, atol=1e-5
-        )
-
-
 if __name__ == "__main__":
     checks.run(
         {
             "DistributedDataParallel around tensor parallel": lambda _: data_parallel_of_tensor_parallel(),
             "checkpoint: save, async_save, load on another mesh": checkpoint,
-            "pipelining of tensor parallel, GPipe": lambda _: pipeline(ScheduleGPipe),
-            "pipelining of tensor parallel, 1F1B": lambda _: pipeline(Schedule1F1B),
         }
     )
