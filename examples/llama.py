@@ -180,10 +180,9 @@ class Trainer:
 
     def rate(self, step: int) -> float:
         """The factor of the learning rate: a linear warm-up, then half a cosine."""
-        warm, steps = max(self.options.steps // 10, 1), self.options.steps
-        return (
-            (step + 1) / warm if step < warm else 0.5 + 0.5 * math.cos(math.pi * (step - warm) / max(steps - warm, 1))
-        )
+        warm = max(self.options.steps // 10, 1)
+        left = (step - warm) / max(self.options.steps - warm, 1)
+        return (step + 1) / warm if step < warm else 0.5 + 0.5 * math.cos(math.pi * left)
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         logits = self.model(place(tokens, self.mesh))
@@ -283,16 +282,12 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simulate", type=int, default=8, metavar="RANKS", help="simulated ranks, without torchrun")
     for axis in AXES:
-        parser.add_argument(
-            f"--{axis}", type=int, default=0 if axis == "dp" else 1, help="its size; dp: the ranks left"
-        )
+        parser.add_argument(f"--{axis}", type=int, default=0 if axis == "dp" else 1, help="its size; dp: what is left")
     for name, default in {"width": 32, "layers": 2, "heads": 4, "kv-heads": 2, "experts": 0, "length": 24}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--rows", type=int, default=6, help="batch size; dp x ep need not divide it")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument(
-        "--stop", type=int, metavar="STEP", help="stop after this step; a checkpoint goes on from there"
-    )
+    parser.add_argument("--stop", type=int, metavar="STEP", help="stop after this step, to be resumed")
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--checkpoint", help="resume from this folder if it is there, and save to it at the end")
     parser.add_argument("--compare", action="store_true", help="train on one device, too, and compare the losses")

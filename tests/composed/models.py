@@ -25,7 +25,8 @@ def example() -> ModuleType:
     """The module examples/llama.py."""
     path = Path(__file__).parents[2] / "examples" / "llama.py"
     spec = importlib.util.spec_from_file_location("llama_example", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = sys.modules["llama_example"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -102,4 +103,4 @@ def check(model: nn.Module, mesh: DeviceMesh, experts: int = 0, steps: int = STE
 
 def same_parameters(model: nn.Module, expected: dict[str, Tensor]) -> None:
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(full(parameter), expected[name], rtol=1e-4, atol=1e-4, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(full(parameter), expected[name], rtol=1e-4, atol=1e-4)

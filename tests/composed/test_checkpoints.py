@@ -1,4 +1,4 @@
-"""What one composition saves another one loads, bit by bit: model and optimizer, from 2x2x2 to 8 ranks to one device."""
+"""What one composition saves another one loads, bit by bit: model and optimizer, from 2x2x2 to 8 ranks to one."""
 
 from __future__ import annotations
 
