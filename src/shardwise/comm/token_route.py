@@ -187,8 +187,7 @@ def _route(
     ranks = axis.ranks
     table = _table_of_counts(axis, counts) if table is None else table
     counts = _padded(table.sum(0), axis)
-    leaving = starts[torch.tensor(axis.bounds, device=starts.device)].diff()
-    read = read_sizes(torch.cat([leaving, table.sum(1), *([counts] if read_counts else [])]))
+    read = read_sizes(torch.cat([_leaving(axis, starts), table.sum(1), *([counts] if read_counts else [])]))
     sent, received, sizes = read[:ranks], read[ranks : 2 * ranks], read[2 * ranks :]
     if rows is not None:
         _check_all_are_sent(sum(sent), rows, axis.experts)
@@ -207,6 +206,12 @@ def _table_of_counts(axis: ExpertAxis, counts: Tensor) -> Tensor:
     peers = range(axis.ranks)
     received = split_sizes(axis.mesh_info, axis.ranks, lambda at: [axis.held(at[axis.index]) for _ in peers])
     return axis.all_to_all(counts, received, [axis.held(peer) for peer in peers]).view(axis.ranks, axis.own)
+
+
+def _leaving(axis: ExpertAxis, starts: Tensor) -> Tensor:
+    """How many rows go to each rank. By slices: an index that the host makes would have to be copied to the device."""
+    first = starts[:: axis.most][: axis.ranks + 1]  # the first expert of each rank, up to the last one that has any
+    return torch.cat([first, starts[-1:].expand(axis.ranks + 1 - first.shape[0])]).diff()
 
 
 def _padded(counts: Tensor, axis: ExpertAxis) -> Tensor:

@@ -26,6 +26,7 @@ from ..ops.grouped_local import local_ends
 from ..sharding.layout import Coordinate
 from ..sharding.placement import AnyShard, Partial, Placement, Replicate, Shard
 from ..tensor.dtensor import DTensor
+from ..tensor.from_local import on_mesh
 from ..world import RankTensor, map_ranks
 from .axis import StyleAxis
 from .token_exchange import to_experts, to_tokens, weighted_sum
@@ -141,7 +142,7 @@ class Runner:
     def _local(self, tensor: Tensor) -> Tensor:
         """Return the local tensor of an input."""
         if self.placed is None:
-            return tensor
+            return on_mesh(tensor, self.call.axis.mesh_info)
         if not isinstance(tensor, DTensor):
             raise InputError(
                 f"distributed tokens with a plain index, weights or counts of shape {list(tensor.shape)}",
