@@ -25,8 +25,10 @@ from shardwise import (
     distribute_module,
     distribute_tensor,
     init_device_mesh,
+    shard_parameters,
 )
 from shardwise.comm import token_route
+from shardwise.debug import CommDebugMode
 from shardwise.errors import InputError
 from shardwise.experimental import implicit_replication
 from shardwise.parallel import ExpertParallel, parallelize_module
@@ -597,3 +599,35 @@ def test_plain_tokens_on_processes() -> None:
         torch.testing.assert_close(found.detach(), expected[mine].detach())
         torch.testing.assert_close(own.grad, given.grad[mine])
         assert_same(by_name(model, lambda p: whole(p.grad)), by_name(alone, lambda p: p.grad))
+
+
+# ---- without a style ------------------------------------------------------------------------------------------------
+
+
+def placed_alone(mesh: DeviceMesh) -> None:
+    """Sorting, indexing and grouped products of one device, with weights sharded by expert."""
+    torch.manual_seed(1)
+    sizes = {"experts": 8, "width": 32, "hidden": 64}
+    x = torch.randn(29, 32)
+    alone, model = made("sorted", **sizes), made("sorted", **sizes)
+    expected = alone(x)
+    loss_of(expected).backward()
+    shard_parameters(model, mesh, lambda name, _: [Shard(0) if "experts" in name else Replicate()])
+    tokens = distribute_tensor(x, mesh, [Shard(0)])
+    with CommDebugMode() as comm:
+        found = model(tokens)
+        loss_of(found).backward()
+    weights = sum(parameter.numel() * parameter.itemsize for parameter in alone.experts.parameters())
+    assert comm.get_total_bytes() < weights // 2, "no expert is gathered"
+    torch.testing.assert_close(whole(found[0]), expected[0].detach())
+    assert_same(by_name(model, lambda p: whole(p.grad)), by_name(alone, lambda p: p.grad))
+
+
+def test_by_placement_alone() -> None:
+    with mesh_of(4, names=("ep",)) as mesh:
+        placed_alone(mesh)
+
+
+@on_processes
+def test_by_placement_alone_on_processes() -> None:
+    placed_alone(init_device_mesh("cpu", (4,), mesh_dim_names=("ep",)))
