@@ -187,26 +187,35 @@ class Runner:
         return self.rows, index.unsqueeze(1), weights
 
     def local_parameter(self, parameter: DTensor) -> Tensor:
-        """Return the local experts, gathered over the axes that shard them otherwise than this call does."""
-        axis, summed = self.call.axis, self.call.summed
-        kept = [p if i == axis.index or i in summed else Replicate() for i, p in enumerate(parameter.placements)]
-        gradients = [p if isinstance(p, AnyShard) else self._of_gradient(i) for i, p in enumerate(kept)]
+        """Return the local experts, gathered over the axes that shard them otherwise than this call does.
+
+        The parameter may be on a mesh of more axes than the style's, as data parallel wrappers make it.
+        """
+        mesh_info, style = parameter._spec.mesh_info, self.call.axis.mesh_info
+        indices = [style.names.index(name) if name in style.names else None for name in mesh_info.names]
+        kept = [p if self._keeps(i) else Replicate() for i, p in zip(indices, parameter.placements, strict=True)]
+        gradients = [p if isinstance(p, AnyShard) else self._of_gradient(i) for i, p in zip(indices, kept, strict=True)]
         # Not redistributed where nothing moves: the gradient would be, to be no longer Partial.
         held = parameter if tuple(kept) == parameter.placements else parameter.redistribute(placements=kept)
         local = held.to_local(grad_placements=gradients)
         if self.call.mean and self.placed is None and local.requires_grad:
-            ranks = axis.mesh_info.mesh.size()
+            ranks = mesh_info.mesh.size()
             local.register_hook(lambda gradient: gradient / ranks)
         experts = self.call.experts
-        if experts.is_even or not isinstance(kept[axis.index], AnyShard):
+        if experts.is_even or not isinstance(kept[indices.index(experts.index)], AnyShard):
             return local
         # The last ranks hold fewer experts, or none. Code is the same on all ranks, so they get some that have no rows.
         return pad(local, [0, 0] * (local.dim() - 1) + [0, experts.most - local.shape[0]])
 
-    def _of_gradient(self, index: int) -> Placement:
+    def _keeps(self, index: int | None) -> bool:
+        """Return whether local experts are shards over this axis of the style's mesh (None: of another one)."""
+        return index == self.call.axis.index or index in self.call.summed
+
+    def _of_gradient(self, index: int | None) -> Placement:
         """Return what the local gradients of a parameter are over an axis that does not shard it."""
-        alike = self.placed is not None and self.placed.inputs[index] == Replicate()
-        return Replicate() if alike and index != self.call.axis.index else Partial()
+        if index is None or index == self.call.axis.index or self.placed is None:
+            return Partial()
+        return Replicate() if self.placed.inputs[index] == Replicate() else Partial()
 
     def finish(self, output: Tensor) -> Tensor:
         """Send the module's results back, and return the output of the call."""
