@@ -8,7 +8,7 @@ tensors       DTensor, distribute_tensor; zeros, ones, empty, full, rand, randn,
 meshes        init_device_mesh: the processes that torchrun started, or simulate(8): 8 ranks in this process
 planning      plan, CostModel
 modes         explicit, implicit_replication, strict_ops
-training      accumulate_gradients; erase: record a step, and run plain local code from then on
+training      accumulate_gradients, bucket_gradients; erase: record a step, and run plain local code from then on
 modules       distribute_module, shard_parameters; parallel styles and plans are in shardwise.parallel, fully_shard in
               shardwise.fsdp
 take-over     install: shardwise in the place of torch.distributed.tensor, also `python -m shardwise.run program.py`
@@ -38,6 +38,7 @@ from .sharding.placement import (
 from .sharding.spec import DTensorSpec, TensorMeta
 from .tensor.creation import distribute_tensor, empty, full, ones, rand, randn, randperm, zeros
 from .tensor.dtensor import DTensor, plan
+from .tensor.gradient_buckets import bucket_gradients
 from .tensor.leaf_gradient import accumulate_gradients
 from .world import RankTensor, simulate
 
@@ -73,6 +74,7 @@ __all__ = [
     "RankTensor",
     "plan",
     "accumulate_gradients",
+    "bucket_gradients",
     "erase",
     "explicit",
     "implicit_replication",

@@ -12,6 +12,7 @@ from shardwise import (
     RankTensor,
     Replicate,
     Shard,
+    bucket_gradients,
     distribute_module,
     distribute_tensor,
     init_device_mesh,
@@ -50,8 +51,11 @@ def recommended(mesh) -> None:
     got = model(distribute_tensor(x, mesh, P("dp"))).square().mean()
     assert got.item() == pytest.approx(loss, rel=1e-5)
     with CommDebugMode() as comm:
-        got.backward()
+        got.backward(retain_graph=True)
     same_gradients(model, gradients)
+    assert sorted(c.over for c in comm.collectives) == sorted({c.over for c in comm.collectives})  # one for each group
+    with CommDebugMode() as comm, bucket_gradients(None):
+        got.backward()
     assert counts(comm) == {"all_reduce": len(gradients)}  # each parameter once
 
 

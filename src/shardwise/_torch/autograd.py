@@ -42,5 +42,8 @@ def in_backward() -> bool:
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """In a hook or formula of a backward pass: call this at the end of the pass. Relies on `_execution_engine`."""
+    """In a hook or formula of a backward pass: call this when all its gradients are computed, before it returns.
+
+    Relies on `_execution_engine` keeping the function with the pass: if the pass fails, it is dropped, and not called.
+    """
     torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -27,6 +27,6 @@ def current_node() -> Node | None:
     return torch._C._current_autograd_node()
 
 
-def accumulated_leaf(node: Node) -> Tensor | None:
+def accumulated_leaf(node: Node | None) -> Tensor | None:
     """Return the leaf whose gradient a node accumulates; None for nodes of other kinds."""
     return getattr(node, "variable", None)

@@ -18,6 +18,8 @@ all_gather = _ops.all_gather_into_tensor.default
 """`all_gather(input, ranks, group)`: the inputs of all ranks, concatenated along dim 0 in group order."""
 all_reduce = _ops.all_reduce.default
 """`all_reduce(input, op, group)`: the elementwise reduction of the inputs, on every rank."""
+all_reduce_ = _ops.all_reduce_.default
+"""`all_reduce_(input, op, group)`: the same, in the memory of the input."""
 reduce_scatter = _ops.reduce_scatter_tensor.default
 """`reduce_scatter(input, op, ranks, group)`: this rank's chunk along dim 0 of the reduction of the inputs."""
 all_to_all = _ops.all_to_all_single.default

@@ -15,6 +15,7 @@ On tensors:
     groups        the process groups of a mesh
     redistribute  from one spec to another: plans, bound moves, and running them
     bind_move     which move carries out a step
+    buckets       reductions that share a collective
     move          a move: start, wait, finish
     even_moves    one native collective between reshapes
     padded_moves  one native collective on uneven shards

@@ -64,7 +64,7 @@ def all_to_all_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move
 def reduce_scatter_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move:
     """Reduce over Partial axes, and shard a dim over them."""
     name, ranks = group_of_step(step, mesh_info)
-    pack = _local_to_grouped(step, _over_slots(step))
+    pack = pack_for_scatter(step)
     scale, divide = divided_sum(step.divisor, dtype)
     op, shape = wire_op(dtype, step.op), step.after.local_shape((0,) * len(mesh_info.sizes))
     return Move(
@@ -72,6 +72,11 @@ def reduce_scatter_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> 
         True,
         lambda received: divide(from_wire(received, dtype, step.op)).view(shape),
     )
+
+
+def pack_for_scatter(step: Step) -> LocalOp:
+    """What an even reduce-scatter sends of a local tensor: one piece for each rank of the group, as a vector."""
+    return _local_to_grouped(step, _over_slots(step))
 
 
 def all_reduce_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move:

@@ -85,7 +85,8 @@ def links_of(mesh_info: MeshInfo) -> Links:
     return found
 
 
-def _moves_between(source: DTensorSpec, target: DTensorSpec) -> tuple[Move, ...]:
+def moves_between(source: DTensorSpec, target: DTensorSpec) -> tuple[Move, ...]:
+    """The moves that carry out the plan between two specs: one for each step, and perhaps one to reorder memory."""
     mesh_info = source.mesh_info
     require_world()  # the tensor may have outlived its own
     if not mesh_info.adopted:
@@ -115,22 +116,27 @@ def redistribute_local(local: Tensor, source: DTensorSpec, target: DTensorSpec) 
     """The local tensor after redistribution. The same tensor if there is nothing to do."""
     moves = _active_moves.get((source, target))
     if moves is None:
-        moves = _moves_between(source, target)
+        moves = moves_between(source, target)
     if not moves:
         return local
     with below_autograd():  # gradients are the caller's; above autograd each collective costs twice as much
-        for start, communicates, finish, _, _ in moves:
-            local = start(local)
-            if communicates:
-                local = wait(local)
-            if finish is not None:
-                local = finish(local)
+        return carry_out(moves, local)
+
+
+def carry_out(moves: tuple[Move, ...], local: Tensor) -> Tensor:
+    """The local tensor after these moves, all collectives done."""
+    for start, communicates, finish, _, _ in moves:
+        local = start(local)
+        if communicates:
+            local = wait(local)
+        if finish is not None:
+            local = finish(local)
     return local
 
 
 def start_redistribute(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> Callable[[], Tensor]:
     """Begin a redistribution. The last collective is still under way on return; the result of the call waits for it."""
-    moves = _moves_between(source, target)
+    moves = moves_between(source, target)
     last = max((i for i, move in enumerate(moves) if move.communicates), default=-1)
     for i, (start, communicates, finish, _, copies) in enumerate(moves):
         if i == last == 0 and not copies:

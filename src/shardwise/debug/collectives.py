@@ -26,7 +26,8 @@ def public_op(op: object) -> object:
     namespace, _, name = str(packet).partition(".")
     if namespace not in FUNCTIONAL_NAMESPACES:
         return packet
-    return getattr(torch.ops.c10d_functional, name, packet)
+    # What a collective does in place counts as what it does: users name `all_reduce`.
+    return getattr(torch.ops.c10d_functional, name.removesuffix("_"), packet)
 
 
 def group_of(args: Sequence[object], kwargs: Mapping[str, object]) -> str:

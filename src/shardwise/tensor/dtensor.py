@@ -52,6 +52,7 @@ from .autograd import FromLocal, ToLocal, grad_spec_of_local, to_spec
 from .changed_shape import ChangingShape
 from .flat import Context, context_on, flatten
 from .from_local import check_plain_tensor, copy_to_replicas, of_members, on_mesh, spec_of_local, without_grad
+from .gradient_buckets import CollectedGradient
 from .leaf_gradient import LeafGradient, reduce_gradient_of
 from .saved import loaded_shard
 from .sources import Replayed, replayed, set_local
@@ -409,6 +410,15 @@ class DTensor(ChangingShape):
 DTensorBase.concrete = DTensor
 DTensor._op_dispatcher = OpDispatcher(DTensor)
 DTensor.__torch_dispatch__ = staticmethod(DTensor._op_dispatcher.torch_dispatch)
+
+
+class _CollectedGradient(DTensor):
+    """A gradient in a bucket, until autograd has accumulated it or an op has read it."""
+
+    __torch_dispatch__ = staticmethod(CollectedGradient.torch_dispatch)  # type: ignore[assignment]
+
+
+CollectedGradient.kind = _CollectedGradient
 
 
 def plan(source: DTensor | DTensorSpec, target: DTensorSpec | Placements) -> SpecPlan:

@@ -22,6 +22,7 @@ from ..sharding.layout import Layout
 from ..sharding.memory_order import in_memory_order, memory_order
 from ..sharding.spec import DTensorSpec
 from .autograd import as_distributed_gradient, to_spec
+from .gradient_buckets import reduced
 
 _accumulating = ThreadValue("accumulate_gradients", False)
 
@@ -74,18 +75,17 @@ class LeafGradient:
         wanted = self.of_shape(grad.shape).cotangent()
         if not isinstance(grad, DTensorBase):
             return to_spec(as_distributed_gradient(grad, wanted), wanted.with_dtype(grad.dtype))
-        if grad._spec.layout is wanted.layout:
+        spec = grad._spec
+        if spec.layout is wanted.layout:
             return None
-        target = self._target(grad._spec)
-        return None if target.layout is grad._spec.layout else to_spec(grad, target)
-
-    def _target(self, grad: DTensorSpec) -> DTensorSpec:
-        """The spec that a gradient is brought to when it arrives."""
-        leaf_spec = self.of_shape(grad.shape).cotangent()
         # With the strides it has: on one device, `torch.autograd.grad` returns the gradient of a sum expanded.
-        wanted = leaf_spec.derived(grad.tensor_meta, lambda: leaf_spec.with_meta(grad.tensor_meta))
-        if not (self.deferred or _accumulating.get()) or not grad.layout.partial:
-            return wanted
+        target = wanted.derived(spec.tensor_meta, lambda: wanted.with_meta(spec.tensor_meta))
+        if (self.deferred or _accumulating.get()) and spec.layout.partial:
+            target = self._deferred_target(spec, target)
+        return None if target.layout is spec.layout else reduced(grad, target)
+
+    def _deferred_target(self, grad: DTensorSpec, wanted: DTensorSpec) -> DTensorSpec:
+        """The spec in which a gradient is added up before it is reduced; `wanted` if it is not accumulated."""
         leaf = accumulating_leaf()
         if leaf is None:
             return wanted
@@ -149,7 +149,7 @@ def _reduce_after_backward(leaf: Any, gradient: LeafGradient) -> None:
         gradient.deferred = False
         grad = leaf.grad
         if isinstance(grad, DTensorBase) and grad._spec.layout.partial:
-            leaf.grad = to_spec(grad, gradient.of_shape(grad.shape).cotangent().with_dtype(grad.dtype))
+            leaf.grad = reduced(grad, gradient.of_shape(grad.shape).cotangent().with_dtype(grad.dtype))
 
     handle = leaf.register_post_accumulate_grad_hook(reduce)
     run_first(leaf, handle)  # the user's own hooks see a gradient with the leaf's placements

@@ -1,0 +1,10 @@
+"""The ops by which autograd accumulates the gradient of a leaf."""
+
+from __future__ import annotations
+
+import torch
+
+SET_GRAD = torch.ops.aten.detach.default
+"""`detach(gradient)`: the first gradient of a leaf becomes its `.grad` under another name."""
+ADD_TO_GRAD = torch.ops.aten.add_.Tensor
+"""`add_(leaf.grad, gradient)`: a further gradient is added in place."""

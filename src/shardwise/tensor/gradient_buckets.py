@@ -1,0 +1,267 @@
+"""Gradients of leaves that are reduced together while their backward pass goes on.
+
+A gradient that needs a reduction waits in a bucket. A full bucket is sent at once, by one collective that runs while
+the pass continues; the others are sent when the pass ends, which waits for all of them. Until then `.grad` is a tensor
+whose data comes from its bucket: a hook that reads it sends the bucket and waits.
+
+What is in a bucket depends on the order of gradients and on specs alone, so that all ranks send the same.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+from weakref import WeakValueDictionary, ref
+
+import torch
+from torch import Tensor
+
+from .._torch.autograd import call_after_backward
+from .._torch.autograd_graph import accumulated_leaf
+from .._torch.backward_pass import current_node, current_pass
+from .._torch.pytree import tree_leaves
+from .._torch.tls import ThreadValue
+from .._torch.wrapper import make_wrapper
+from ..comm.buckets import Bucket, Channel, Reduction, reduction_between
+from ..errors import InputError
+from ..ops.accumulate import ADD_TO_GRAD, SET_GRAD
+from ..sharding.base import DTensorBase
+from ..sharding.recording import is_recording
+from ..sharding.spec import DTensorSpec
+from ..world import RankTensor
+from .autograd import to_spec
+from .sources import set_local
+
+DEFAULT_SIZE = 25 << 20
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_REAL = (Tensor, RankTensor)
+_size = ThreadValue("bucket_gradients", DEFAULT_SIZE)
+
+
+class bucket_gradients:
+    """Reduce the gradients of a backward pass in buckets of this size; 0 or None: each by itself, when it arrives.
+
+    The size is a number of bytes or a text; without a call it is 25 MiB. A bucket is sent as soon as it holds that
+    much, and a larger gradient is sent alone. As `torch.set_grad_enabled`, it acts on this thread, from the call on, or
+    as a context manager inside the block.
+
+    >>> bucket_gradients("100 MiB")
+    >>> with bucket_gradients(None):
+    ...     loss.backward()
+    """
+
+    def __init__(self, size: int | str | None = DEFAULT_SIZE) -> None:
+        self._before = _size.get()
+        _size.set(_bytes_of(size))
+
+    def __enter__(self) -> None:
+        """Nothing: the size is set when the object is made."""
+
+    def __exit__(self, *_: object) -> None:
+        _size.set(self._before)
+
+
+def bucket_size() -> int:
+    """The bytes of a bucket in this thread; 0 if gradients are reduced one by one."""
+    return _size.get()
+
+
+def _bytes_of(size: int | str | None) -> int:
+    """A number of bytes from a text: `"25 MiB"`."""
+    if isinstance(size, str):
+        parsed = re.fullmatch(r"\s*([0-9.]+)\s*([KMG]i?B|B)\s*", size)
+        if parsed is None:
+            raise InputError(
+                f"bucket_gradients got the size {size!r}", 'write a number and a unit: "25 MiB", "500 KB", "2 GiB"'
+            )
+        return int(float(parsed[1]) * _UNITS[parsed[2]])
+    if size is not None and size < 0:
+        raise InputError(f"bucket_gradients got the size {size}", "give a number of bytes, or None for no buckets")
+    return size or 0
+
+
+# ---- gradients whose data comes later --------------------------------------------------------------------------------
+
+
+class Collected:
+    """The source of a gradient that is in a bucket: its data is the result of the bucket's collective."""
+
+    __slots__ = ("_bucket", "_index", "_local", "_names")
+
+    def __init__(self, bucket: Bucket, index: int) -> None:
+        self._bucket, self._index = bucket, index
+        self._local: Tensor | None = None
+        # Weak: autograd takes a gradient as `.grad`, without copying it, only if nobody else holds it.
+        self._names: list[ref[DTensorBase]] = []
+
+    def named(self, tensor: DTensorBase, spec: DTensorSpec) -> DTensorBase:
+        """The tensor, just made, as one with this spec and the data of this source."""
+        tensor._spec, tensor._source = spec, self
+        self._names.append(ref(tensor))
+        return tensor
+
+    def complete(self) -> None:
+        """Send the bucket, if it was not, wait for it, and give the tensors their data."""
+        with self._bucket.lock:
+            if self._local is None:
+                self._local = self._bucket.results()[self._index]
+            for name in self._names:
+                if (tensor := name()) is not None:
+                    self._settle(tensor)
+            self._names.clear()
+
+    def local(self, tensor: DTensorBase) -> Tensor:
+        """The reduced gradient."""
+        self.complete()
+        self._settle(tensor)
+        return tensor._shard
+
+    def _settle(self, tensor: DTensorBase) -> None:
+        assert self._local is not None
+        set_local(tensor, self._local)
+        if type(tensor) is CollectedGradient.kind:
+            tensor.__class__ = DTensorBase.concrete
+
+    def write_back(self, tensor: DTensorBase) -> None:
+        """Nothing: reading the shard to write it made the tensor an ordinary one."""
+
+
+class AddedLater:
+    """The source of a `.grad` of earlier passes to which a gradient in a bucket is to be added."""
+
+    __slots__ = ("_gradient", "_local", "_lock")
+
+    def __init__(self, local: Tensor, gradient: DTensorBase) -> None:
+        self._local, self._gradient = local, gradient
+        self._lock = threading.RLock()
+
+    def local(self, tensor: DTensorBase) -> Tensor:
+        """The sum, in the memory of the earlier gradient."""
+        with self._lock:
+            if tensor._source is self:  # no other thread was quicker
+                with torch.no_grad():
+                    tensor.wrap(self._local, tensor._spec).add_(self._gradient)
+                set_local(tensor, self._local)
+        return tensor._local_tensor
+
+    def write_back(self, tensor: DTensorBase) -> None:
+        """Nothing: reading the shard to write it made the tensor an ordinary one."""
+
+
+class CollectedGradient:
+    """How ops treat a gradient that is in a bucket, on its way from the hook of a leaf to its `.grad`."""
+
+    kind: type[DTensorBase]
+    """The class of such gradients, derived from the class of all distributed tensors where that is defined."""
+
+    @staticmethod
+    def torch_dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """`__torch_dispatch__` of the class: autograd takes the gradient as it is; other ops need its data."""
+        if func is SET_GRAD and isinstance(source := args[0]._source, Collected):
+            return source.named(_wrapper(DTensorBase.concrete, args[0]._spec, args[0].device), args[0]._spec)
+        if func is ADD_TO_GRAD and not kwargs and _add_later(*args):
+            return args[0]
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, DTensorBase):
+                _ = value._local_tensor
+        return DTensorBase.concrete.__torch_dispatch__(func, types, args, kwargs)
+
+
+def _add_later(grad: Any, gradient: Any) -> bool:
+    """Add a collected gradient to the `.grad` of a leaf when its pass ends, if it can be done so."""
+    leaf: Any = accumulated_leaf(current_node())
+    buckets = _passes.get(current_pass())
+    if leaf is None or leaf.grad is not grad or buckets is None or type(gradient) is not CollectedGradient.kind:
+        return False
+    local = grad._local_tensor
+    if grad._source is not None or grad._spec.layout is not gradient._spec.layout or grad.dtype != gradient.dtype:
+        return False
+    grad._source = AddedLater(local, gradient)
+    del grad._shard
+    buckets.sums.append(grad)
+    return True
+
+
+def _wrapper(kind: type[DTensorBase], spec: DTensorSpec, device: torch.device) -> DTensorBase:
+    shape, stride, dtype = spec.tensor_meta
+    made: DTensorBase = make_wrapper(kind, shape, stride, dtype=dtype, device=device)
+    return made
+
+
+# ---- the buckets of a pass -------------------------------------------------------------------------------------------
+
+
+class GradientBuckets:
+    """The gradients that one backward pass collects. The pass owns it, also if it fails."""
+
+    __slots__ = ("__weakref__", "_collected", "_open", "sums")
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[Channel, torch.device], Bucket] = {}
+        self._collected: list[Collected] = []
+        self.sums: list[DTensorBase] = []
+        """Gradients of earlier passes that are added to."""
+
+    def collect(self, grad: DTensorBase, target: DTensorSpec, reduction: Reduction, size: int) -> DTensorBase:
+        """The gradient with the target's placements. Its data comes at the end of the pass, or when it is read."""
+        device = grad.device
+        source = Collected(*self._put(reduction, grad._local_tensor, device, size))
+        self._collected.append(source)
+        return source.named(_wrapper(CollectedGradient.kind, target, device), target)
+
+    def _put(self, reduction: Reduction, local: Tensor, device: torch.device, size: int) -> tuple[Bucket, int]:
+        """Put a gradient into a bucket, which is sent if that fills it."""
+        if reduction.nbytes >= size:  # alone, so that it is not copied
+            bucket, index = Bucket(), None
+        else:
+            key = reduction.channel, device
+            bucket = self._open.get(key) or self._open.setdefault(key, Bucket())
+            index = bucket.add(reduction, local)
+            if index is None:  # it was sent: it was full, or somebody has read it
+                bucket = self._open[key] = Bucket()
+        if index is None:
+            index = bucket.add(reduction, local)
+            assert index is not None
+        if bucket.nbytes >= size:
+            bucket.start()
+        return bucket, index
+
+    def finish(self) -> None:
+        """Send what is left, and wait for everything."""
+        for bucket in self._open.values():
+            bucket.start()
+        for source in self._collected:
+            source.complete()
+        for grad in self.sums:
+            _ = grad._local_tensor
+        self._collected.clear()
+        self.sums.clear()
+
+
+_passes: WeakValueDictionary[int, GradientBuckets] = WeakValueDictionary()
+
+
+def reduced(grad: DTensorBase, target: DTensorSpec) -> DTensorBase:
+    """The gradient of a leaf, in a backward pass, with the target's placements: now, or with others in a bucket.
+
+    Now if it gets a graph of its own, which is made in the order of calls. And in recordings: tracers see no end of a
+    pass, and an erased step joins its reductions by itself.
+    """
+    size = _size.get()
+    if size and not torch.is_grad_enabled() and type(grad._local_tensor) in _REAL and not is_recording():
+        reduction = reduction_between(grad._spec, target)
+        if reduction is not None:
+            return _buckets().collect(grad, target, reduction, size)
+    found: DTensorBase = to_spec(grad, target)
+    return found
+
+
+def _buckets() -> GradientBuckets:
+    """The buckets of the backward pass that runs in this thread."""
+    number = current_pass()
+    found = _passes.get(number)
+    if found is None:
+        found = _passes[number] = GradientBuckets()
+        call_after_backward(found.finish)
+    return found
