@@ -9,8 +9,8 @@ meshes        init_device_mesh: the processes that torchrun started, or simulate
 planning      plan, CostModel
 modes         explicit, implicit_replication, strict_ops
 training      accumulate_gradients, bucket_gradients; erase: record a step, and run plain local code from then on
-modules       distribute_module, shard_parameters; parallel styles and plans are in shardwise.parallel, fully_shard in
-              shardwise.fsdp
+modules       distribute_module, shard_parameters, replicate; parallel styles and plans are in shardwise.parallel,
+              fully_shard in shardwise.fsdp
 take-over     install: shardwise in the place of torch.distributed.tensor, also `python -m shardwise.run program.py`
 extending     register_sharding, local_map; shardwise.rules.explain shows the rule of an op
 """
@@ -22,7 +22,7 @@ from .dispatch.modes import explicit, implicit_replication, strict_ops
 from .dropin import find_table_modules, install, table_module, uninstall
 from .erasing import erase
 from .extend import local_map, register_sharding
-from .nn import distribute_module, shard_parameters
+from .nn import distribute_module, replicate, shard_parameters
 from .sharding.mesh import DeviceMesh, init_device_mesh
 from .sharding.placement import (
     InterleavedShard,
@@ -50,6 +50,7 @@ __all__ = [
     "distribute_tensor",
     "distribute_module",
     "shard_parameters",
+    "replicate",
     "Shard",
     "Replicate",
     "Partial",

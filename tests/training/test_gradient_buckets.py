@@ -324,9 +324,8 @@ def test_gradients_that_are_asked_for() -> None:
         with counted(1):
             grads = torch.autograd.grad(loss, list(many.parameters()))
         assert {type(grad) for grad in grads} == {DTensor}
-        for found, wanted in zip(
-            grads, torch.autograd.grad(loss_of(one, batch(1)), list(one.parameters())), strict=True
-        ):
+        expected = torch.autograd.grad(loss_of(one, batch(1)), list(one.parameters()))
+        for found, wanted in zip(grads, expected, strict=True):
             torch.testing.assert_close(whole_of(found), wanted)
 
 

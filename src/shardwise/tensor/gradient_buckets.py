@@ -53,7 +53,7 @@ class bucket_gradients:
 
     def __init__(self, size: int | str | None = DEFAULT_SIZE) -> None:
         self._before = _size.get()
-        _size.set(_bytes_of(size))
+        _size.set(bytes_of(size))
 
     def __enter__(self) -> None:
         """Nothing: the size is set when the object is made."""
@@ -67,7 +67,7 @@ def bucket_size() -> int:
     return _size.get()
 
 
-def _bytes_of(size: int | str | None) -> int:
+def bytes_of(size: int | str | None) -> int:
     """A number of bytes from a text: `"25 MiB"`."""
     if isinstance(size, str):
         parsed = re.fullmatch(r"\s*([0-9.]+)\s*([KMG]i?B|B)\s*", size)
@@ -242,13 +242,14 @@ class GradientBuckets:
 _passes: WeakValueDictionary[int, GradientBuckets] = WeakValueDictionary()
 
 
-def reduced(grad: DTensorBase, target: DTensorSpec) -> DTensorBase:
+def reduced(grad: DTensorBase, target: DTensorSpec, size: int | None = None) -> DTensorBase:
     """The gradient of a leaf, in a backward pass, with the target's placements: now, or with others in a bucket.
 
-    Now if it gets a graph of its own, which is made in the order of calls. And in recordings: tracers see no end of a
-    pass, and an erased step joins its reductions by itself.
+    `size` is that of the bucket, in the place of that of `bucket_gradients`. Now if the gradient gets a graph of its
+    own, which is made in the order of calls. And in recordings: tracers see no end of a pass, and an erased step joins
+    its reductions by itself.
     """
-    size = _size.get()
+    size = _size.get() if size is None else size
     if size and not torch.is_grad_enabled() and type(grad._local_tensor) in _REAL and not is_recording():
         reduction = reduction_between(grad._spec, target)
         if reduction is not None:

@@ -51,10 +51,14 @@ def is_accumulating() -> bool:
 class LeafGradient:
     """How an incoming gradient of a leaf is reduced, and whether that is deferred."""
 
-    __slots__ = ("deferred", "earlier", "spec")
+    __slots__ = ("bucket_size", "deferred", "earlier", "spec", "waits")
 
     def __init__(self, spec: DTensorSpec) -> None:
         self.spec, self.deferred = spec, False
+        self.waits = False
+        """Whether reductions of this leaf are deferred as inside `accumulate_gradients()`."""
+        self.bucket_size: int | None = None
+        """The size of this leaf's buckets; None: that of `bucket_gradients`."""
         self.earlier: dict[torch.Size, DTensorSpec] = {}
         """The last spec of each other shape that the leaf has had."""
 
@@ -80,9 +84,9 @@ class LeafGradient:
             return None
         # With the strides it has: on one device, `torch.autograd.grad` returns the gradient of a sum expanded.
         target = wanted.derived(spec.tensor_meta, lambda: wanted.with_meta(spec.tensor_meta))
-        if (self.deferred or _accumulating.get()) and spec.layout.partial:
+        if (self.deferred or self.waits or _accumulating.get()) and spec.layout.partial:
             target = self._deferred_target(spec, target)
-        return None if target.layout is spec.layout else reduced(grad, target)
+        return None if target.layout is spec.layout else reduced(grad, target, self.bucket_size)
 
     def _deferred_target(self, grad: DTensorSpec, wanted: DTensorSpec) -> DTensorSpec:
         """The spec in which a gradient is added up before it is reduced; `wanted` if it is not accumulated."""
@@ -143,13 +147,14 @@ def _reduce_after_backward(leaf: Any, gradient: LeafGradient) -> None:
     """Reduce the leaf's `.grad` after the next backward pass outside of the context."""
 
     def reduce(leaf: Any) -> None:
-        if _accumulating.get():
+        if gradient.waits or _accumulating.get():
             return
         handle.remove()
         gradient.deferred = False
         grad = leaf.grad
         if isinstance(grad, DTensorBase) and grad._spec.layout.partial:
-            leaf.grad = reduced(grad, gradient.of_shape(grad.shape).cotangent().with_dtype(grad.dtype))
+            target = gradient.of_shape(grad.shape).cotangent().with_dtype(grad.dtype)
+            leaf.grad = reduced(grad, target, gradient.bucket_size)
 
     handle = leaf.register_post_accumulate_grad_hook(reduce)
     run_first(leaf, handle)  # the user's own hooks see a gradient with the leaf's placements

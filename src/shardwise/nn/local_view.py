@@ -1,0 +1,133 @@
+"""What a replicated module sees of its parameters while it computes on local tensors.
+
+While such a module runs on local inputs, its parameters are their local shards, as functions of the distributed
+parameters: gradients flow back, as the ranks' shares of an average.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._torch.collectives import broadcast, wait
+from .._torch.pytree import tree_leaves
+from ..dispatch.writes import writes_to
+from ..sharding.mesh import MeshInfo
+from ..sharding.placement import Partial, Placement
+from ..sharding.spec import DTensorSpec
+from ..tensor.dtensor import DTensor
+
+_VIEW = "_local_view_of_shardwise"
+
+
+class Shown(NamedTuple):
+    """A parameter or buffer that is shown locally: plainly, or as a tensor with this spec on a mesh of other axes."""
+
+    owner: nn.Module
+    name: str
+    spec: DTensorSpec | None
+
+    def tensors(self) -> dict[str, Any]:
+        """The parameters of the owner, or its buffers: where the tensor is."""
+        return self.owner._parameters if self.name in self.owner._parameters else self.owner._buffers
+
+
+class LocalView:
+    """The local view of a module: shown during the outermost call of it or one of its submodules."""
+
+    def __init__(self, root: nn.Module, data: MeshInfo, shown: list[Shown], broadcast_buffers: bool) -> None:
+        self.root, self.data, self.shown, self.broadcast_buffers = root, data, shown, broadcast_buffers
+        self._running: list[nn.Module] = []
+        self._hidden: list[tuple[Shown, DTensor, Tensor, object]] = []
+
+    def watch(self) -> None:
+        """Show the view in calls of the module. Submodules have the hook as well: backward may call them alone."""
+        for module in self.root.modules():
+            module.__dict__[_VIEW] = self  # hooks find it there, so that a copy of the module has its own
+            module.register_forward_pre_hook(_before, with_kwargs=True)
+            module.register_forward_hook(_after, always_call=True)
+
+    def enter(self, module: nn.Module, inputs: object) -> None:
+        """Before a call."""
+        if not self._running and not any(map(self._is_distributed, tree_leaves(inputs))):
+            self._show()
+        self._running.append(module)
+
+    def leave(self, module: nn.Module) -> None:
+        """After a call, also one that raised an error."""
+        if module in self._running:
+            while self._running.pop() is not module:
+                pass
+        if not self._running and self._hidden:
+            self._hide()
+
+    def _is_distributed(self, value: object) -> bool:
+        return isinstance(value, DTensor) and set(self.data.names) <= set(value._spec.mesh_info.names)
+
+    def _show(self) -> None:
+        made: dict[int, Tensor] = {}
+        for each in self.shown:
+            tensors = each.tensors()
+            tensor = tensors.get(each.name)
+            if isinstance(tensor, DTensor):
+                local = made.get(id(tensor))
+                if local is None:
+                    local = made[id(tensor)] = self._local(tensor, each.spec)
+                tensors[each.name] = local
+                written = None if tensors is each.owner._parameters else writes_to(tensor._local_tensor) or ()
+                self._hidden.append((each, tensor, local, written))
+
+    def _local(self, tensor: DTensor, spec: DTensorSpec | None) -> Tensor:
+        names = tensor._spec.mesh_info.names
+        average: list[Placement] = [
+            Partial("avg") if axis in self.data.names else placement
+            for axis, placement in zip(names, tensor._spec.cotangent().placements, strict=True)
+        ]
+        local = tensor.to_local(grad_placements=average)
+        if spec is None:
+            return local
+        return DTensor.from_local(local, spec.mesh, spec.placements, shape=spec.shape, stride=spec.stride)
+
+    def _hide(self) -> None:
+        hidden, self._hidden = self._hidden, []
+        changed: dict[int, DTensor] = {}
+        for each, tensor, local, written in hidden:
+            tensors = each.tensors()
+            now = tensors.get(each.name)
+            if isinstance(now, Tensor) and now is not local and not isinstance(now, DTensor):
+                tensor = DTensor.from_local(now.detach(), tensor.device_mesh, tensor.placements)  # assigned in the call
+                written = ()
+            tensors[each.name] = tensor
+            # Batch norms in training write without counting.
+            if written is not None and (each.owner.training or writes_to(tensor._local_tensor) != written):
+                changed[id(tensor)] = tensor
+        if changed and self.broadcast_buffers:
+            _take_from_first([*changed.values()], self.data)
+
+
+def _take_from_first(buffers: list[DTensor], data: MeshInfo) -> None:
+    """Give buffers the data they have on the first rank of the mesh, by one broadcast for each dtype.
+
+    In new memory: the forward pass may have saved the old one for backward.
+    """
+    axes = tuple(range(len(data.sizes)))
+    by_dtype: dict[torch.dtype, list[DTensor]] = {}
+    for buffer in buffers:
+        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    with torch.no_grad():
+        for same in by_dtype.values():
+            local = [buffer._local_tensor for buffer in same]
+            received = wait(broadcast(torch.cat([tensor.reshape(-1) for tensor in local]), 0, data.groups[axes]))
+            pieces = received.split([tensor.numel() for tensor in local])
+            for buffer, tensor, piece in zip(same, local, pieces, strict=True):
+                buffer._local_tensor = piece.view_as(tensor).clone()
+
+
+def _before(module: nn.Module, args: object, kwargs: object) -> None:
+    module.__dict__[_VIEW].enter(module, (args, kwargs))
+
+
+def _after(module: nn.Module, args: object, output: object) -> None:
+    module.__dict__[_VIEW].leave(module)
