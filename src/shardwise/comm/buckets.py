@@ -103,6 +103,8 @@ def _find(source: DTensorSpec, target: DTensorSpec) -> Reduction | None:
 
 
 def _can_share(step: Step, dtype: torch.dtype) -> bool:
+    if step.divisor != 1:  # sums over some axes and averages over others
+        return False
     even = step.before.is_even() and step.after.is_even()
     return reduces_natively(dtype, step.op) and (step.kind == ALL_REDUCE or (step.kind == REDUCE_SCATTER and even))
 
