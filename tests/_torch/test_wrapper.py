@@ -3,6 +3,7 @@
 import torch
 
 from shardwise._torch.wrapper import (
+    counted_as,
     make_wrapper,
     no_torch_dispatch,
     no_torch_function,
@@ -61,3 +62,22 @@ def test_outside_inference_mode() -> None:
             counted = torch.ones(2)
         assert not counted.is_inference()
         assert torch.ones(2).is_inference()
+
+
+def test_writes_to_a_plain_tensor_that_count_as_writes_to_its_wrapper() -> None:
+    held = torch.ones(2)
+
+    class Holding(torch.Tensor):
+        __torch_function__ = no_torch_function
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            assert func is torch.ops.aten._values.default
+            return held
+
+    x = make_wrapper(Holding, (4,), (1,), dtype=torch.float32)
+    alias = counted_as(x)
+    assert type(alias) is torch.Tensor
+    assert alias.data_ptr() == held.data_ptr()
+    alias.zero_()
+    assert (x._version, alias._version, held._version) == (1, 1, 0)

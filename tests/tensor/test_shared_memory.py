@@ -74,6 +74,21 @@ def local_shard(x: Tensor) -> Sequence[Any]:
     return view, first
 
 
+def local_shard_from_before(x: Tensor) -> Sequence[Any]:
+    shards = local(x), local(x.data)
+    view = x[1:5]
+    shards[0].mul_(2)
+    first = view * 1
+    shards[1].add_(1)
+    return view, first
+
+
+def local_shard_of_data(x: Tensor) -> Sequence[Any]:
+    view = x[1:5]
+    local(x.data).mul_(2)
+    return (view,)
+
+
 def data(x: Tensor) -> Sequence[Any]:
     view = x[1:5]
     x.data.mul_(2)
@@ -173,6 +188,8 @@ def data_is_a_view(x: Tensor) -> Sequence[Any]:
 
 READS = [
     local_shard,
+    local_shard_from_before,
+    local_shard_of_data,
     data,
     detached,
     same_size_dtype,
@@ -191,7 +208,7 @@ READS = [
 @pytest.mark.parametrize("program", READS, ids=lambda program: program.__name__)
 def test_views_see_writes(program: Program, sizes: tuple[int, ...], placements: list[Placement]) -> None:
     value = torch.arange(32.0).reshape(8, 4) - 11
-    if program in (local_shard, same_size_dtype) and placements == [Partial()]:
+    if program in (local_shard, local_shard_from_before, same_size_dtype) and placements == [Partial()]:
         return  # what is written to one summand is not what is written to the sum
     compare(program, value, sizes, placements)
 
@@ -300,6 +317,11 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
     "foreach twice": without_grad(lambda h: [torch._foreach_add_([h, h * 1], 1.0) for _ in range(3)]),
     "dropout": without_grad(lambda h: torch.nn.functional.dropout(h, 0.5, inplace=True)),
     "data, which does not count": lambda h: h.data.add_(1),
+    "local shard": lambda h: local(h.detach()).add_(1),
+    "local shard without grad": without_grad(lambda h: local(h).add_(1)),
+    "local shard with grad": lambda h: local(h).add_(1),
+    "rows of a local shard": without_grad(lambda h: local(h)[:1].zero_()),
+    "local shard of data, which does not count": lambda h: local(h.data).mul_(1),
 }
 
 

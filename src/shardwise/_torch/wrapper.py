@@ -11,6 +11,7 @@ from torch import Tensor
 
 __all__ = [
     "Placeholder",
+    "counted_as",
     "make_wrapper",
     "no_torch_dispatch",
     "no_torch_function",
@@ -35,6 +36,15 @@ no_torch_dispatch: Any = torch._C._disabled_torch_dispatch_impl
 def outside_inference_mode() -> torch._C._InferenceMode:
     """Return a context in which new tensors have version counters, although inference mode is on around it."""
     return torch._C._InferenceMode(False)
+
+
+def counted_as(wrapper: Tensor) -> Tensor:
+    """Return an alias of the plain tensor that a wrapper holds, writes to which count as writes to the wrapper.
+
+    The class returns that tensor for `aten::_values`, which serves sparse tensors alone. Autograd takes it for a view
+    of the wrapper that has no derivative, and gives it the wrapper's version counter.
+    """
+    return wrapper._values()
 
 
 def set_metadata(target: Tensor, source: Tensor) -> None:

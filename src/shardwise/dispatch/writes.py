@@ -1,14 +1,17 @@
 """Counting writes to local shards, for views that must be made again after a write.
 
-PyTorch counts the writes that a user makes to a local shard, in the shard's version. It does not count those that ops
-on distributed tensors make, below autograd. These are counted here, by storage, while somebody watches.
+PyTorch counts the writes that a user makes to a local shard, in its version: in the shard's own, or, if the user got it
+from `to_local`, in that of the distributed tensor. It does not count those that ops on distributed tensors make, below
+autograd. These are counted here, by storage, while somebody watches.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ..world import RankTensor
@@ -17,16 +20,61 @@ State = tuple[int, ...] | None
 """How often a local shard was written; None if nobody counts: assume that it was."""
 
 
+class Counter(NamedTuple):
+    """A plain tensor that was handed to the user, and its version when it was noticed."""
+
+    tensor: Tensor
+    version: int
+
+
+class Watcher(Protocol):
+    """A view that must know of writes to the memory it is made from."""
+
+    def shard(self) -> Tensor:
+        """The local shard that it is made from."""
+
+    counters: list[Counter]
+    """What of that memory was handed to the user."""
+
+
 class _Watchers:
-    """How many views are alive that must know of writes."""
+    """How many views are alive that must know of writes, and which."""
 
     count = 0
+    views: ClassVar[weakref.WeakSet[Watcher]] = weakref.WeakSet()
 
 
-def watch(view: object) -> None:
+def watch(view: Watcher) -> None:
     """Count writes as long as this object lives."""
     _Watchers.count += 1
+    _Watchers.views.add(view)
     weakref.finalize(view, _unwatch).atexit = False
+    for storage in _storages(view.shard()):
+        handed = [tensor for ref in _handed_out(storage) if (tensor := ref()) is not None]
+        view.counters += [Counter(tensor, tensor._version) for tensor in handed]
+
+
+def count_writes_through(handed: Tensor) -> None:
+    """Count writes to a tensor that is handed to the user, in the memory of a local shard, but is not the shard."""
+    for storage in _storages(handed):
+        alive = [ref for ref in _handed_out(storage) if ref() is not None]
+        storage._handed_out_by_shardwise = (*alive, weakref.ref(handed))  # type: ignore[attr-defined]
+    for view in list(_Watchers.views) if _Watchers.count else ():
+        if set(map(id, _storages(view.shard()))) & set(map(id, _storages(handed))):
+            view.counters.append(Counter(handed, handed._version))
+
+
+def writes_through(counters: Sequence[Counter]) -> int:
+    """How often these were written since they were noticed."""
+    return sum(tensor._version - version for tensor, version in counters)
+
+
+def _handed_out(storage: torch.UntypedStorage) -> tuple[weakref.ref[Tensor], ...]:
+    return getattr(storage, "_handed_out_by_shardwise", ())
+
+
+def _storages(local: Tensor) -> list[torch.UntypedStorage]:
+    return [shard.untyped_storage() for shard in _shards(local)]
 
 
 def _unwatch() -> None:

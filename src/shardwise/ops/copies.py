@@ -106,6 +106,10 @@ def resize_as(x: Tensor, other: Tensor, *, memory_format: torch.memory_format | 
 define("aten::resize_", decomposition=resize)
 define("aten::resize_as_", decomposition=resize_as)
 
+# ---- local shards ---------------------------------------------------------------------------------------------------
+
+define("aten::_values", returns_shard=True)  # see `_torch.wrapper.counted_as`
+
 # ---- sparse tensors -------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .._torch.tls import ThreadValue
 
@@ -24,8 +24,8 @@ current = ThreadValue("modes", Switches())
 
 
 @contextmanager
-def switched(**switches: bool | Explicit) -> Iterator[None]:
-    """Inside, these modes have these values."""
+def switched(**switches: Any) -> Iterator[None]:
+    """Inside, these fields of `Switches` have these values."""
     before = current.get()
     current.set(before._replace(**switches))
     try:

@@ -114,6 +114,8 @@ class Op:
     """The op looks at the shape of its operand, not at its values: a Partial operand need not be reduced."""
     addresses_storage: bool = False
     """The op takes an offset into the storage of its operand, which may be a view that begins elsewhere."""
+    returns_shard: bool = False
+    """The op returns the local shard of its operand, as a plain tensor."""
     keeps_sizes: bool = False
     """Results have the sizes of the operands' dims, though the rule has a kernel or a size argument."""
     takes_plain: bool = False
@@ -157,6 +159,7 @@ class Facts(TypedDict, total=False):
     reads_numbers: bool
     reads_shape_only: bool
     addresses_storage: bool
+    returns_shard: bool
     keeps_sizes: bool
     takes_plain: bool
     strides: Strides

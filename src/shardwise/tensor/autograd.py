@@ -12,7 +12,6 @@ from .._torch.backward_pass import materialized
 from .._torch.fake_tensors import is_fake
 from ..comm.redistribute import redistribute_local, start_redistribute
 from ..dispatch.modes import modes
-from ..dispatch.watch import mark_exposed
 from ..errors import InputError, MixedTensorError
 from ..sharding.base import DTensorBase
 from ..sharding.memory_order import in_memory_order, memory_order
@@ -20,6 +19,7 @@ from ..sharding.placement import Placements
 from ..sharding.recording import recorded
 from ..sharding.spec import DTensorSpec, contiguous_meta
 from .from_local import on_mesh
+from .handed_out import new_alias
 from .sources import pending
 
 # ---- redistribution -----------------------------------------------------------------------------------------------
@@ -159,9 +159,8 @@ class ToLocal(QuickFunction):
     def forward(ctx: Any, tensor: DTensorBase, grad_spec: DTensorSpec) -> Tensor:
         """The local shard."""
         ctx.grad_spec = grad_spec
-        local = tensor._local_tensor
-        mark_exposed(local)
-        return local.detach()
+        handed = new_alias(tensor)
+        return handed.detach() if handed is tensor._local_tensor else handed
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

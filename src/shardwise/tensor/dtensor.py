@@ -53,6 +53,7 @@ from .changed_shape import ChangingShape
 from .flat import Context, context_on, flatten
 from .from_local import check_plain_tensor, copy_to_replicas, of_members, on_mesh, spec_of_local, without_grad
 from .gradient_buckets import CollectedGradient
+from .handed_out import hand_out
 from .leaf_gradient import LeafGradient, reduce_gradient_of
 from .saved import loaded_shard
 from .sources import Replayed, replayed, set_local
@@ -168,9 +169,7 @@ class DTensor(ChangingShape):
             spec = self._spec
             grad_spec = spec.with_placements(grad_placements) if grad_placements is not None else spec.cotangent()
             return ToLocal.apply(self, grad_spec)
-        local = self._local_tensor
-        mark_exposed(local)
-        return local
+        return hand_out(self)
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
         """Return the global tensor, as an ordinary tensor on every rank, with its dims in the same order in memory.

@@ -17,7 +17,7 @@ from ..comm.redistribute import redistribute_local
 from ..dispatch.gather_cache import assign
 from ..dispatch.local_call import copied
 from ..dispatch.view_call import ViewCall
-from ..dispatch.writes import State, watch, writes_to
+from ..dispatch.writes import Counter, State, watch, writes_through, writes_to
 from ..sharding.base import DTensorBase
 from ..sharding.spec import DTensorSpec
 
@@ -66,6 +66,7 @@ class Replayed:
 
     def __init__(self, view: ViewCall, local: Tensor) -> None:
         self.view, self.cached = view, local
+        self.counters: list[Counter] = []
         watch(self)
         self.seen = self._writes()
 
@@ -131,8 +132,16 @@ class Replayed:
 
     def _writes(self) -> State:
         """How often the local shard was written that the view is made from in the end."""
+        source = self.view.root._source
+        if isinstance(source, Replayed):
+            return source._writes()
+        written = writes_to(self.shard())
+        return None if written is None else (*written, writes_through(self.counters))
+
+    def shard(self) -> Tensor:
+        """The local shard that the view is made from in the end."""
         root = self.view.root
-        return root._source._writes() if isinstance(root._source, Replayed) else writes_to(root._local_tensor)
+        return root._source.shard() if isinstance(root._source, Replayed) else root._local_tensor
 
 
 def replayed(view: ViewCall, local: Tensor, spec: DTensorSpec, offset: int) -> DTensorBase:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..._torch import pytree
 from ..._torch.modes import TorchDispatchMode
-from ...sharding.placement import Partial, Placements
+from ...sharding.placement import P, Partial, Placements
 from .outcome import Outcome, plain_value, run
 from .program import Program
 from .sides import Plain
@@ -141,7 +141,7 @@ class NoisyPlain(Plain):
     def move(self, x: Tensor, placements: Placements) -> Tensor:
         """Return a copy, which noise changes if it stands for several terms."""
         copy = super().move(x, placements)
-        partial = any(isinstance(placement, Partial) for placement in placements)
+        partial = not isinstance(placements, P) and any(isinstance(placement, Partial) for placement in placements)
         return copy * 1 if partial and (copy.is_floating_point() or copy.is_complex()) else copy
 
 

@@ -1,0 +1,51 @@
+"""Local shards in the user's hands: a write to one counts as a write to its distributed tensor.
+
+>>> y = x * x
+>>> with torch.no_grad():
+...     x.to_local().zero_()
+>>> y.sum().backward()          # an error, as on one device: backward needs x as it was
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._torch.modes import count_modes
+from .._torch.transforms import transforms_active
+from .._torch.wrapper import counted_as
+from ..dispatch.watch import mark_exposed
+from ..dispatch.writes import count_writes_through
+from ..sharding.base import DTensorBase
+from ..world import RankTensor
+
+_CACHE = "_handed_out"
+
+
+def hand_out(tensor: DTensorBase) -> Tensor:
+    """The local shard of a tensor, for the user: the same object each time, as long as the tensor has that shard."""
+    local, before = tensor._local_tensor, tensor.__dict__.get(_CACHE)
+    if before is not None and before[0] is local:
+        found: Tensor = before[1]
+        return found
+    handed = new_alias(tensor)
+    if handed is not local:
+        tensor.__dict__[_CACHE] = (local, handed)
+    return handed
+
+
+def new_alias(tensor: DTensorBase) -> Tensor:
+    """The local shard, as an object that nobody else has.
+
+    The shard itself where its writes cannot be counted so: inference tensors have no versions, modes and compilers
+    would see an op that is none, and tensors of other classes may not survive a copy.
+    """
+    local = tensor._local_tensor
+    mark_exposed(local)
+    observed = count_modes() or transforms_active()
+    uncounted = torch.is_inference_mode_enabled() or tensor.is_inference() or local.is_inference()
+    if observed or uncounted or not (type(local) is Tensor or isinstance(local, RankTensor)):
+        return local
+    handed = counted_as(tensor)
+    count_writes_through(handed)
+    return handed
