@@ -146,3 +146,7 @@ def test_a_layer_reads_sizes_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ends.clamp_(max=5)  # another route
         assert not whole(both(x, up, down, ends))[5:].any()
         assert len(reads) == 2
+    with ranks(4) as mesh, torch.inference_mode():
+        tensors = (on(mesh, r(12, 16), Shard(0)), *(on(mesh, r(8, n, 16), Shard(0)) for n in (32, 16)))
+        found = both(*tensors, distribute_tensor(EIGHT, mesh, P()))
+        torch.testing.assert_close(whole(found), both(r(12, 16), r(8, 32, 16), r(8, 16, 16), EIGHT))

@@ -153,9 +153,11 @@ def _route(exchange: Exchange, ends: DTensorBase) -> TokenRoute:
     """The route of the rows to their groups."""
     axis, layout = exchange.axis, exchange.rows
     local = redistribute_local(ends._local_tensor, ends._spec, ends._spec.replicated())
-    versions = tuple(shard._version for shard in (local.shards if isinstance(local, RankTensor) else (local,)))
+    shards = local.shards if isinstance(local, RankTensor) else (local,)
+    if any(tensor.is_inference() for tensor in (ends, *shards)):  # no version says whether they were written
+        return _made(local.long(), layout, axis)
     known: dict[object, TokenRoute] = ends.__dict__.setdefault(_ROUTES, {})
-    key = (layout.dims[0], axis.index, axis.experts, ends._version, versions)
+    key = (layout.dims[0], axis.index, axis.experts, ends._version, *(shard._version for shard in shards))
     if key not in known:
         known[key] = _made(local.long(), layout, axis)
     return known[key]
