@@ -31,6 +31,12 @@ class ExpertList(nn.Module):
     def __len__(self) -> int:
         return self.number
 
+    def __getitem__(self, index: object) -> Any:
+        raise InputError(
+            f"expert {index} of a list whose {self.number} experts are sharded: a rank has some of them only",
+            "call the list with all tokens, experts(tokens, index, weights), instead of one expert after the other",
+        )
+
     def __getattr__(self, name: str) -> Any:
         # PyTorch's helpers for checkpoints follow the keys of a state dict, `3.up.weight`, through attributes.
         return self.stacked if name.isdigit() and int(name) < self.number else super().__getattr__(name)

@@ -9,7 +9,7 @@ import torch
 
 from shardwise import Placement, Replicate, Shard, distribute_tensor
 from shardwise.parallel import ExpertParallel, parallelize_module
-from tests.parallel.test_expert_parallel import (
+from tests.parallel.expert_checks import (
     FEATURES,
     assert_same,
     by_name,

@@ -10,7 +10,7 @@ import torch
 import shardwise
 from shardwise import DeviceMesh, Shard, distribute_tensor, init_device_mesh
 from shardwise.parallel import ExpertParallel, parallelize_module
-from tests.parallel.test_expert_parallel import (
+from tests.parallel.expert_checks import (
     assert_same,
     by_name,
     loss_of,
