@@ -18,7 +18,7 @@ def arguments(function: object) -> list[tuple[str, object, object]]:
 
 
 def test_same_names() -> None:
-    assert set(ours.__all__) == {*theirs.__all__, "hub_plan"}
+    assert set(ours.__all__) == {*theirs.__all__, "hub_plan", "ExpertParallel"}
     assert set(theirs_root.__all__) <= set(shardwise.__all__)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+
+from .modes import without_modes
 
 
 def innermost_mesh() -> DeviceMesh | None:
@@ -23,6 +26,12 @@ def parallel_instances(mesh: DeviceMesh) -> torch.Tensor:
         return mesh.instances
     instances: torch.Tensor = mesh._layout.remap_to_tensor(mesh._rank_map)
     return instances.reshape(-1, *mesh.shape)
+
+
+def listed(ranks: torch.Tensor) -> Any:
+    """The ranks of a mesh as lists. No mode sees it: one that records ops refuses reads of tensors."""
+    with without_modes(), torch._C.DisableTorchFunction():
+        return ranks.tolist()
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:

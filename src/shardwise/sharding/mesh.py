@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._torch.collectives import group_named
-from .._torch.device_mesh import innermost_mesh, mesh_without_groups, parallel_instances
+from .._torch.device_mesh import innermost_mesh, listed, mesh_without_groups, parallel_instances
 from .._torch.dynamo import real_object
 from .._torch.modes import without_modes
 from ..errors import InputError, MeshError
@@ -67,15 +67,13 @@ class MeshInfo:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The ranks in (an instance of) this mesh, ascending. A simulated local tensor has a shard for each of them."""
-        with without_modes():
-            return tuple(sorted(self.instances.flatten().tolist()))
+        return tuple(sorted(listed(self.instances.flatten())))
 
     @cached_property
     def coordinates(self) -> tuple[Coordinate, ...]:
         """For each of `ranks` its coordinate in its own instance."""
         places = list(itertools.product(*map(range, self.sizes)))
-        with without_modes():
-            instances = self.instances.flatten(1).tolist()
+        instances = listed(self.instances.flatten(1))
         found = {rank: at for instance in instances for rank, at in zip(instance, places, strict=True)}
         return tuple(found[rank] for rank in self.ranks)
 
@@ -88,7 +86,8 @@ class MeshInfo:
         others = [1 + axis for axis in range(len(self.sizes)) if axis not in axes]
         with without_modes():
             grouped = self.instances.permute(0, *others, *(1 + axis for axis in axes))
-            return cast(list[list[int]], grouped.reshape(-1, math.prod(self.sizes[axis] for axis in axes)).tolist())
+            grouped = grouped.reshape(-1, math.prod(self.sizes[axis] for axis in axes))
+        return cast(list[list[int]], listed(grouped))
 
     def axis_index(self, name: str | int) -> int:
         """The index of an axis given by name or index."""

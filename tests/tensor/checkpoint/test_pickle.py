@@ -130,12 +130,7 @@ def test_a_mesh_that_was_made_but_not_used_yet() -> None:
         data = pickle.dumps(distribute_tensor(WHOLE, mesh_of(2, 2), [Shard(0), Shard(1)]))
     with shardwise.simulate(4):
         x = pickle.loads(data)
-        with pytest.raises(MeshError) as caught:
-            x.full_tensor()
-        assert str(caught.value) == (
-            "mesh(dp=2, tp=2) was loaded from a file, and no equal mesh has been used in this world: "
-            "make the mesh with init_device_mesh, and a first tensor on it, before loading"
-        )
+        assert torch.equal(x.full_tensor().shards[2], WHOLE)  # processes would need the groups of the mesh
         assert x.shape == (5, 3)
         assert x.placements == (Shard(0), Shard(1))
         y = distribute_tensor(WHOLE, mesh_of(2, 2), [Shard(0), Shard(1)])  # the mesh has its groups now
