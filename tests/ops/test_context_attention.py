@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise
 from shardwise import DTensor, Replicate, Shard, distribute_tensor
@@ -163,6 +164,13 @@ def test_operands_that_are_sharded_differently_are_brought_together() -> None:
         placements = [Replicate(), Shard(0)], [Shard(2), Shard(0)], [Replicate(), Shard(2)]
         placed = [distribute_tensor(t, mesh, p) for t, p in zip(tensors, placements, strict=True)]
         torch.testing.assert_close(whole(attend(*placed, is_causal=True)), expected)
+
+
+def test_a_mesh_of_some_ranks() -> None:
+    tensors = inputs(9)
+    expected = on_one_device(tensors, is_causal=True, dropout_p=0.3)
+    with shardwise.simulate(4), attention_over_sequence("ring"):
+        assert_all_close(sharded(DeviceMesh("cpu", [0, 2]), tensors, is_causal=True, dropout_p=0.3), expected)
 
 
 def test_autocast_runs_in_its_dtype() -> None:
