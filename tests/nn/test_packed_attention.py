@@ -73,11 +73,11 @@ def test_head_tail_order_of_packed_documents() -> None:
 
 
 def test_blocks_without_a_common_document_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise.ops import ring_attention
+    from shardwise.ops import ring_kernels
 
     calls: list[int] = []
-    attend = ring_attention.attend
-    monkeypatch.setattr(ring_attention, "attend", lambda q, *args: calls.append(q.shape[2]) or attend(q, *args))
+    attend = ring_kernels.attend
+    monkeypatch.setattr(ring_kernels, "attend", lambda q, *args: calls.append(q.shape[2]) or attend(q, *args))
     with ranks(4) as mesh:
         placed = [distribute_tensor(r(16, 4, 8), mesh, [Shard(0)]) for _ in range(3)]
 

@@ -15,8 +15,8 @@ from shardwise import DTensor, Replicate, Shard, distribute_tensor
 from shardwise.debug import CommDebugMode
 from shardwise.errors import InputError
 from shardwise.nn import attention_over_sequence, unzigzag, zigzag
+from shardwise.ops.attention_method import choose_method
 from shardwise.ops.attention_segments import pairs_of, segments_of, zigzag_order, zigzag_runs
-from shardwise.ops.context_attention import choose_method
 from shardwise.random import exact
 from tests.ops.helpers import r, ranks, whole
 

@@ -1,6 +1,6 @@
 """Modules with distributed parameters, and attention over sequences that are sharded by position."""
 
-from ..ops.context_attention import choose_method
+from ..ops.attention_method import choose_method
 from ..ops.sequence_options import attention_over_sequence
 from .attention import packed_attention, unzigzag, zigzag
 from .distribute import distribute_module

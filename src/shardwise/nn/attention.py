@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..dispatch.modes import implicit_replication
 from ..errors import InputError, ShapeError
+from ..ops.attention_method import zigzag_ranks
 from ..ops.attention_segments import zigzag_order
-from ..ops.context_attention import Attention, attend_over_sequence, zigzag_ranks
+from ..ops.context_attention import Attention, attend_over_sequence
 from ..ops.sequence_options import Method
 from ..sharding.placement import Replicate, Shard
 from ..tensor.dtensor import DTensor

@@ -22,25 +22,21 @@ from .._torch.above_autograd import Keys
 from .._torch.autograd import QuickFunction
 from .._torch.ops import OpOverload
 from .._torch.transforms import autocast_enabled, forward_derivative_active, transforms_active
-from ..comm.estimate import estimate
 from ..comm.on_ranks import from_ranks
-from ..comm.redistribute import links_of
 from ..errors import InputError
 from ..sharding.base import DTensorBase
-from ..sharding.layout import Factor, Layout, dim_axes, divides_evenly
+from ..sharding.layout import Factor, Layout, dim_axes
 from ..sharding.mesh import MeshInfo
-from ..sharding.runtime import WorldCache
 from ..sharding.spec import DTensorSpec, contiguous_meta
 from .above_autograd import call, needs_grad
 from .attention_dropout import draw_dropout
+from .attention_method import HEADS, SEQUENCE, choose_method, over_heads, sequence_axes, zigzag_ranks
 from .modes import modes
 from .registry import definitions_in
 from .ring_attention import ring_attention, ring_attention_backward
 from .sequence_options import Method, sequence_mode
 
 define = definitions_in(__name__)
-
-_HEADS, _SEQUENCE = 1, 2
 
 
 class Attention(NamedTuple):
@@ -54,81 +50,6 @@ class Attention(NamedTuple):
     """Where packed documents begin, and the end of the last one."""
     zigzag: int = 0
     """The number of ranks for which the sequence is in head-tail order."""
-
-
-_CHOICES: WorldCache[tuple[DTensorSpec, DTensorSpec, DTensorSpec, bool], MethodChoice] = WorldCache(
-    "methods of attention", max_bytes=1 << 18
-)
-
-# ---- the choice -----------------------------------------------------------------------------------------------------
-
-
-class MethodChoice(NamedTuple):
-    """How attention of some specs runs, and the modelled seconds of the ways to run it."""
-
-    method: Method
-    seconds: dict[str, float]
-
-    def __str__(self) -> str:
-        prices = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in self.seconds.items())
-        return f"{self.method} ({prices})"
-
-
-def choose_method(query: DTensorSpec, key: DTensorSpec, value: DTensorSpec, training: bool = True) -> MethodChoice:
-    """The cheaper of a ring and an all-to-all by heads, for tensors `[batch, heads, positions, features]`.
-
-    Forward and, for training, backward: there a ring moves keys, values and both gradients, and an all-to-all four
-    tensors again.
-
-    >>> print(choose_method(q.spec, k.spec, v.spec))
-    heads (ring 3.27 ms, heads 1.66 ms)
-    """
-    cache, specs = _CHOICES.of(key.mesh_info.runtime), (query, key, value, training)
-    found = cache.get(specs)
-    if found is None:
-        found = cache[specs] = _choose_method(query, key, value, training)
-    return found
-
-
-def _choose_method(query: DTensorSpec, key: DTensorSpec, value: DTensorSpec, training: bool) -> MethodChoice:
-    axes, links = sequence_axes(key, value), links_of(key.mesh_info)
-    if not axes:
-        return MethodChoice("ring", {"ring": 0.0})
-    ranks = math.prod(key.mesh_info.sizes[axis] for axis in axes)
-    block = sum(spec.layout.max_local_numel() * spec.tensor_meta.dtype.itemsize for spec in (key, value))
-    seconds = {"ring": (3 if training else 1) * (ranks - 1) * links.seconds(axes, 1, block)}
-    targets = [over_heads(spec.layout, axes) for spec in (query, key, value)]
-    if targets[1] is not None and targets[0] is not None and targets[2] is not None:
-        moved = [(query, targets[0]), (key, targets[1]), (value, targets[2]), (query, targets[0])]
-        exchanges = [estimate(spec.layout, to, spec.tensor_meta.dtype.itemsize, links) for spec, to in moved]
-        seconds["heads"] = (2 if training else 1) * sum(exchanges)
-    best: Method = "heads" if seconds.get("heads", math.inf) < seconds["ring"] else "ring"
-    return MethodChoice(best, seconds)
-
-
-def sequence_axes(key: DTensorSpec, value: DTensorSpec) -> tuple[int, ...]:
-    """The mesh axes over which keys, or values, are sharded by position."""
-    return dim_axes(key.layout.dims[_SEQUENCE]) or dim_axes(value.layout.dims[_SEQUENCE])
-
-
-def zigzag_ranks(query: DTensorSpec, key: DTensorSpec, value: DTensorSpec) -> int:
-    """The number of ranks for which a sequence is in head-tail order; 0 if it is in its own."""
-    sharding = sequence_axes(key, value) or dim_axes(query.layout.dims[_SEQUENCE])
-    return math.prod(key.mesh_info.sizes[axis] for axis in sharding) if sequence_mode().zigzag else 0
-
-
-def over_heads(layout: Layout, axes: tuple[int, ...]) -> Layout | None:
-    """A layout with the heads sharded over these axes in the place of the positions; None if they do not divide."""
-    heads, positions = layout.dims[_HEADS], layout.dims[_SEQUENCE]
-    elsewhere = {axis for dim in (0, _HEADS, 3) for axis in dim_axes(layout.dims[dim])} & set(axes)
-    if len(heads) > 1 or len(positions) > 1 or layout.partial or elsewhere or set(dim_axes(positions)) - set(axes):
-        return None
-    sharded = Factor(heads[0].size, (*heads[0].axes, *axes))
-    if not divides_evenly(layout.mesh_sizes, sharded):
-        return None
-    dims = list(layout.dims)
-    dims[_HEADS], dims[_SEQUENCE] = (sharded,), (Factor(positions[0].size, ()),)
-    return Layout.make(layout.mesh_sizes, dims)
 
 
 # ---- running it -----------------------------------------------------------------------------------------------------
@@ -169,9 +90,9 @@ def _by_heads(tensors: Sequence[Any], axes: tuple[int, ...], given: Attention) -
 def _by_position(layout: Layout, axes: tuple[int, ...]) -> Layout:
     """The way back of `over_heads`."""
     dims = list(layout.dims)
-    kept = tuple(axis for axis in dim_axes(dims[_HEADS]) if axis not in axes)
-    dims[_HEADS] = (Factor(layout.shape[_HEADS], kept),)
-    dims[_SEQUENCE] = (Factor(layout.shape[_SEQUENCE], axes),)
+    kept = tuple(axis for axis in dim_axes(dims[HEADS]) if axis not in axes)
+    dims[HEADS] = (Factor(layout.shape[HEADS], kept),)
+    dims[SEQUENCE] = (Factor(layout.shape[SEQUENCE], axes),)
     return Layout.make(layout.mesh_sizes, dims, layout.partial)
 
 

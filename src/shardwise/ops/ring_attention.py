@@ -1,16 +1,12 @@
 """Attention whose queries, keys and values are sharded by position: `shardwise::ring_attention` and its gradient.
 
-Each rank keeps its queries, and the blocks of keys and values travel around the ring of ranks. While a rank attends to
-one block, the next one is on its way, so it holds two at most. Backward, the gradients of a block travel with it and
-are home after one turn. With `rotate="gather"` each rank gathers all keys and values instead.
-
-All ranks pass all blocks on, also those that they do not look at: in causal attention the later ones, in a sequence of
-packed documents those of other documents.
+Their positions are one factor, which has a kernel (`ring_kernels`): it passes blocks of keys and values from rank to
+rank. Where all positions are on one rank, the same code runs as a ring of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,215 +16,15 @@ from .._torch.ops import OpOverload
 from ..notation.schema import operands_of
 from ..sharding.layout import Factor, Layout
 from .above_autograd import new_op
-from .attention_blocks import Merged, Options, Saved, attend, gradients
-from .attention_dropout import kept_weights
-from .attention_segments import Pair, pairs_of, segments_of
 from .call import Call
-from .kernel import Arrive, Cut, Fetch, Kernel, KernelRun, LocalCall, LocalResult, Return, Rotate, Steps
+from .kernel import Cut, Kernel, KernelRun, LocalCall, LocalResult
 from .op import Local
 from .registry import definitions_in
+from .ring_kernels import SEQUENCE, backward, forward, output_like, wide
 
 define = definitions_in(__name__)
 
-_SEQUENCE = 2
-"""The dim of positions."""
-
 Run = Callable[[LocalCall, Cut], KernelRun]
-
-
-class _Blocks:
-    """What one rank computes of a call: blocks of its queries with the keys of each piece."""
-
-    def __init__(self, call: LocalCall, cut: Cut) -> None:
-        self.call, self.cut, self.count = call, cut, len(cut.bounds)
-        self.query: Tensor = call["query"]
-        self.segments = segments_of(cut.size, cut.bounds, tuple(call["documents"]), call["zigzag"])
-        query = 0 if "gradient" not in call.arguments else 1
-        self.layout = call.given[query]
-
-    def pairs(self, piece: int) -> list[Pair]:
-        """What this rank's queries see of a piece's keys."""
-        call, cut = self.call, self.cut
-        if call["dropout"] is None and not call["is_causal"] and not call["documents"]:
-            queries, keys = (segments_of(cut.size, (cut.bounds[p],))[0] for p in (cut.piece, piece))
-            return pairs_of(queries, keys, False)
-        return pairs_of(self.segments[cut.piece], self.segments[piece], call["is_causal"])
-
-    def options(self, pair: Pair, piece: int) -> Options:
-        """How to compute a pair: the scale, and what the masks say about it."""
-        call, mask, kept = self.call, self.call["mask"], None
-        if mask is not None:
-            start = self.cut.bounds[piece][0] + pair.key.row
-            rows = mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., pair.query.rows, :]
-            columns = pair.key.stop - pair.key.start
-            mask = rows if mask.shape[-1] == 1 else rows.narrow(-1, start, columns)
-        if call["dropout"] is not None:
-            positions = (pair.query.start, pair.query.stop), (pair.key.start, pair.key.stop)
-            kept = kept_weights(call["dropout"], call["dropout_p"], self.layout, call.at, self.cut.size, *positions)
-        return Options(call["scale"], pair.causal, mask, kept, call["dropout_p"])
-
-
-def _pack(key: Tensor, value: Tensor) -> Tensor:
-    """A block of keys and values as one buffer that travels: a row for each position."""
-    return torch.cat([tensor.permute(2, 0, 1, 3).flatten(1) for tensor in (key, value)], 1)
-
-
-def _unpack(buffer: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys and values in a buffer, as views, of which these are others."""
-    batch, heads, _, width = key.shape
-    parts = buffer.split([batch * heads * width, batch * heads * value.shape[-1]], 1)
-    like = zip(parts, (key, value), strict=True)
-    first, second = (part.unflatten(1, (batch, heads, t.shape[-1])).permute(1, 2, 0, 3) for part, t in like)
-    return first, second
-
-
-def _rows(cut: Cut, step: int) -> list[int]:
-    """How many positions each piece holds after so many rotations."""
-    sizes = [stop - start for start, stop in cut.bounds]
-    return [sizes[(piece - step) % len(sizes)] for piece in range(len(sizes))]
-
-
-# ---- forward --------------------------------------------------------------------------------------------------------
-
-
-def _forward(call: LocalCall, cut: Cut) -> KernelRun:
-    query, key, value = call["query"], call["key"], call["value"]
-    blocks = _Blocks(call, cut)
-    output = _output_like(query, value, call["dropout"] is not None)
-    merged = Merged(output, query.new_empty(query.shape[:-1], dtype=_wide(query.dtype)))
-    if call["rotate"] == "gather" and blocks.count > 1:
-        key, value = yield from _gathered(cut, key, value)
-        for piece, (start, stop) in enumerate(cut.bounds):
-            rows = slice(start, stop)
-            _attend(blocks, merged, piece, key[:, :, rows], value[:, :, rows])
-        return merged.results()
-    here, coming = (key, value), None
-    moving = _pack(key, value) if blocks.count > 1 else None
-    for step in range(blocks.count):
-        if step + 1 < blocks.count:
-            assert moving is not None
-            coming = yield Rotate(moving, _rows(cut, step))
-        _attend(blocks, merged, (cut.piece - step) % blocks.count, *here)
-        if coming is not None:
-            moving = yield Arrive(coming)
-            here, coming = _unpack(moving, key, value), None
-    return merged.results()
-
-
-def _attend(blocks: _Blocks, merged: Merged, piece: int, key: Tensor, value: Tensor) -> None:
-    for pair in blocks.pairs(piece):
-        rows, columns = pair.query.rows, pair.key.rows
-        query = blocks.query[:, :, rows]
-        if query.numel() and key.numel():
-            found = attend(query, key[:, :, columns], value[:, :, columns], blocks.options(pair, piece))
-            merged.add(rows, *found)
-
-
-def _gathered(cut: Cut, key: Tensor, value: Tensor) -> Steps[tuple[Tensor, Tensor]]:
-    everything = [(0, cut.size)] * len(cut.bounds)
-    return (
-        (yield Fetch(key, _SEQUENCE, cut.bounds, everything)),
-        (yield Fetch(value, _SEQUENCE, cut.bounds, everything)),
-    )
-
-
-def _output_like(query: Tensor, value: Tensor, row_major: bool) -> Tensor:
-    """An empty output, which lies in memory as PyTorch's: like the queries, but row-major after dropout."""
-    if query.shape[-1] == value.shape[-1] and not row_major:
-        return torch.empty_like(query)
-    return query.new_empty((*query.shape[:-1], value.shape[-1]))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-# ---- backward -------------------------------------------------------------------------------------------------------
-
-
-class _Gradients:
-    """The gradients that one rank computes, block by block, in float32 at least."""
-
-    def __init__(self, blocks: _Blocks) -> None:
-        self.blocks, call = blocks, blocks.call
-        self.of_query = torch.zeros_like(blocks.query, dtype=_wide(blocks.query.dtype))
-        self.saved = Saved(call["gradient"], call["output"], call["logsumexp"])
-
-    def of(self, piece: int, key: Tensor, value: Tensor, sums: Tensor) -> None:
-        """Add to the gradients of queries, and to those of a piece's keys and values, which are packed in `sums`."""
-        for found, columns in self._pairs(piece, key, value):
-            self._add(found, columns, _unpack(sums, key, value))
-
-    def arriving(self, piece: int, key: Tensor, value: Tensor, coming: Tensor | None) -> Steps[Tensor]:
-        """The same for sums that are on their way: they are needed after the first pair. None: there are none yet."""
-        sums: Tensor | None = None
-        for found, columns in self._pairs(piece, key, value):
-            if sums is None:
-                sums = self.zeros(key, value) if coming is None else (yield Arrive(coming))
-            self._add(found, columns, _unpack(sums, key, value))
-        if sums is None:
-            sums = self.zeros(key, value) if coming is None else (yield Arrive(coming))
-        return sums
-
-    def _pairs(self, piece: int, key: Tensor, value: Tensor) -> Iterator[tuple[Sequence[Tensor], slice]]:
-        """What each pair of segments adds to the gradients of keys and values, with the rows of the keys."""
-        blocks = self.blocks
-        for pair in blocks.pairs(piece):
-            rows, columns = pair.query.rows, pair.key.rows
-            query = blocks.query[:, :, rows]
-            if query.numel() and key.numel():
-                saved = Saved(*(tensor[:, :, rows] for tensor in self.saved))
-                options = blocks.options(pair, piece)
-                found = gradients(saved, query, key[:, :, columns], value[:, :, columns], options)
-                self.of_query[:, :, rows].add_(found[0])
-                yield found[1:], columns
-
-    def _add(self, found: Sequence[Tensor], columns: slice, sums: Sequence[Tensor]) -> None:
-        for gradient, total in zip(found, sums, strict=True):
-            total[:, :, columns].add_(gradient)
-
-    def zeros(self, key: Tensor, value: Tensor) -> Tensor:
-        """Packed gradients of so many keys and values."""
-        width = key.shape[0] * key.shape[1] * (key.shape[-1] + value.shape[-1])
-        return key.new_zeros((key.shape[2], width), dtype=_wide(key.dtype))
-
-
-def _backward(call: LocalCall, cut: Cut) -> KernelRun:
-    key, value = call["key"], call["value"]
-    blocks = _Blocks(call, cut)
-    mine = _Gradients(blocks)
-    if call["rotate"] == "gather" and blocks.count > 1:
-        found = yield from _gather_backward(mine, cut, key, value)
-    else:
-        found = yield from _ring_backward(mine, cut, key, value)
-    return mine.of_query.to(call["query"].dtype), found[0].to(key.dtype), found[1].to(value.dtype)
-
-
-def _ring_backward(mine: _Gradients, cut: Cut, key: Tensor, value: Tensor) -> Steps[tuple[Tensor, Tensor]]:
-    """The own block is the last one, when its gradients are on their way home."""
-    count = mine.blocks.count
-    coming = (yield Rotate(_pack(key, value), _rows(cut, 0))) if count > 1 else None
-    sums: Tensor | None = None  # the gradients of the block that comes next, on their way from the rank before
-    for step in range(1, count):
-        assert coming is not None
-        here = yield Arrive(coming)
-        coming = (yield Rotate(here, _rows(cut, step))) if step + 1 < count else None
-        sums = yield from mine.arriving((cut.piece - step) % count, *_unpack(here, key, value), sums)
-        del here
-        sums = yield Rotate(sums, _rows(cut, step))
-    own = yield from mine.arriving(cut.piece, key, value, sums)
-    return _unpack(own, key, value)
-
-
-def _gather_backward(mine: _Gradients, cut: Cut, key: Tensor, value: Tensor) -> Steps[tuple[Tensor, Tensor]]:
-    keys, values = yield from _gathered(cut, key, value)
-    sums = mine.zeros(keys, values)
-    for piece, (start, stop) in enumerate(cut.bounds):
-        mine.of(piece, keys[:, :, start:stop], values[:, :, start:stop], sums[start:stop])
-    del keys, values
-    own = yield Return(sums, 0, cut.bounds, [(0, cut.size)] * len(cut.bounds))
-    return _unpack(own, key, value)
-
 
 # ---- the ops --------------------------------------------------------------------------------------------------------
 
@@ -239,9 +35,9 @@ _QKV = "Tensor query, Tensor key, Tensor value"
 def _one_device(query: Tensor, key: Tensor, value: Tensor, *args: object) -> tuple[Tensor, Tensor]:
     """The op on plain tensors."""
     if query.is_meta:
-        output = _output_like(query, value, args[1] is not None)
-        return output, query.new_empty(query.shape[:-1], dtype=_wide(query.dtype))
-    found: Any = _on_plain(_forward, ring_attention, query, (query, key, value, *args))
+        output = output_like(query, value, args[1] is not None)
+        return output, query.new_empty(query.shape[:-1], dtype=wide(query.dtype))
+    found: Any = _on_plain(forward, ring_attention, query, (query, key, value, *args))
     return found[0], found[1]
 
 
@@ -250,7 +46,7 @@ def _one_device_gradients(gradient: Tensor, *args: Any) -> tuple[Tensor, Tensor,
     query, key, value = args[:3]
     if gradient.is_meta:
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    found: Any = _on_plain(_backward, ring_attention_backward, query, (gradient, *args))
+    found: Any = _on_plain(backward, ring_attention_backward, query, (gradient, *args))
     return found[0], found[1], found[2]
 
 
@@ -305,7 +101,7 @@ def _backward_rule(call: Call) -> str:
 
 def _on_one_rank(run: Run, call: LocalCall) -> LocalResult:
     """What a kernel returns on a rank that holds all positions: it asks for nothing."""
-    size = call["key"].shape[_SEQUENCE]
+    size = call["key"].shape[SEQUENCE]
     try:
         next(run(call, Cut(size, ((0, size),), 0)))
     except StopIteration as end:
@@ -318,10 +114,10 @@ def _local(run: Run) -> Local:
     return Local(lambda call: _on_one_rank(run, call))
 
 
-define("shardwise::ring_attention", _forward_rule, kernels={"s": Kernel(_forward)}, local=_local(_forward))
+define("shardwise::ring_attention", _forward_rule, kernels={"s": Kernel(forward)}, local=_local(forward))
 define(
     "shardwise::ring_attention_backward",
     _backward_rule,
-    kernels={"s": Kernel(_backward)},
-    local=_local(_backward),
+    kernels={"s": Kernel(backward)},
+    local=_local(backward),
 )

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..sharding.base import DTensorBase
+from .attention_method import zigzag_ranks
 from .call import Kwargs
-from .context_attention import zigzag_ranks
 from .registry import definitions_in, resolve
 from .ring_attention import ring_attention, ring_attention_backward
 from .sequence_options import sequence_mode
