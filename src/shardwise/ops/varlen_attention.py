@@ -20,13 +20,14 @@ from .ring_attention import ring_attention, ring_attention_backward
 from .sequence_options import sequence_mode
 
 define = definitions_in(__name__)
+torch_attn = torch.ops.torch_attn
 
 _UNSERVED = ("seqused_k", "block_table", "num_splits")
 
 
 def _varlen(*args: object, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
     """The output, its logsumexp as `[heads, tokens]`, and a state of a generator that nobody reads."""
-    given = resolve(torch.ops.torch_attn._varlen_attn.default).arguments(args, kwargs)
+    given = resolve(torch_attn._varlen_attn.default).arguments(args, kwargs)
     if any(given.get(name) is not None for name in _UNSERVED):
         raise InputError(f"varlen_attn of DTensors with {', '.join(_UNSERVED)}", "leave these arguments out")
     tensors = [_batched(given[name]) for name in ("query", "key", "value")]
@@ -37,7 +38,7 @@ def _varlen(*args: object, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
 
 def _varlen_backward(*args: object, **kwargs: object) -> tuple[Tensor, ...]:
     """The gradients of queries, keys and values."""
-    given = resolve(torch.ops.torch_attn._varlen_attn_backward.default).arguments(args, kwargs)
+    given = resolve(torch_attn._varlen_attn_backward.default).arguments(args, kwargs)
     tensors = [_batched(given[name]) for name in ("query", "key", "value")]
     saved = _batched(given["out"]), given["lse"].unsqueeze(0)
     found = ring_attention_backward(_batched(given["grad_out"]), *tensors, *saved, *_options(tensors, given))
