@@ -8,10 +8,12 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import (
     CostModel,
-    DTensor,
     InterleavedShard,
     P,
     Partial,
@@ -230,6 +232,43 @@ def test_a_gathered_first_dim_is_a_view_of_what_was_received():
         assert z.untyped_storage().nbytes() == 4001 * 8 * 4
 
 
+class Copies(TorchDispatchMode):
+    """The local copies that run inside it, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("copy_", "clone", "cat", "_to_copy", "stack"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_copies_around_the_collective(rank):
+    # Gathered along dim 0, only a short shard is copied, to pad it; along dim 1, the pieces are put together.
+    dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        full = torch.ones(401, 401)
+        padding = ["copy_"] if rank == 3 else []
+        for source, target, expected in [
+            ([Shard(0)], [Replicate()], padding),
+            ([Shard(1)], [Replicate()], [*padding, "cat"]),
+            ([Partial()], [Shard(0)], ["copy_"]),
+            ([Partial()], [Shard(1)], ["copy_"] * 4),  # one for each piece
+        ]:
+            x = distribute_tensor(full, mesh, source, src_data_rank=None)
+            x.redistribute(placements=target)
+            with Copies() as copies:
+                x.redistribute(placements=target)
+            assert copies.names == expected, (source, target)
+    finally:
+        dist.destroy_process_group()
+
+
 # ---- figures of the model ------------------------------------------------------------------------------------------
 
 
@@ -246,43 +285,3 @@ def test_axes_that_cross_nodes_are_slower_point_to_point():
     )
     assert links.ring.bandwidth == (8e9, 2e9)
     assert links.p2p == Rates((1e-6, 1e-6), 0.0, (8e9, 1e8))
-
-
-# ---- sums and averages -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex64], ids=str)
-def test_sums_and_averages_are_reduced_together(dtype):
-    with mesh_of(2, 3) as mesh:
-        for ops, size in itertools.product([("sum", "avg"), ("avg", "sum")], (4, 6)):
-            value = torch.randint(0, 2, (size, 3)).to(dtype)
-            x = make_dtensor(value, mesh, [Partial(op) for op in ops], seed=0)
-            for target in (P(), P(("a", "b")), P(None, ("b", "a"))):
-                assert plan(x.spec, x.spec.with_placements(target)).plan.collectives == 1
-                found = assemble(x.redistribute(placements=target))
-                torch.testing.assert_close(found, value)
-
-
-def test_sums_and_averages_of_float8():
-    with mesh_of(2, 3) as mesh:
-        local = torch.full((5,), 1.5).to(torch.float8_e4m3fn)
-        x = DTensor.from_local(local, mesh, [Partial(), Partial("avg")])
-        for target in (P(), P(("a", "b"))):
-            assert torch.equal(assemble(x.redistribute(placements=target)).float(), torch.full((5,), 3.0))
-
-
-def test_the_average_of_large_halves_does_not_overflow():
-    with mesh_of(2, 2) as mesh:
-        x = make_dtensor(torch.full((4,), 6e4), mesh, [Replicate(), Replicate()], seed=0).to(torch.float16)
-        y = x.redistribute(placements=[Partial("avg"), Replicate()]).redistribute(
-            placements=[Partial("avg"), Partial()]
-        )
-        assert torch.equal(assemble(y.redistribute(placements=[Replicate()] * 2)), torch.full((4,), 6e4).half())
-
-
-def test_the_plan_of_a_sum_and_an_average():
-    with mesh_of(2, 2) as mesh:
-        x = make_dtensor(torch.ones(8, 8), mesh, [Partial(), Partial("avg")], seed=0)
-        assert str(plan(x.spec, x.spec.with_placements(P()))).splitlines()[1:] == [
-            "  1. all-reduce (sum / 2) over (a, b)          384 B   f32[8, 8]"
-        ]
