@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from shardwise.fsdp import fully_shard
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tests.fsdp.models import Model, assert_same_parameters, full, new_model, on_one_device, shard, train
 from tests.processes.pool import on_processes
@@ -123,3 +125,36 @@ def test_neighbours_on_processes() -> None:
     model = shard(new_model(), mesh, reshard_after_forward=2)
     train(model, lambda tokens: distribute_tensor(tokens, mesh, [Shard(0)]).to_local(), rows=16)
     assert_same_parameters(model, expected)
+
+
+@on_processes
+def test_ranks_outside_of_the_mesh_run_the_same_lines() -> None:
+    expected, expected_losses = on_one_device()
+    mesh = DeviceMesh("cpu", [1, 3], mesh_dim_names=("dp",))
+    model = shard(new_model(), mesh)
+    losses = train(model, lambda tokens: distribute_tensor(tokens, mesh, [Shard(0)]))
+    assert losses[-1].shape == ()
+    if dist.get_rank() in (1, 3):
+        torch.testing.assert_close(full(losses[-1]), expected_losses[-1], atol=1e-4, rtol=1e-4)
+        assert_same_parameters(model, expected)
+    else:
+        assert all(parameter.to_local().numel() == 0 for parameter in model.parameters())
+
+
+def test_uneven_shards_over_both_axes() -> None:
+    def new() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 37), nn.GELU(), nn.Linear(37, 5))
+
+    x = torch.randn(13, 6)
+    expected = new()
+    expected(x).square().mean().backward()
+    with mesh_of(4, 2, names=("dp", "tp")) as mesh:
+        model = new()
+        keep = {"use_local_output": False}
+        parallelize_module(model, mesh, {"0": ColwiseParallel(**keep), "2": RowwiseParallel(**keep)})
+        fully_shard(model, mesh=mesh["dp"])
+        assert [shard.shape[0] for shard in model[0].weight.shards.values()] == [5, 5, 5, 5, 5, 5, 4, 3]
+        model(distribute_tensor(x, mesh, [Shard(0), Replicate()])).square().mean().backward()
+        for parameter, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(full(parameter.grad), wanted.grad)

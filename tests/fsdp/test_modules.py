@@ -483,3 +483,21 @@ def test_outputs_in_dataclasses() -> None:
         x = over_rows(mesh)(torch.ones(4, 8)).requires_grad_()
         model(x).value.sum().backward()
         torch.testing.assert_close(full(x.grad), full(model.weight).sum(0).expand(4, 8))
+
+
+def test_after_an_error_in_backward() -> None:
+    expected = new_model()
+    loss_of(expected, batches(1)[0]).backward()
+
+    def fail(gradient: Tensor) -> None:
+        raise ArithmeticError("on purpose")
+
+    with mesh_of(4, names=("dp",)) as mesh:
+        model = shard(new_model(), mesh)
+        handle = model.blocks[0].register_forward_hook(lambda module, args, out: out.register_hook(fail) and None)
+        with pytest.raises(ArithmeticError):
+            loss_of(model, over_rows(mesh)(batches(1)[0])).backward()
+        handle.remove()
+        model.zero_grad()
+        loss_of(model, over_rows(mesh)(batches(1)[0])).backward()
+        assert_same_gradients(model, expected)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.on_ranks import shard_outside
 from ..errors import InputError
 from ..tensor.dtensor import DTensor
 from .memory import Arrangement, Piece, arrange
@@ -106,6 +107,11 @@ class Buffers:
 
         Those given as None are sharded already, and were in the buffer of another group.
         """
+        if self.parameters[0].axes.mesh_info.outside:
+            for parameter in self.parameters:
+                parameter.hold_nothing(self.gathered_dtype, self.device)
+                replace_by(parameter, shard_outside(parameter.spec.ndim, self.dtype, self.home()))
+            return
         on_meta = any(local is not None and local.is_meta for local in full_locals)
         flat = self.new_flat(self.dtype, torch.device("meta") if on_meta else self.home())
         for i, (parameter, local, place) in enumerate(

@@ -38,6 +38,8 @@ class ParameterGroup:
         self.device = device
         self.mp_policy = mp_policy
         self.offload = offload
+        self.outside = axes.mesh_info.outside
+        """Whether this process is no rank of the mesh: it runs the same lines, without data and communication."""
         self.parameters: list[ShardedParameter] = []
         self.buffers: list[Buffers] = []
         self.gathered = False
@@ -90,10 +92,10 @@ class ParameterGroup:
 
     # ---- gathering ----------------------------------------------------------------------------------------------
 
-    def start_gather(self) -> None:
-        """Start to gather the parameters, unless they are gathered or under way."""
-        if self.gathered or self._wait is not None or not self.parameters:
-            return
+    def start_gather(self) -> bool:
+        """Start to gather the parameters, unless they are gathered or under way. Returns whether it was started."""
+        if self.gathered or self._wait is not None or not self.parameters or self.outside:
+            return False
         self._check_data()
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
@@ -108,6 +110,7 @@ class ParameterGroup:
             self._versions = [buffers.version() for buffers in self.buffers]
             name = self.axes.shard_group if kept is None else self.axes.group_of_neighbours(kept.ranks)
             self._wait = all_gather(outputs, inputs if kept is None else kept.shares, name)
+        return True
 
     def free_if_written(self) -> None:
         """Free gathered parameters if the sharded ones were written since, by an optimizer say."""
@@ -136,6 +139,7 @@ class ParameterGroup:
         self.finish_gather()
         self._kept = None
         if not self.gathered:
+            self.show_sharded()
             return False
         if neighbours is not None:
             shares = [share for buffers in self.buffers for share in buffers.keep_share(neighbours)]

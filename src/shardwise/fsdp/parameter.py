@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..comm.on_ranks import shard_outside
 from ..sharding.mesh import MeshInfo
 from ..sharding.placement import Partial, Placement, Replicate, ShardOrderEntry
 from ..sharding.spec import DTensorSpec
@@ -129,6 +130,16 @@ class ShardedParameter:
         """Have this local tensor, in the gathered buffer, as the gathered parameter."""
         self.data = data
         self.leaves.clear()
+
+    def hold_nothing(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Be a parameter of a rank that is not in the mesh, which runs the same lines and has none of the data."""
+        self.set_gathered(shard_outside(self.spec.ndim, dtype, device))
+
+    def drop_gradient(self) -> None:
+        """Have the gradient of such a rank: nothing, in the place of what arrived."""
+        if self.has_gradient():
+            local = self.take_gradient().to(shard_of(self.sharded))
+            self.sharded.grad = DTensor.wrap(local, self.spec)
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 

@@ -103,15 +103,13 @@ class ModuleState:
 
     def gather(self, phase: str) -> None:
         """Have the parameters gathered, and wait for them."""
-        if not self.group.gathered and not self.group.is_under_way():
-            self.group.start_gather()
+        if self.group.start_gather():
             self._note(phase, "gather")
         self.group.finish_gather()
 
     def prefetch(self, phase: str) -> None:
         """Start to gather the parameters."""
-        if not self.group.gathered and not self.group.is_under_way():
-            self.group.start_gather()
+        if self.group.start_gather():
             self._note(phase, "prefetch")
 
     def free(self, phase: str, neighbours: int | None = None) -> None:
@@ -120,8 +118,7 @@ class ModuleState:
             self._note(phase, "free")
 
     def _note(self, phase: str, action: str) -> None:
-        if self.group.parameters:
-            self.find_root().schedule.add(phase, self.group.name, action)
+        self.find_root().schedule.add(phase, self.group.name, action)
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
@@ -135,6 +132,9 @@ class ModuleState:
                 "run the step without erase, or erase a step whose parameters are distributed by "
                 "shard_parameters(model, mesh) or a plan",
             )
+        if root.in_backward and not in_backward():  # a backward pass has raised an error
+            for state in root.states:
+                state.reset()
         if self.phase == "backward":  # recomputed: backward has gathered the parameters already
             self.group.show_gathered(self.inputs)
             return self._cast_inputs(args, kwargs)
@@ -251,6 +251,10 @@ class ModuleState:
         if self.reshard_after_backward:
             self.free("backward")
         if not self.group.has_gradients():
+            return
+        if self.group.outside:
+            for parameter in self.group.parameters:
+                parameter.drop_gradient()
             return
         if not self.requires_gradient_sync:
             dtype = self.group.mp_policy.reduce_dtype
