@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from shardwise.fsdp.memory import arrange
+from shardwise.fsdp.memory import arrange, view_of
 
 GPT2_BLOCK = [
     (768,),
@@ -45,3 +46,10 @@ def test_pieces_start_at_multiples() -> None:
     found = arrange([(7,), (5, 3)], ranks=2, align=4)
     assert [piece.start % 4 for piece in found.pieces] == [0, 0]
     assert [piece.gathered_start % 4 for piece in found.pieces] == [0, 0]
+
+
+def test_a_view_has_the_first_dim_where_it_belongs() -> None:
+    buffer = torch.arange(100)
+    expected = buffer[10:34].view(4, 2, 3)
+    for dim in range(3):
+        assert torch.equal(buffer.as_strided(*view_of((4, 2, 3), dim, 10)), expected.movedim(0, dim))

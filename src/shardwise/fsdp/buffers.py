@@ -12,7 +12,7 @@ from torch import Tensor
 from ..comm.on_ranks import shard_outside
 from ..errors import InputError
 from ..tensor.dtensor import DTensor
-from .memory import Arrangement, Piece, arrange
+from .memory import Arrangement, Piece, View, arrange
 from .parameter import ShardedParameter, shard_of
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .ranks import allocate, free, memory_of, on_each_rank, same_memory
@@ -41,6 +41,7 @@ class Buffers:
         self.gathered_dtype: torch.dtype = mp_policy.param_dtype if casts else self.dtype  # type: ignore[assignment]
         self.offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
         self._arrangements: dict[tuple[int, tuple[int, ...] | None], Arrangement] = {}
+        self._views: dict[tuple[int, tuple[int, ...] | None], list[View]] = {}
         self.flat: Tensor | None = None
         self.gathered: Tensor | None = None
         self.sent: list[Tensor] = []
@@ -73,28 +74,30 @@ class Buffers:
 
     def pieces_of(self, flat: Tensor, chosen: tuple[int, ...] | None = None) -> list[Tensor]:
         """What a rank sends or receives for each parameter: one dim, unused rows included."""
-        count = len(self.parameters) if chosen is None else len(chosen)
 
-        def piece_of(i: int) -> Tensor:
-            def cut(rank: int | None, flat: Tensor) -> Tensor:
-                piece = self.arrangement(rank, chosen).pieces[i]
-                return flat[piece.start : piece.start + piece.numel]
+        def pieces(rank: int | None, flat: Tensor) -> list[Tensor]:
+            found = self.arrangement(rank, chosen).pieces
+            return [flat.as_strided((piece.numel,), (1,), piece.start) for piece in found]
 
-            return on_each_rank(cut, flat)
-
-        return [piece_of(i) for i in range(count)]
+        return on_each_rank(pieces, flat)
 
     def shards_of(self, flat: Tensor, chosen: tuple[int, ...] | None = None) -> list[Tensor]:
         """The local shards of the parameters in a flat buffer, in their shapes."""
-        indices = range(len(self.parameters)) if chosen is None else chosen
 
-        def shard_at(i: int, index: int) -> Tensor:
-            def cut(rank: int | None, flat: Tensor) -> Tensor:
-                return self.parameters[index].shard_in(flat, self.arrangement(rank, chosen).pieces[i], rank)
+        def shards(rank: int | None, flat: Tensor) -> list[Tensor]:
+            return [flat.as_strided(*view) for view in self._shard_views(rank, chosen)]
 
-            return on_each_rank(cut, flat)
+        return on_each_rank(shards, flat)
 
-        return [shard_at(i, index) for i, index in enumerate(indices)]
+    def _shard_views(self, rank: int | None, chosen: tuple[int, ...] | None) -> list[View]:
+        key = (-1 if rank is None else rank, chosen)
+        found = self._views.get(key)
+        if found is None:
+            parameters = self.parameters if chosen is None else [self.parameters[i] for i in chosen]
+            pieces = self.arrangement(rank, chosen).pieces
+            found = [p.shard_view(piece, rank) for p, piece in zip(parameters, pieces, strict=True)]
+            self._views[key] = found
+        return found
 
     # ---- local shards -------------------------------------------------------------------------------------------
 
@@ -133,6 +136,7 @@ class Buffers:
         """Give a parameter to another group; the others are put into a new buffer before they are gathered."""
         self.parameters.remove(parameter)
         self._arrangements.clear()
+        self._views.clear()
         self.flat = self.gathered = None
         self.sent, self.received = [], []
 
@@ -141,6 +145,7 @@ class Buffers:
         memo[id(self)] = copied
         copied.parameters = copy.deepcopy(self.parameters, memo)
         copied._arrangements = {}
+        copied._views = {}
         copied.unreduced = {}
         copied.flat = copied.gathered = None
         copied.sent, copied.received = [], []

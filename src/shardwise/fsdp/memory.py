@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Shape = tuple[int, ...]
+View = tuple[Shape, Shape, int]
+"""Sizes, strides and offset of a tensor in a buffer."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,17 @@ def arrange(shapes: Sequence[Shape], ranks: int, align: int) -> Arrangement:
         start = _aligned(start + piece.numel, align)
         gathered_start = _aligned(gathered_start + piece.numel * ranks, align)
     return Arrangement(tuple(pieces), ranks, start, gathered_start)
+
+
+def view_of(sizes: Shape, dim: int, start: int) -> View:
+    """The tensor at `start` that lies in memory as these sizes say, with its first dim as dim `dim`."""
+    strides = [0] * len(sizes)
+    step = 1
+    for i in range(len(sizes) - 1, -1, -1):
+        strides[i] = step
+        step *= max(sizes[i], 1)
+    order = [*range(1, dim + 1), 0, *range(dim + 1, len(sizes))]
+    return tuple(sizes[i] for i in order), tuple(strides[i] for i in order), start
 
 
 def _aligned(offset: int, align: int) -> int:

@@ -24,7 +24,7 @@ from ..sharding.spec import DTensorSpec
 from ..tensor.dtensor import DTensor
 from ..tensor.leaf_gradient import leaf_without_reduction
 from .axes import DataAxes
-from .memory import Piece, Shape
+from .memory import Piece, Shape, View, view_of
 from .ranks import coordinate_of, on_each_rank
 from .specs import placements_on
 
@@ -73,16 +73,13 @@ class ShardedParameter:
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
-    def shard_in(self, flat: Tensor, piece: Piece, rank: int | None) -> Tensor:
-        """The local shard in the flat buffer of a rank."""
-        rows = piece.held(self.index_at(rank))
-        part = flat[piece.start : piece.start + rows * piece.width]
-        return part.view(rows, *piece.shape[1:]).movedim(0, self.dim)
+    def shard_view(self, piece: Piece, rank: int | None) -> View:
+        """Where the local shard is in the flat buffer of a rank."""
+        return view_of((piece.held(self.index_at(rank)), *piece.shape[1:]), self.dim, piece.start)
 
     def gathered_in(self, buffer: Tensor, piece: Piece) -> Tensor:
         """The gathered parameter in the gathered buffer of a rank."""
-        numel = piece.shape[0] * piece.width
-        return buffer[piece.gathered_start : piece.gathered_start + numel].view(piece.shape).movedim(0, self.dim)
+        return buffer.as_strided(*view_of(piece.shape, self.dim, piece.gathered_start))
 
     # ---- what the module sees -----------------------------------------------------------------------------------
 

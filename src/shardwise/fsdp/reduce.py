@@ -6,7 +6,7 @@ then summed over that axis, in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,12 @@ class Reduction:
         parameters = [buffers.parameters[i] for i in chosen]
         gradients = [parameter.take_gradient() for parameter in parameters]
         dtype = self.group.mp_policy.reduce_dtype or gradients[0].dtype
-        inputs = [_to_send(p, g, dtype, buffers.ranks) for p, g in zip(parameters, gradients, strict=True)]
+        dims = [parameter.dim for parameter in parameters]
+
+        def to_send(rank: int | None, gradients: Sequence[Tensor]) -> list[Tensor]:
+            return [_to_send(g, dim, dtype, buffers.ranks) for g, dim in zip(gradients, dims, strict=True)]
+
+        inputs = on_each_rank(to_send, gradients)
         flat = buffers.new_flat(dtype, buffers.device, chosen)
         outputs = buffers.pieces_of(flat, chosen)
         self._waits.append(reduce_scatter(outputs, inputs, self._averages, self.group.axes.shard_group))
@@ -84,16 +89,18 @@ class Reduction:
     def _after_scatter(self) -> None:
         """Add what earlier passes left, and start to reduce over the axis that replicates."""
         self._wait()
+        if not self.group.axes.replicates:
+            return
         for buffers, chosen, flat in self._flats:
             for i, shard in zip(chosen, buffers.shards_of(flat, chosen), strict=True):
                 earlier = buffers.unreduced.pop(i, None)
                 if earlier is not None:
                     shard.add_(earlier)
-                if self.group.axes.replicates and not self._over_replicas:
+                if not self._over_replicas:
                     buffers.unreduced[i] = shard
             if self._over_replicas:
                 self._waits.append(all_reduce(flat, self._averages, self.group.axes.replicate_group))
-        if self.group.axes.replicates and not self._over_replicas:
+        if not self._over_replicas:
             self._flats = []
 
     def _finish(self) -> None:
@@ -126,20 +133,16 @@ class Reduction:
         return sizes[0] * sizes[1] if self.group.axes.replicates else sizes[0]
 
 
-def _to_send(parameter: ShardedParameter, gradient: Tensor, dtype: torch.dtype, ranks: int) -> Tensor:
+def _to_send(gradient: Tensor, dim: int, dtype: torch.dtype, ranks: int) -> Tensor:
     """A gradient as one dim, with equally many rows for each rank: itself, or a copy where sizes are uneven."""
-
-    def rows_first(rank: int | None, gradient: Tensor) -> Tensor:
-        rows = gradient.movedim(parameter.dim, 0)
-        missing = -rows.shape[0] % ranks
-        if not missing:
-            return rows.to(dtype).reshape(-1)
-        padded = rows.new_empty((rows.shape[0] + missing, *rows.shape[1:]), dtype=dtype)
-        padded[: rows.shape[0]].copy_(rows)
-        padded[rows.shape[0] :].zero_()
-        return padded.view(-1)
-
-    return on_each_rank(rows_first, gradient)
+    rows = gradient.movedim(dim, 0) if dim else gradient
+    missing = -rows.shape[0] % ranks
+    if not missing:
+        return rows.to(dtype).reshape(-1)
+    padded = rows.new_empty((rows.shape[0] + missing, *rows.shape[1:]), dtype=dtype)
+    padded[: rows.shape[0]].copy_(rows)
+    padded[rows.shape[0] :].zero_()
+    return padded.view(-1)
 
 
 def _add_gradient(parameter: ShardedParameter, shard: Tensor) -> None:

@@ -70,6 +70,6 @@ def shard_data(
         piece = piece_at(rank)
         first = parameter.index_at(rank) * piece.rows
         rows = local.movedim(parameter.dim, 0)[first : first + piece.rows]
-        parameter.shard_in(flat, piece, rank).copy_(rows.movedim(0, parameter.dim))
+        flat.as_strided(*parameter.shard_view(piece, rank)).copy_(rows.movedim(0, parameter.dim))
 
     on_each_rank(copy, flat, local)

@@ -10,6 +10,7 @@ from ..sharding.mesh import MeshInfo
 from ..sharding.placement import InterleavedShard, Placement, Replicate, Shard, ShardOrderEntry
 from ..sharding.spec import DTensorSpec, TensorMeta
 from .axes import DataAxes, joined_mesh, mesh_without
+from .memory import view_of
 
 
 def placements_on(spec: DTensorSpec, mesh_info: MeshInfo) -> tuple[list[Placement], tuple[ShardOrderEntry, ...]]:
@@ -25,23 +26,17 @@ def placements_on(spec: DTensorSpec, mesh_info: MeshInfo) -> tuple[list[Placemen
     return placements, order
 
 
-def _first_dim_strides(shape: torch.Size, dim: int) -> tuple[int, ...]:
-    """The strides of a tensor that lies in memory with one dim first, and the others as they come."""
-    order = [dim, *(d for d in range(len(shape)) if d != dim)]
-    strides, step = [0] * len(shape), 1
-    for d in reversed(order):
-        strides[d] = step
-        step *= max(shape[d], 1)
-    return tuple(strides)
+def _meta_with_first(shape: torch.Size, dim: int, dtype: torch.dtype) -> TensorMeta:
+    """Of a tensor that lies in memory with one dim first, and the others as they come."""
+    _, strides, _ = view_of((shape[dim], *shape[:dim], *shape[dim + 1 :]), dim, 0)
+    return TensorMeta(shape, strides, dtype)
 
 
 def spec_of_plain(parameter: Tensor, axes: DataAxes, dim: int) -> DTensorSpec:
     """The spec of a plain parameter that is sharded over the data axis."""
     placements: list[Placement] = [Replicate()] * axes.shard_axis + [Shard(dim)]
     shape = parameter.shape
-    return DTensorSpec(
-        axes.mesh_info.mesh, placements, TensorMeta(shape, _first_dim_strides(shape, dim), parameter.dtype)
-    )
+    return DTensorSpec(axes.mesh_info.mesh, placements, _meta_with_first(shape, dim, parameter.dtype))
 
 
 def spec_of_distributed(
@@ -60,7 +55,7 @@ def spec_of_distributed(
             f"the parameter {name!r} is {old!r}, sharded in blocks along dim {dim}, where fully_shard would shard it",
             "let shard_placement_fn return another dim for it, or keep its blocks as parameters of their own",
         )
-    meta = TensorMeta(old.shape, _first_dim_strides(old.shape, dim), old.dtype)
+    meta = _meta_with_first(old.shape, dim, old.dtype)
     other = _without_data_axes(old, axes, meta)
     if other is None:
         placements: list[Placement] = [Replicate()] * axes.shard_axis + [Shard(dim)]
