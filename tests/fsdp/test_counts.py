@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 import gc
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import RankTensor, Shard, distribute_tensor
+from shardwise import DTensor, RankTensor, Shard, distribute_tensor, init_device_mesh
 from shardwise.debug import CommDebugMode
 from shardwise.errors import InputError
 from shardwise.fsdp import Event, fully_shard, schedule
 from tests.fsdp.models import batches, full, loss_of, new_model, shard
-from tests.worlds import mesh_of
+from tests.worlds import fake_group, mesh_of
 
 
 def even_block() -> nn.Module:
@@ -122,6 +124,41 @@ def test_a_rank_holds_its_share_and_two_blocks() -> None:
         assert max(held) <= share + 2 * of_block + activations
         # In backward the gradients of two blocks come on top: one is computed while the other is reduced.
         assert schedule(model).most_gathered() == 2
+
+
+class Copies(TorchDispatchMode):
+    """Lists ops that move data from one place to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        space, name = func._schema.name.split("::")
+        if space == "aten" and any(part in name for part in ("copy", "clone", "cat", "stack")):
+            self.ops.append(f"{name} of {list(args[0].shape)}")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("rows", [16, 15])
+def test_no_copies_where_sizes_are_even(distributed: bool, rows: int) -> None:
+    """Rank 0 of a group that moves nothing, so that all ops are those of one rank."""
+    with fake_group(4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        model = nn.Sequential(nn.Linear(rows, 32), nn.ReLU(), nn.Linear(32, rows))
+        fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        local = torch.randn(2, rows)
+        x = DTensor.from_local(local, mesh, [Shard(0)]) if distributed else local
+        for _ in range(2):
+            out = model(x)
+            gradient = torch.ones_like(out)
+            with Copies() as copies:
+                out.backward(gradient)
+        # The last layer has 15 rows: its weight and its bias get an unused one, so that all ranks send as much.
+        assert copies.ops == (["copy_ of [15, 32]", "copy_ of [15]"] if rows == 15 else [])
 
 
 def bytes_of_rank(rank: int) -> int:

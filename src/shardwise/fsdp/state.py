@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -47,11 +48,16 @@ class ModuleState:
             self._register(module, index)
 
     def _register(self, module: nn.Module, index: int) -> None:
-        before, after = _Before(self, index), _After(self, index)
-        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(after, prepend=False)
+        module.register_forward_pre_hook(partial(self._before, index), prepend=True, with_kwargs=True)
+        module.register_forward_hook(partial(self._after, index))
 
         module.register_state_dict_pre_hook(self._before_state_dict)
+
+    def _before(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return self.pre_forward(index, args, kwargs)
+
+    def _after(self, index: int, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.post_forward(index, output)
 
     def _before_state_dict(self, *_: object) -> None:
         self.free("forward")
@@ -264,26 +270,6 @@ class ModuleState:
             return
         self._note("backward", "reduce")
         root.add_reduction(Reduction(self.group, self.settings))
-
-
-class _Before:
-    """The forward pre-hook of a module."""
-
-    def __init__(self, state: ModuleState, index: int) -> None:
-        self.state, self.index = state, index
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return self.state.pre_forward(self.index, args, kwargs)
-
-
-class _After:
-    """The forward hook of a module."""
-
-    def __init__(self, state: ModuleState, index: int) -> None:
-        self.state, self.index = state, index
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self.state.post_forward(self.index, output)
 
 
 STATE = "_fully_shard_state"
