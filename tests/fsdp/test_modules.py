@@ -501,3 +501,30 @@ def test_after_an_error_in_backward() -> None:
         model.zero_grad()
         loss_of(model, over_rows(mesh)(batches(1)[0])).backward()
         assert_same_gradients(model, expected)
+
+
+def test_reductions_may_end_with_the_last_backward_pass() -> None:
+    expected = new_model()
+    first, second = batches(2)
+    with mesh_of(4, names=("dp",)) as mesh:
+        model = shard(new_model(), mesh)
+        model.set_is_last_backward(False)
+        loss_of(model, over_rows(mesh)(first)).backward()
+        assert model.embedding.weight.grad is None  # the last reduction of the pass is not waited for
+        model.set_is_last_backward(True)
+        loss_of(model, over_rows(mesh)(second)).backward()
+        for tokens in (first, second):
+            loss_of(expected, tokens).backward()
+        assert_same_gradients(model, expected)
+
+
+def test_running_statistics_are_those_of_the_global_batch() -> None:
+    torch.manual_seed(0)
+    expected, x = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), torch.randn(13, 6)
+    with mesh_of(4, names=("dp",)) as mesh:
+        model = fully_shard(copy.deepcopy(expected), mesh=mesh)
+        expected(x).square().sum().backward()
+        model(over_rows(mesh)(x)).square().sum().backward()
+        assert_same_gradients(model, expected)
+        torch.testing.assert_close(full(model[1].running_var), expected[1].running_var)
+        assert full(model[1].num_batches_tracked) == 1
