@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..notation.schema import overloads
 from ..sharding.base import DTensorBase
 from .attention_method import zigzag_ranks
 from .call import Kwargs
@@ -20,14 +21,15 @@ from .ring_attention import ring_attention, ring_attention_backward
 from .sequence_options import sequence_mode
 
 define = definitions_in(__name__)
-torch_attn = torch.ops.torch_attn
 
+# PyTorch defines these ops when its module is imported.
+_FORWARD, _BACKWARD = "torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward"
 _UNSERVED = ("seqused_k", "block_table", "num_splits")
 
 
 def _varlen(*args: object, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
     """The output, its logsumexp as `[heads, tokens]`, and a state of a generator that nobody reads."""
-    given = resolve(torch_attn._varlen_attn.default).arguments(args, kwargs)
+    given = _arguments(_FORWARD, args, kwargs)
     if any(given.get(name) is not None for name in _UNSERVED):
         raise InputError(f"varlen_attn of DTensors with {', '.join(_UNSERVED)}", "leave these arguments out")
     tensors = [_batched(given[name]) for name in ("query", "key", "value")]
@@ -38,11 +40,16 @@ def _varlen(*args: object, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
 
 def _varlen_backward(*args: object, **kwargs: object) -> tuple[Tensor, ...]:
     """The gradients of queries, keys and values."""
-    given = resolve(torch_attn._varlen_attn_backward.default).arguments(args, kwargs)
+    given = _arguments(_BACKWARD, args, kwargs)
     tensors = [_batched(given[name]) for name in ("query", "key", "value")]
     saved = _batched(given["out"]), given["lse"].unsqueeze(0)
     found = ring_attention_backward(_batched(given["grad_out"]), *tensors, *saved, *_options(tensors, given))
     return tuple(tensor.squeeze(0).transpose(0, 1) for tensor in found)
+
+
+def _arguments(name: str, args: tuple[object, ...], kwargs: Kwargs) -> Kwargs:
+    """All arguments of a call by name: PyTorch's versions differ in their order."""
+    return resolve(next(overloads(name))).arguments(args, kwargs)
 
 
 def _batched(tensor: Tensor) -> Tensor:
@@ -68,5 +75,5 @@ def _options(tensors: Sequence[Any], given: Kwargs) -> tuple[object, ...]:
     return None, None, 0.0, window == (-1, 0), scale, list(dict.fromkeys(documents)), zigzag, rotate
 
 
-define("torch_attn::_varlen_attn", decomposition=_varlen, takes_plain=True)
-define("torch_attn::_varlen_attn_backward", decomposition=_varlen_backward, takes_plain=True)
+define(_FORWARD, decomposition=_varlen, takes_plain=True)
+define(_BACKWARD, decomposition=_varlen_backward, takes_plain=True)
