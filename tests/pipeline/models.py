@@ -53,6 +53,46 @@ def tensor_parallel(stage: nn.Module, mesh: DeviceMesh) -> None:
     distribute_module(stage, mesh)
 
 
+class Pair(nn.Module):
+    """Passes two tensors on, one of which needs no gradient."""
+
+    def __init__(self, stage: nn.Module, last: bool) -> None:
+        super().__init__()
+        self.stage, self.last = stage, last
+
+    def forward(self, x: Tensor, count: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        y = self.stage(x)
+        if self.last:
+            assert count is not None
+            return y + 0 * count
+        return y, torch.ones(1, dtype=torch.int64)
+
+
+def local_tensor_parallel(stage: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard over tp; the stage takes and returns local tensors."""
+    parallelize_module(stage, mesh, {"stage.up": ColwiseParallel(), "stage.down": RowwiseParallel()})
+
+
+def local_pipeline(mesh: DeviceMesh) -> Pipeline:
+    stages = [Pair(stage, last) for stage, last in zip(stages_of(2), (False, True), strict=True)]
+    return Pipeline(stages, mesh, "pp", local_tensor_parallel, loss_fn=loss_fn, microbatches=3)
+
+
+def check_local(mesh: DeviceMesh) -> None:
+    """Local tensors, several of them, go from stage to stage."""
+    losses, expected = trained_alone(2, 1)
+    model = local_pipeline(mesh)
+    words = batches(1)[0]
+    torch.testing.assert_close(model.step(words[:, :-1], target=words[:, 1:]).item(), losses[0], rtol=1e-5, atol=0)
+    reference = nn.ModuleList(stages_of(2))
+    loss_fn(reference[1](reference[0](words[:, :-1])), words[:, 1:]).backward()
+    for name, parameter in model.named_parameters():
+        index, _, path = name.replace(".stage", "").partition(".")
+        assert parameter.grad is not None
+        assert f"{index}.{path}" in expected
+        torch.testing.assert_close(full(parameter.grad), reference[int(index)].get_parameter(path).grad)
+
+
 def trained_alone(count: int, steps: int) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of a training on one device, and the parameters after it."""
     model = nn.ModuleDict({str(index): stage for index, stage in enumerate(stages_of(count))})

@@ -8,7 +8,7 @@ import torch
 from shardwise import init_device_mesh, simulate
 from shardwise.errors import ShardwiseError
 from shardwise.pipeline import Action, schedule, stage_meshes
-from tests.pipeline.models import batches, check, pipeline_of
+from tests.pipeline.models import batches, check, check_local, pipeline_of
 from tests.processes.pool import on_processes
 from tests.worlds import mesh_of
 
@@ -33,6 +33,16 @@ def test_on_processes(kind, stages):
     check(model, stages, steps=2)
     own = mesh.get_local_rank("pp")
     assert sorted(model._modules) == [str(index) for index in range(own, stages, 2)]
+
+
+def test_local_tensors_simulated():
+    with mesh_of(2, 2, names=("pp", "tp")) as mesh:
+        check_local(mesh)
+
+
+@on_processes
+def test_local_tensors_on_processes():
+    check_local(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp")))
 
 
 def test_evaluation_and_errors():
