@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise import DeviceMesh, P, distribute_module
+from shardwise import DeviceMesh, P, distribute_module, replicate
 from shardwise.fsdp import fully_shard
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from shardwise.pipeline import Pipeline
@@ -19,9 +19,9 @@ def fully_sharded(mesh: DeviceMesh, experts: int = 0) -> Any:
 
 
 def replicated(mesh: DeviceMesh, experts: int = 0) -> nn.Module:
-    """Experts over ep; everything is replicated over dp."""
+    """Experts over ep; everything is replicated over dp, and gradients are reduced in buckets."""
     model = parallelize_module(new_model(experts), mesh, {"blocks.*.mlp.experts": example().ExpertParallel()})
-    return distribute_module(model, mesh)
+    return replicate(model, mesh=mesh["dp"])
 
 
 class First(nn.Module):

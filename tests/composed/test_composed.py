@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from shardwise import init_device_mesh
+from shardwise import Shard, distribute_tensor, init_device_mesh, replicate
+from shardwise.fsdp import fully_shard
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tests.composed.models import STEPS, alone, batches, check, new_optimizer, same_parameters
 from tests.composed.parallelized import NAMES, fully_sharded, pipelined, replicated
 from tests.processes.pool import on_processes
@@ -75,3 +78,17 @@ def test_a_simulated_pipeline():
 @on_processes
 def test_a_pipeline_on_processes(sizes):
     check_pipeline(init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp")))
+
+
+@pytest.mark.parametrize("apply", [fully_shard, replicate])
+def test_a_slice_that_another_mesh_has_too(apply):
+    """mesh["tp"] of both meshes is one mesh, which was first sliced from the other one."""
+    with mesh_of(4, 2, names=("other", "tp")) as other:
+        distribute_tensor(torch.ones(4), other["tp"], [Shard(0)])
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        apply(model, mesh=mesh["dp"])
+        assert model[0].weight.device_mesh == mesh
+        model(torch.ones(5, 4)).sum().backward()
+        assert model[1].weight.grad.placements == model[1].weight.placements

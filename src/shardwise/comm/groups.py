@@ -8,7 +8,9 @@ all ranks do. A submesh uses the groups that exist already, and otherwise commun
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -84,6 +86,26 @@ def _check_membership(mesh_info: MeshInfo) -> None:
             f"{mesh_info!r} was loaded from a file, and no equal mesh has been used in this world",
             "make the mesh with init_device_mesh, and a first tensor on it, before loading",
         )
+
+
+def common_root(*parts: MeshInfo) -> DeviceMesh | None:
+    """The mesh that all of these are slices of; None if there is none.
+
+    Equal slices of different meshes share one `MeshInfo`, whose mesh may have been sliced from another root.
+    """
+    known = [*(part.mesh for part in parts), *(mesh for mesh, _ in parts[0].runtime.adopted.values())]
+    roots = {id(root): root for root in map(root_mesh, known)}
+    return next((root for root in roots.values() if all(_is_slice(part, root) for part in parts)), None)
+
+
+def _is_slice(part: MeshInfo, root: DeviceMesh) -> bool:
+    names = part.mesh.mesh_dim_names
+    if names is None:
+        return part.mesh == root
+    with suppress(KeyError, ValueError, RuntimeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns of slices with flattened axes
+        return mesh_info_of(root[names]) is part
+    return False
 
 
 def axis_sets(ndim: int) -> list[Axes]:

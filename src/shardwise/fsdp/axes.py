@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._torch.device_mesh import root_mesh
-from ..comm.groups import adopt
+from ..comm.groups import adopt, common_root
 from ..errors import InputError, MeshError
 from ..sharding.mesh import MeshInfo, require_world
 from ..sharding.runtime import WorldState, runtime_of_world
@@ -130,11 +130,11 @@ def _default_mesh() -> DeviceMesh:
 
 def joined_mesh(data: DataAxes, others: MeshInfo) -> MeshInfo:
     """The mesh of the data axes and of some others, a slice of the mesh that both come from."""
-    root = root_mesh(others.mesh)
-    names = root.mesh_dim_names or ()
-    flattened = tuple(name for name in data.mesh_info.names if name not in names)
-    wanted = {*data.mesh_info.names, *others.names}
-    if root_mesh(data.mesh_info.mesh) == root and set(others.names) <= set(names):
+    root = common_root(data.mesh_info, others)
+    if root is not None:
+        names = root.mesh_dim_names or ()
+        flattened = tuple(name for name in data.mesh_info.names if name not in names)
+        wanted = {*data.mesh_info.names, *others.names}
         with suppress(KeyError, ValueError, RuntimeError), warnings.catch_warnings():
             # PyTorch warns of slices with flattened axes, and has no other way to make them.
             warnings.simplefilter("ignore")

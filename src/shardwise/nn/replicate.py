@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch.device_mesh import root_mesh
-from ..comm.groups import adopt
+from ..comm.groups import adopt, common_root
 from ..errors import InputError, MeshError, PlacementError
 from ..sharding.mesh import MeshInfo, current_mesh, init_device_mesh, require_world
 from ..sharding.placement import Placement, Replicate
@@ -183,10 +182,10 @@ def _check_replicated(name: str, tensor: DTensor, data: MeshInfo) -> None:
 def _replicate_over(tensor: DTensor, data: MeshInfo, ties: Ties, owner: nn.Module, name: str) -> None:
     """Replace a parameter on a mesh of other axes by one on the mesh of all of them, with the same local shard."""
     own = tensor._spec.mesh_info
-    root = root_mesh(own.mesh)
+    root = common_root(own, data)
     wanted = {*own.names, *data.names}
-    axes = tuple(axis for axis in root.mesh_dim_names or () if axis in wanted)
-    if root_mesh(data.mesh) != root or len(axes) < len(wanted):
+    axes = tuple(axis for axis in (root and root.mesh_dim_names) or () if axis in wanted)
+    if root is None or len(axes) < len(wanted):
         raise MeshError(
             f"replicate over {data!r} of the parameter {name!r}, which is on {own!r}: no mesh has the axes of both",
             'make one mesh, init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp")), and pass slices of it: '
