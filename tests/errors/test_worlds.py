@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise
 from shardwise import DTensor, Replicate, Shard, distribute_tensor
