@@ -136,6 +136,14 @@ FOUND = {
         "x3 = torch.cat([x1, x0, x1])",
         "((x2 * x2).sum() + (x0 * 0.5).sum() + (x3 * x3).sum()).backward()",
     ),
+    "any view of a conjugate": (
+        "x0 = leaf((2, 2), torch.complex64, [Replicate()], seed=776)",
+        "x1 = x0.conj()",
+        "x2 = torch.as_strided(x1, (2, 2), (1, 1), 1)",
+        "x3 = x1.view(-1).as_strided((2,), (2,), 0)",
+        "x4 = x1[1].as_strided((2,), (1,), 1)",
+        "x3.mul_(2)",
+    ),
     "the mean of nothing": (
         "x0 = leaf((1, 0), torch.float32, [Shard(1)], seed=681)",
         "x1, x2 = torch.var_mean(x0, 1)",

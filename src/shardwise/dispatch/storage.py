@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import InputError
+from ..ops.registry import resolve
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
 from .arguments import Args, Kwargs
@@ -40,6 +41,15 @@ def on_storage(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
 
 
 def _whole(op: ResolvedOp, tensor: Tensor) -> Any:
-    """The tensor that owns the memory of a view; the view itself where nobody knows it."""
+    """The tensor that owns the memory of a view; the view itself where nobody knows it.
+
+    On one device a conjugate has a bit of its own, which a view of it keeps. Here it has values of its own.
+    """
+    owner: Any = tensor
+    while (view := getattr(owner._source, "view", None)) is not None:
+        local = resolve(view.func).op.local
+        if local is not None and local.copies:
+            return owner
+        owner = view.root
     base = tensor._base
     return base if isinstance(base, DTensorBase) and base.dtype == tensor.dtype else tensor
