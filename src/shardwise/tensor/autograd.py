@@ -19,7 +19,7 @@ from ..sharding.placement import Placements
 from ..sharding.recording import recorded
 from ..sharding.spec import DTensorSpec, contiguous_meta
 from .from_local import on_mesh
-from .handed_out import new_alias
+from .handed_out import exposed, new_alias
 from .sources import pending
 
 # ---- redistribution -----------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class FromLocal(QuickFunction):
         if ctx.grad_spec.mesh_info.outside:
             return None, None, None, None
         distributed = as_distributed_gradient(grad, ctx.grad_spec)
-        local = to_spec(distributed, ctx.grad_spec.with_dtype(grad.dtype)).to_local()
+        local = exposed(to_spec(distributed, ctx.grad_spec.with_dtype(grad.dtype)))
         return local.to(ctx.device), None, None, None
 
 

@@ -176,7 +176,13 @@ class DTensor(ChangingShape):
 
         Differentiable.
         """
-        return to_spec(self, self._spec.replicated()).to_local(grad_placements=grad_placements)
+        if self._spec.is_replicated():
+            return self.to_local(grad_placements=grad_placements)
+        gathered = to_spec(self, self._spec.replicated())
+        if gathered.requires_grad:
+            return gathered.to_local(grad_placements=grad_placements)
+        # In memory of its own, unless there is one rank.
+        return hand_out(self) if gathered._local_tensor is self._local_tensor else gathered._local_tensor
 
     def redistribute(
         self,

@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,16 @@ def hand_out(tensor: DTensorBase) -> Tensor:
     if handed is not local:
         tensor.__dict__[_CACHE] = (local, handed)
     return handed
+
+
+def exposed(tensor: Any) -> Tensor:
+    """The local shard of a gradient: no backward pass needs it unless it is differentiable itself."""
+    if tensor.requires_grad:
+        found: Tensor = tensor.to_local()
+        return found
+    local: Tensor = tensor._local_tensor
+    mark_exposed(local)
+    return local
 
 
 def new_alias(tensor: DTensorBase) -> Tensor:
