@@ -14,14 +14,13 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Self, TypeVar
+from typing import Self
 
 import torch
 
-__all__ = ["NumberNode", "SizeOrNode", "is_symbol", "make_symint", "node_of", "specialized"]
+__all__ = ["NumberNode", "SizeOrNode", "is_symbol", "make_symint", "node_of"]
 
 Number = int | float | bool
-T = TypeVar("T")
 
 
 def make_symint(node: NumberNode) -> torch.SymInt:
@@ -34,19 +33,6 @@ def node_of(number: object) -> object:
     if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return number.node
     return None
-
-
-def specialized(value: T) -> T:
-    """The value with the sizes that the compiler holds as symbols, also in lists, as numbers: its graph is for these.
-
-    Relies on `int(size)`, which adds a guard to the graph. Sizes that differ between simulated ranks stay as they are.
-    """
-    made: object = value
-    if isinstance(value, (list, tuple)):
-        made = [*map(specialized, value)] if isinstance(value, list) else tuple(map(specialized, value))
-    elif is_symbol(value):
-        made = int(value)  # type: ignore[call-overload]
-    return made  # type: ignore[return-value]
 
 
 def is_symbol(value: object) -> bool:

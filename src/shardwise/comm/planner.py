@@ -19,6 +19,7 @@ import math
 from dataclasses import replace
 from functools import lru_cache
 
+from .._torch.symbols import hint
 from ..errors import CommunicationError
 from ..sharding.layout import Factor, Layout
 from .cost import LOCAL_STEP, Links
@@ -40,7 +41,7 @@ def make_plan(
     slots = common_slots(source, target)
     if slots is None:
         return _plan_without_slots(source, target, itemsize, links, groups)
-    nbytes = math.prod(source.shape) * itemsize
+    nbytes = hint(math.prod(source.shape)) * itemsize
     # Sizes matter only as bytes, and bytes only by their order of magnitude: a new batch size needs no new search.
     about = 1 << max(0, nbytes - 1).bit_length()
     path = shortest(source.mesh_sizes, slots.source, slots.target, about, links, groups)

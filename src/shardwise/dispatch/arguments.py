@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._torch.ops import OpOverload
+from .._torch.symbols import has_symbols
 from ..errors import MeshError
 from ..ops.call import Args as Args
 from ..ops.call import Kwargs as Kwargs
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
+from ..sharding.memory_order import meta_of
 from ..sharding.mesh import MeshInfo
 from ..sharding.spec import DTensorSpec, TensorMeta
 from .gather_cache import redistributed
@@ -55,7 +57,7 @@ def as_argument(value: Any) -> object:
     if isinstance(value, DTensorBase):
         return Argument(value._spec.tensor_meta, value._spec)
     if isinstance(value, Tensor):
-        return Argument(TensorMeta(value.shape, value.stride(), value.dtype), None)
+        return Argument(meta_of(value), None)
     if isinstance(value, (list, tuple)):
         return [as_argument(element) for element in value]
     return value
@@ -88,6 +90,14 @@ def distributed(args: Args, kwargs: Kwargs) -> list[DTensorBase]:
         elif isinstance(value, (list, tuple)):
             found += [element for element in value if isinstance(element, DTensorBase)]
     return found
+
+
+def specialize(tensors: Sequence[DTensorBase]) -> bool:
+    """Give tensors whose sizes are symbols specs with numbers: the graph is for these. Whether there are any."""
+    found = [tensor for tensor in tensors if has_symbols(tensor._spec.tensor_meta)]
+    for tensor in found:
+        tensor._spec = tensor._spec.specialized()
+    return bool(found)
 
 
 def common_mesh(func: OpOverload, tensors: Sequence[DTensorBase]) -> MeshInfo:

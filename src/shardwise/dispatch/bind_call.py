@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .._torch.ops import OpOverload
+from .._torch.symbols import symbolic
 from ..notation import BindError, Bound, BoundTensor, Rule, bind, refine, without_order
 from ..ops.call import Call, is_list
 from ..ops.resolve import ResolvedOp
@@ -294,8 +295,8 @@ def _shapes(value: Any) -> object:
     """The shape of a tensor or number, the shapes of a list of them, None for a missing one."""
     if value is None:
         return None
-    if isinstance(value, (int, float, complex)):
+    if isinstance(value, (int, float, complex, torch.SymInt, torch.SymFloat)):
         return ()
     if isinstance(value, (list, tuple)) and not isinstance(value, TensorMeta):
         return [_shapes(element) for element in value]
-    return tuple(value.shape)
+    return symbolic(tuple(value.shape))

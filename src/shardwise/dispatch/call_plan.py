@@ -12,19 +12,21 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._torch.ops import OpOverload
+from .._torch.symbols import has_symbols, hinted, symbolic
 from ..comm.redistribute import links_of, plan_redistribution
 from ..errors import InputError
-from ..notation import local_size
+from ..notation import Bound, local_size
 from ..ops.resolve import ResolvedOp
 from ..sharding.layout import Coordinate, Layout
+from ..sharding.memory_order import meta_of
 from ..sharding.mesh import MeshInfo
-from ..sharding.spec import DTensorSpec, TensorMeta
+from ..sharding.spec import DTensorSpec
 from ..world import rank_int
 from .arguments import LOCALIZE, Argument, Constant, Treatment, Where
 from .bind_call import NO_LISTS, BoundCall, Place, bind_call, operand_layout
 from .local_call import tensors_in
 from .local_code import LocalCode, LocalRun
-from .propagate import Decision, KernelCost, ShardingPropagator
+from .propagate import Decision, KernelCost, Operand, Result, ShardingPropagator
 
 
 class CallPlan(NamedTuple):
@@ -69,8 +71,22 @@ def _choose(found: BoundCall, mesh_info: MeshInfo) -> Decision:
             kernels[index] = KernelCost(kernel.rounds, kernel.traffic, kernel.joint)
     groups = frozenset(mesh_info.groups)
     links = links_of(mesh_info)
-    propagator = ShardingPropagator(found.bound, found.operands, found.results, mesh_info.sizes, links, kernels, groups)
-    return propagator.choose()
+
+    def propagator(bound: Bound, operands: Sequence[Operand], results: Sequence[Result]) -> ShardingPropagator:
+        return ShardingPropagator(bound, operands, results, mesh_info.sizes, links, kernels, groups)
+
+    chosen = propagator(found.bound, found.operands, found.results)
+    if not has_symbols([factor.size for factor in found.bound.factors]):
+        return chosen.choose()
+    # Sizes are symbols: what is tried would guard the graph. The choice is for the sizes at hand, what it needs guards.
+    operands = [hinted(operand)._replace(layout=operand.layout.at_hand()) for operand in found.operands]
+    results = [
+        hinted(result)._replace(
+            fixed=result.fixed and result.fixed.at_hand(), wanted=result.wanted and result.wanted.at_hand()
+        )
+        for result in found.results
+    ]
+    return chosen.decide(propagator(hinted(found.bound), operands, results).cheapest())
 
 
 class _PlanWriter:
@@ -165,14 +181,15 @@ class _PlanWriter:
     def _result_specs(self) -> list[DTensorSpec]:
         outputs = self.found.outputs
         flat = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-        metas = [TensorMeta(t.shape, t.stride(), t.dtype) for t in flat if isinstance(t, Tensor)]
+        metas = [meta_of(t) for t in flat if isinstance(t, Tensor)]
         return [
             DTensorSpec.from_layout(self.mesh_info, layout, meta)
             for layout, meta in zip(self.decision.results, metas, strict=True)
         ]
 
     def _offsets(self) -> tuple[int, ...]:
-        return tuple(int(t.storage_offset()) for t in tensors_in(self.found.outputs)) if self.op.is_view else ()
+        begins: list[Any] = [t.storage_offset() for t in tensors_in(self.found.outputs)] if self.op.is_view else []
+        return tuple(map(symbolic, begins))
 
     def _structured(self, values: Sequence[object]) -> object:
         """One value for each tensor result, in the structure of the results; None for the others."""

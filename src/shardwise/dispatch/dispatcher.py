@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from .._torch.fake_tensors import is_traced
 from .._torch.ops import OpOverload
+from .._torch.symbols import has_symbols, specialized
 from ..errors import MeshError, MixedTensorError
 from ..ops.collectives import communicates
 from ..ops.registry import resolve
@@ -22,7 +23,7 @@ from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
 from ..sharding.cache import Cache
 from ..sharding.runtime import Runtime, WorldCache, clear_all_caches, on_activate
-from .arguments import Args, Kwargs, as_argument, common_mesh, distributed
+from .arguments import Args, Kwargs, as_argument, common_mesh, distributed, specialize
 from .call_plan import CallPlan, plan_call
 from .explicit import refuse_communication
 from .fallback import refuse_collective, run_without_plan
@@ -136,7 +137,13 @@ class OpDispatcher:
         return run_call(plan, args, kwargs, self.kind)
 
     def _planned(self, op: ResolvedOp, args: Args, kwargs: Kwargs) -> Planned:
-        plan = self.plan(op, args, kwargs)
+        try:
+            plan = self.plan(op, args, kwargs)
+        except Exception:
+            # Sizes that are symbols, where a rule needs numbers? Then the graph is for these sizes.
+            if not specialize(distributed(args, kwargs)) and not has_symbols((args, list(kwargs.values()))):
+                raise
+            plan = self.plan(op, *specialized((args, kwargs)))
         outside = is_outside(args, kwargs)
         if plan is not None and outside:
             plan = plan_outside(op, plan, args, kwargs)

@@ -20,8 +20,9 @@ from torch.autograd.graph import Node
 
 from .._torch import pytree
 from .._torch.backward_pass import current_node, current_pass, materialized, metadata_of, saved_tensor_hooks
+from .._torch.symbols import SymbolicSize
 from ..sharding.base import DTensorBase
-from ..sharding.memory_order import TensorMeta, contiguous_meta, overlaps
+from ..sharding.memory_order import contiguous_meta, meta_of, overlaps
 from ..sharding.placement import Replicate
 from ..sharding.spec import DTensorSpec
 from ..world import RankTensor, replicate
@@ -94,8 +95,8 @@ def as_replicated(tensor: Tensor, like: DTensorBase) -> DTensorBase:
     """A plain tensor that is the same on all ranks, as a replicated one on the mesh of another."""
     mesh_info = like._spec.mesh_info
     local = materialized(tensor.detach())
-    meta = TensorMeta(local.shape, local.stride(), local.dtype)
-    if not all(type(step) is int for step in meta.stride) or overlaps(meta):
+    meta = meta_of(local)
+    if not all(isinstance(step, (int, SymbolicSize)) for step in meta.stride) or overlaps(meta):
         local, meta = local.contiguous(), contiguous_meta(local.shape, local.dtype)
     if mesh_info.simulated and not isinstance(local, RankTensor):
         local = replicate(local, len(mesh_info.ranks))

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._torch import pytree
 from .._torch.bindings import binding, types_key
 from .._torch.ops import OpOverload
-from .._torch.symint import specialized
+from .._torch.symbols import specialized, symbolic
 from .._torch.wrapper import make_wrapper
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
@@ -49,9 +50,10 @@ class Ready(NamedTuple):
 HOT: WorldCache[Key, Ready] = WorldCache("hot calls", 32 << 20, lambda key, ready: ENTRY_BYTES + 8 * len(key))
 
 
-def _specialized_values(kwargs: Kwargs | None) -> Kwargs | None:
-    """Named arguments with sizes in the place of the compiler's symbols."""
-    return kwargs and {name: specialized(value) for name, value in kwargs.items()}
+def _with_hashes(args: Args, kwargs: Kwargs | None) -> tuple[Args, Kwargs | None]:
+    """The arguments with the compiler's symbols as sizes with a hash; in a simulated world as numbers."""
+    simulated = any(isinstance(v, DTensorBase) and v._spec.mesh_info.simulated for v in pytree.tree_leaves(args))
+    return (specialized if simulated else symbolic)((tuple(args), kwargs))
 
 
 def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Callable[..., object]:
@@ -87,7 +89,7 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
         try:
             ready = known(key)
         except TypeError:  # the compiler gives sizes as symbols, which have no hash
-            return __torch_dispatch__(func, types, specialized(tuple(args)), _specialized_values(kwargs))
+            return __torch_dispatch__(func, types, *_with_hashes(args, kwargs))
         if ready is None:
             return plan_and_run(func, args, kwargs or {}, key)
         run, meta, spec, offset, finish = ready

@@ -21,10 +21,11 @@ from ..ops.op import ListKernel
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
 from ..sharding.layout import Coordinate, Factor
+from ..sharding.memory_order import meta_of
 from ..sharding.mesh import MeshInfo
 from ..sharding.placement import Replicate
 from ..sharding.runtime import WorldState
-from ..sharding.spec import DTensorSpec, TensorMeta
+from ..sharding.spec import DTensorSpec
 from .arguments import LOCALIZE, LOCALIZE_LIST, Args, Argument, Kwargs, Treatment, Where, as_argument, common_mesh
 from .bind_call import element_result
 from .call_plan import CallPlan, plan_call
@@ -216,7 +217,7 @@ def _plan_for_kernel(
         metas = [_meta(value) for value in args], {name: _meta(value) for name, value in kwargs.items()}
         out = element_result(op.func, *metas, lists)
         replicated = (Replicate(),) * len(mesh_info.sizes)
-        results: object = DTensorSpec(mesh_info.mesh, replicated, TensorMeta(out.shape, out.stride(), out.dtype))
+        results: object = DTensorSpec(mesh_info.mesh, replicated, meta_of(out))
     else:
         results = tuple(args[i].spec if treated[i] is LOCALIZE else treated[i] for i in written)
     sharding_axes = tuple(sorted(axes))

@@ -17,10 +17,10 @@ from ..notation import tensor_arguments
 from ..ops.resolve import ResolvedOp
 from ..random import Draw
 from ..sharding.layout import Coordinate, Layout
-from ..sharding.memory_order import MemoryOrder, contiguous_stride, in_memory_order, memory_order
+from ..sharding.memory_order import MemoryOrder, contiguous_stride, in_memory_order, memory_order, meta_of
 from ..sharding.mesh import MeshInfo
 from ..sharding.recording import recorded
-from ..sharding.spec import DTensorSpec, TensorMeta
+from ..sharding.spec import DTensorSpec
 from ..world import RankTensor, map_ranks, values_of
 
 
@@ -110,7 +110,7 @@ def _empty_view(empty: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tens
 
 def drawing(run: Callable[..., object], mesh_info: MeshInfo, like: Tensor) -> Callable[..., object]:
     """With a `Draw` in the place of the generator: made once a call, so that all ranks have the same."""
-    meta = TensorMeta(like.shape, like.stride(), like.dtype)
+    meta = meta_of(like)
 
     def draw(*args: object, generator: torch.Generator | None = None, **kwargs: object) -> object:
         device = next(tensor.device for value in (*args, *kwargs.values()) for tensor in tensors_in(value))

@@ -9,7 +9,7 @@ from typing import Any
 from ..notation import BoundTensor
 from ..ops.drive import JointPieces, Pieces, drive
 from ..ops.kernel import LocalCall
-from ..sharding.layout import Coordinate, Factor
+from ..sharding.layout import Coordinate, Factor, divides_evenly, pieces
 from ..sharding.mesh import MeshInfo
 from .bind_call import BoundCall
 from .local_call import drawing, fill, of_rank, on_each, skipping_empty, tensors_in
@@ -137,6 +137,8 @@ def _dim_of(tensor: BoundTensor, factor: int | None) -> int | None:
 def _smallest_shard(mesh_info: MeshInfo, factor: Factor) -> int:
     """How much of a factor the rank with the least of it holds: the last one along every axis."""
     size = factor.size
+    if divides_evenly(mesh_info.sizes, factor):
+        return size // pieces(mesh_info.sizes, factor.axes)
     for axis in factor.axes:
         step = -(-size // mesh_info.sizes[axis])
         size = max(0, size - step * (mesh_info.sizes[axis] - 1))

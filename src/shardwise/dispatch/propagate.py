@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from .._torch.symbols import hint
 from ..comm.cost import Links
 from ..comm.estimate import estimate
 from ..notation import Bound, BoundTensor, Cuts, FactorKind, Passing, cut_layout, output_partial, passes, summands
@@ -103,15 +104,19 @@ class ShardingPropagator:
 
     def choose(self) -> Decision:
         """Return the cheapest choice; of equally cheap ones, the one that needs the least memory."""
+        return self.decide(self.cheapest())
+
+    def cheapest(self) -> tuple[Option, ...]:
+        """What each axis does in that choice."""
         options = [self._options(axis) for axis in range(len(self.mesh_sizes))]
         followed = tuple(self._follow_largest(axis, choices) for axis, choices in enumerate(options))
         if self._price(followed)[0] == 0.0:
-            return self._decide(followed)  # no communication now or later: the usual case
+            return followed  # no communication now or later: the usual case
         if math.prod(len(choices) for choices in options) > _TRY_ALL:
             # One axis at a time, sums over two axes would be reduced where leaving one of them open gains nothing.
             starts = dict.fromkeys([followed, tuple(map(self._leave_open, followed, options))])
-            return self._decide(self._cheapest([self._sweep(options, start) for start in starts]))
-        return self._decide(self._cheapest(itertools.product(*options)))
+            return self._cheapest([self._sweep(options, start) for start in starts])
+        return self._cheapest(itertools.product(*options))
 
     def _cheapest(self, choices: Iterable[tuple[Option, ...]]) -> tuple[Option, ...]:
         """The choice with the lowest price; of equally cheap ones, the first with the least memory."""
@@ -139,7 +144,7 @@ class ShardingPropagator:
         """The option that keeps the layout of the largest operand that is sharded over this axis."""
         best: tuple[int, Option] = (-1, choices[0])
         for operand in self.operands:
-            size = math.prod(operand.tensor.shape)
+            size = hint(math.prod(operand.tensor.shape))
             for dim, factors in zip(operand.layout.dims, operand.tensor.dims, strict=True):
                 if size > best[0] and len(factors) == 1 and any(axis in part.axes for part in dim):
                     best = size, factors[0] if factors[0] in choices else best[1]
@@ -188,7 +193,7 @@ class ShardingPropagator:
     def _find_preferred_order(self, factor: int) -> tuple[int, ...]:
         best: tuple[int, tuple[int, ...]] = (-1, ())
         for operand in self.operands:
-            size = math.prod(operand.tensor.shape)
+            size = hint(math.prod(operand.tensor.shape))
             for dim, factors in zip(operand.layout.dims, operand.tensor.dims, strict=True):
                 axes = tuple(axis for part in dim for axis in part.axes)
                 if factor in factors and axes and size > best[0]:
@@ -326,7 +331,8 @@ class ShardingPropagator:
         peers = math.prod(self.mesh_sizes[axis] for axis in axes)
         return _DEFERRED * self.links.seconds(axes, peers - 1, nbytes * (peers - 1) / peers)
 
-    def _decide(self, options: tuple[Option, ...]) -> Decision:
+    def decide(self, options: tuple[Option, ...]) -> Decision:
+        """Return the choice in which the axes do this."""
         if self._last is not None and self._last[0] == options:
             _, cuts, operands, results = self._last
         else:

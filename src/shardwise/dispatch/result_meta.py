@@ -15,6 +15,7 @@ from torch import Tensor
 from .._torch import pytree
 from .._torch.modes import without_modes
 from .._torch.ops import OpOverload
+from .._torch.symbols import has_symbols, hinted, shape_inference, specialized
 from ..notation import Bound, BoundTensor
 from ..notation.patterns import Pattern
 from ..ops.resolve import ResolvedOp
@@ -27,13 +28,13 @@ class NoRule(Exception):
 
 def result_metas(func: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> Any:
     """The results of the call on tensors without data: shapes, strides and dtypes, or the op's own error."""
-    with without_modes(), torch.no_grad():
+    with shape_inference(args, list(kwargs.values())), torch.no_grad():
         try:
             results = func(*map(_on_meta, args), **{n: _on_meta(v, n) for n, v in kwargs.items()})
             is_new = not func.is_view and not func._schema.is_mutable
             return pytree.tree_map_only(Tensor, _not_expanded, results) if is_new else results
         except NotImplementedError as error:
-            found = results_of_zeros(func, args, kwargs)
+            found = results_of_zeros(func, *specialized((list(args), kwargs)))
             if found is None:
                 raise NoRule(f"{func} has no meta kernel") from error
             return found
@@ -41,7 +42,9 @@ def result_metas(func: OpOverload, args: Sequence[object], kwargs: dict[str, obj
             own = _own_error(func, args, kwargs)
             if own is not None:
                 raise own from error
-            found = results_of_zeros(func, args, kwargs)  # the meta kernel refuses what the op takes
+            found = results_of_zeros(
+                func, *specialized((list(args), kwargs))
+            )  # the meta kernel refuses what the op takes
             if found is None:
                 raise
             return found
@@ -61,9 +64,12 @@ _REAL_RESULTS = 1 << 24  # elements up to which an op without a meta kernel is r
 def results_of_zeros(
     func: OpOverload, args: Sequence[object], kwargs: dict[str, object], most: int = _REAL_RESULTS
 ) -> object:
-    """The results of an op on zeros, as tensors without data; None where they are more than `most`, or it raises."""
+    """The results of an op on zeros, as tensors without data; None where they are more than `most`, or it raises.
+
+    None also for sizes that are symbols.
+    """
     metas = [value for value in pytree.tree_leaves((args, kwargs), is_leaf=_is_meta) if _is_meta(value)]
-    if sum(meta.shape.numel() for meta in metas) > most:
+    if has_symbols(metas) or sum(meta.shape.numel() for meta in metas) > most:
         return None
 
     try:
@@ -111,6 +117,7 @@ def _without_data(tensor: Tensor) -> Tensor:
 
 def _own_error(func: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> Exception | None:
     """The error that the op itself raises for a call that failed on tensors without data."""
+    args, kwargs = hinted((list(args), kwargs))
     metas = [value for value in pytree.tree_leaves((args, kwargs), is_leaf=_is_meta) if _is_meta(value)]
     if sum(meta.shape.numel() for meta in metas) > _OWN_ERRORS:
         return None
@@ -134,6 +141,7 @@ def refuse_what_fails(
     and of tensors without elements. Other errors may be due to the zeros that the op is called with here.
     """
     func = op.func
+    args, kwargs = hinted((list(args), kwargs))
     metas = [value for value in (*args, *kwargs.values()) if _is_meta(value)]
     mixed = len({meta.dtype for meta in metas if meta.dtype.is_floating_point or meta.dtype.is_complex}) > 1
     few = sum(meta.shape.numel() for meta in metas) <= _FEW
@@ -304,6 +312,6 @@ def cached_results(op: ResolvedOp, key: object, operands: Sequence[object]) -> o
     made = []
     for dtype, sizes in zip(found.dtypes, found.sizes, strict=True):
         shape = [1 if place is None else operands[place[0]].shape[place[1]] for place in sizes]
-        with without_modes():  # planning is no part of what a mode records
+        with shape_inference(shape):  # planning is no part of what a mode records
             made.append(None if dtype is None else torch.empty(shape, dtype=dtype, device="meta"))
     return made[0] if found.kind is None else found.kind(made)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._torch import pytree
-from .._torch.modes import without_modes
+from .._torch.symbols import shape_inference
 from ..ops.advanced_indexing import Indexed
 from ..ops.resolve import ResolvedOp
 from ..sharding.memory_order import TensorMeta, contiguous_stride, in_memory_order, memory_order
@@ -39,12 +39,13 @@ def with_real_strides(op: ResolvedOp, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _laid_out(result: Tensor, stride: Sequence[int]) -> Tensor:
-    return torch.empty_strided(result.shape, stride, dtype=result.dtype, device="meta")
+    with shape_inference(result.shape, stride):
+        return torch.empty_strided(result.shape, stride, dtype=result.dtype, device="meta")
 
 
 def _elementwise(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
     """As all ops that iterate over their operands together: the order of the first operand, where it has one."""
-    with without_modes(), torch.no_grad():
+    with shape_inference(operands), torch.no_grad():
         computed = _computed_dtype(operands, result.dtype)
         given = [torch.empty_strided(meta.shape, meta.stride, dtype=torch.float32, device="meta") for meta in operands]
         # An operand of another dtype is converted first: the copy of an expanded one is not expanded.
@@ -87,7 +88,7 @@ def _indexed(result: Tensor, table: Any, indices: Sequence[Any]) -> Sequence[int
     steps[where.at : where.at] = [0] * where.rank
     before, after = [1] * where.at, [1] * (len(where.others) - where.at)
     shape = result.shape[where.at : where.at + where.rank]
-    with without_modes(), torch.no_grad():
+    with shape_inference(shape, steps), torch.no_grad():
         expanded = {torch.empty_strided(i.shape, i.stride, device="meta").expand(shape).stride(): None for i in given}
         others = [torch.empty_strided(shape, stride, device="meta") for stride in expanded]
         placed = [index.reshape([*before, *shape, *after]) for index in others]
@@ -181,5 +182,5 @@ def _ordered_as(result: Any, shown: Any) -> Any:
     if not isinstance(result, Tensor):
         return result
     order = memory_order(TensorMeta(shown.shape, shown.stride(), shown.dtype))
-    with without_modes(), torch.no_grad():
+    with shape_inference(result.shape), torch.no_grad():
         return in_memory_order(torch.empty(result.shape, dtype=result.dtype, device="meta"), order)

@@ -250,7 +250,7 @@ def local_size(
         math.prod(held[f] for f in entry) if isinstance(entry, tuple) else size if entry is None else entry
         for entry, size in zip(entries, values, strict=True)
     ]
-    return result[0] if isinstance(value, int) else result
+    return result if isinstance(value, (list, tuple)) else result[0]
 
 
 class Passing(NamedTuple):

@@ -17,6 +17,7 @@ import math
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from .._torch.symbols import common_divisor, specialized
 from .patterns import RuleError
 
 
@@ -91,7 +92,7 @@ def view_rule(old: Sequence[int], new: Sequence[int], argument: str | None = "si
     names = dict(zip(order, _names(), strict=False))
     marked = {factor: f"[{name}]" if factor in walk.replicated else name for factor, name in names.items()}
     left, right = (" ".join(_group([marked[f] for f in dim], "1") for dim in side) for side in (walk.left, walk.right))
-    fixed = [f"{names[factor]}={walk.sizes[factor]}" for factor in walk.unsolvable(order)]
+    fixed = [f"{names[factor]}={specialized(walk.sizes[factor])}" for factor in walk.unsolvable(order)]
     entries = " ".join(_group([names[f] for f in dim], "1") for dim in walk.right)
     return join(f"{left} -> {right}".strip(), *fixed, f"{argument}=({entries})" if argument else "")
 
@@ -134,7 +135,7 @@ class _Walk:
                 j, rest_new = j + 1, self.new[j + 1]
             if rest_old == rest_new == 1:
                 return
-            common = math.gcd(rest_old, rest_new) if passed_old == passed_new else 1
+            common = common_divisor(rest_old, rest_new) if passed_old == passed_new else 1
             if common > 1:
                 self.factor(common, self.left[i], self.right[j])
                 rest_old, rest_new = rest_old // common, rest_new // common

@@ -20,12 +20,12 @@ Given = Mapping[str, int | Sequence[int]]
 
 def as_sizes(value: int | Sequence[int]) -> Sequence[int]:
     """Return the value of a size argument as a sequence: an int is one size."""
-    return (value,) if isinstance(value, int) else value
+    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def given_ranks(rule: Rule, sizes: Given) -> tuple[tuple[str, int], ...]:
     """Return the number of dims of each ellipsis that follows from the given sizes."""
-    ranks = {name: len(value) for name, value in sizes.items() if not isinstance(value, int)}
+    ranks = {name: len(value) for name, value in sizes.items() if isinstance(value, (list, tuple))}
     for argument in rule.size_arguments:
         if argument.name not in sizes:
             continue
@@ -96,9 +96,9 @@ class Solver:
                 for entry, size in zip(entries, values, strict=True):
                     if isinstance(entry, tuple) and size >= 0:
                         pending.append((f"argument {name}", entry, size))
-            elif isinstance(value, int):
+            elif not isinstance(value, (list, tuple)):
                 if name in index:
-                    self._set(index[name], value, "the sizes given")
+                    self._set(index[name], as_sizes(value)[0], "the sizes given")
             else:
                 for i, size in enumerate(value):
                     if f"{name}{i}" in index:

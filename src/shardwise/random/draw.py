@@ -8,6 +8,7 @@ size. For a larger one, the call draws one key from the generator, and every ran
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,7 +110,7 @@ class Draw:
     @property
     def key(self) -> Key | None:
         """The key from which elements are computed by index; None where the global tensor is drawn."""
-        if self._key is None and self._has_data and not is_exact() and self._meta.shape.numel() > WHOLE_UP_TO:
+        if self._key is None and self._has_data and not is_exact() and math.prod(self._meta.shape) > WHOLE_UP_TO:
             self._key = draw_key(self._generator, self._drawn_on)
         return self._key
 

@@ -22,6 +22,7 @@ from functools import lru_cache
 from typing import ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
+from .._torch.symbols import hint, hinted, specialized
 from .once import making
 
 Sizes = tuple[int, ...]
@@ -92,8 +93,8 @@ class Layout:
         return tuple([_runs_at(self.mesh_sizes, dim, place) for dim, place in zip(self.dims, places, strict=True)])
 
     def max_local_numel(self) -> int:
-        """The most elements any rank holds."""
-        return math.prod(largest_piece(self.mesh_sizes, factor) for dim in self.dims for factor in dim)
+        """The most elements any rank holds; of sizes that are symbols, for the sizes at hand."""
+        return hint(math.prod(largest_piece(self.mesh_sizes, factor) for dim in self.dims for factor in dim))
 
     def is_even(self) -> bool:
         """Whether all local shards have the same shape."""
@@ -102,6 +103,11 @@ class Layout:
     def without_partial(self) -> Layout:
         """The same layout with Partial axes replicated."""
         return Layout.make(self.mesh_sizes, self.dims) if self.partial else self
+
+    def at_hand(self) -> Layout:
+        """The same layout with the sizes at hand in the place of symbols."""
+        dims = hinted(self.dims)
+        return self if dims is self.dims else Layout.make(self.mesh_sizes, dims, self.partial)
 
     def __repr__(self) -> str:
         dims = ", ".join(dim_text(dim) for dim in self.dims)
@@ -119,6 +125,11 @@ def dim_text(dim: Dim) -> str:
 
 def chunk_range(start: int, stop: int, pieces: int, index: int) -> Run:
     """Chunk `index` of `[start, stop)` in `pieces`, as `torch.chunk` does, with empty chunks at the end."""
+    size = stop - start
+    if size % pieces == 0:  # also for sizes that are symbols, of which a graph then serves those that are divided so
+        low = start + size // pieces * index
+        return low, low + size // pieces
+    start, stop = specialized(start), specialized(stop)
     step = -(-(stop - start) // pieces)
     low = min(start + step * index, stop)
     return low, min(low + step, stop)

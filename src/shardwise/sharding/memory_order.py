@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from .._torch.symbols import symbolic
+
 
 class TensorMeta(NamedTuple):
     """Shape, stride and dtype of a global tensor."""
@@ -14,6 +16,11 @@ class TensorMeta(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+
+
+def meta_of(tensor: torch.Tensor) -> TensorMeta:
+    """The shape, stride and dtype of a tensor, where the compiler's symbols are sizes with a hash."""
+    return TensorMeta(symbolic(tensor.shape), symbolic(tensor.stride()), tensor.dtype)
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch.symbols import specialized
 from ..errors import LayoutError
 from .from_placements import default_order, in_mesh_order, resolve_placements, to_placements, with_order
 from .layout import Coordinate, Factor, Layout, dim_axes
@@ -301,6 +302,12 @@ class DTensorSpec:
     def replicated(self, *, row_major: bool = False) -> DTensorSpec:
         """The spec of the same tensor, replicated on every mesh axis, with its own strides or row-major ones."""
         return self.derived(("replicated", row_major), lambda: _replicated(self, row_major))
+
+    def specialized(self) -> DTensorSpec:
+        """The spec with numbers in the place of symbols: a graph that is being traced is then for these sizes."""
+        meta = specialized(self.tensor_meta)
+        layout = Layout.make(self.layout.mesh_sizes, specialized(self.layout.dims), self.layout.partial)
+        return DTensorSpec._intern(self.mesh_info, layout, self._placements, self._shard_order, meta)
 
     def cotangent(self) -> DTensorSpec:
         """The spec of this tensor's gradient: as the tensor itself, with Partial axes replicated, and dense."""

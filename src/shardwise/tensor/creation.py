@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.dynamo import in_graph
+from .._torch.symbols import specialized, symbolic
 from ..comm.exchange import broadcast_move, scatter_move
 from ..comm.groups import adopt
 from ..comm.local_moves import take_slice
@@ -22,7 +23,7 @@ from ..comm.redistribute import redistribute_local
 from ..errors import InputError, PlacementError, ShapeError
 from ..random import Draw
 from ..sharding.from_placements import cutting_sequence, from_placements
-from ..sharding.memory_order import TensorMeta, in_memory_order, is_dense, memory_order
+from ..sharding.memory_order import in_memory_order, is_dense, memory_order, meta_of
 from ..sharding.mesh import MeshInfo, current_mesh, mesh_info_of
 from ..sharding.placement import AnyShard, Placement, Placements, Replicate
 from ..sharding.recording import recorded
@@ -65,7 +66,7 @@ def distribute_tensor(
         )
     mesh_info = adopt(mesh)
     normal, order = normalize_placements(mesh_info, placements, tensor.dim())
-    meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+    meta = specialized(meta_of(tensor)) if mesh_info.simulated else meta_of(tensor)
     spec = DTensorSpec(
         mesh_info.mesh, normal, meta if is_dense(meta) else contiguous_meta(meta.shape, meta.dtype), order
     )
@@ -303,10 +304,11 @@ def _new_spec(
 ) -> DTensorSpec:
     if layout != torch.strided:
         raise InputError(f"a distributed tensor of layout {layout}", "only torch.strided tensors can be distributed")
-    shape = torch.Size(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
+    mesh_info = adopt(device_mesh if device_mesh is not None else current_mesh())
+    given = tuple(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
+    shape = torch.Size((specialized if mesh_info.simulated else symbolic)(given))
     if any(length < 0 for length in shape):
         raise ShapeError(f"a distributed tensor of shape {list(shape)}", "sizes are 0 or more")
-    mesh_info = adopt(device_mesh if device_mesh is not None else current_mesh())
     normal_form, order = normalize_placements(mesh_info, placements, len(shape))
     meta = contiguous_meta(shape, dtype if dtype is not None else torch.get_default_dtype())
     check_reductions(normal_form, meta.dtype)

@@ -50,7 +50,7 @@ from ..sharding.spec import DTensorSpec, contiguous_meta, rebuild_spec
 from ..world import RankTensor
 from .autograd import FromLocal, ToLocal, grad_spec_of_local, to_spec
 from .changed_shape import ChangingShape
-from .flat import Context, context_on, flatten
+from .flat import Context, context_on, flatten, relate_sizes
 from .from_local import check_plain_tensor, copy_to_replicas, of_members, on_mesh, spec_of_local, without_grad
 from .gradient_buckets import CollectedGradient
 from .handed_out import hand_out
@@ -372,6 +372,7 @@ class DTensor(ChangingShape):
         """Back from `__tensor_flatten__`."""
         local, mesh = inner_tensors["_local_tensor"], inner_tensors.get("device_mesh")
         made = context_on(mesh_info_of(mesh) if mesh is not None else None, context)
+        relate_sizes(made, local, outer_size)
         tensor = DTensor.wrap(local, made.spec(outer_size, outer_stride, local.dtype))
         return tensor.requires_grad_() if context.requires_grad else tensor
 

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .._torch.dynamo import break_graph
-from .._torch.symint import specialized
+from .._torch.symbols import has_symbols, specialized, symbolic
 from ..sharding.layout import Layout
 from ..sharding.mesh import MeshInfo
-from ..sharding.placement import Placement, ShardOrder
+from ..sharding.placement import AnyShard, Placement, ShardOrder
 from ..sharding.spec import DTensorSpec, TensorMeta, contiguous_meta
 
 
@@ -30,10 +31,11 @@ class FlatContext(NamedTuple):
     requires_grad: bool
 
     def spec(self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> DTensorSpec:
-        """The spec with these sizes; row-major without strides. A graph is for one set of sizes."""
-        meta = contiguous_meta(torch.Size(specialized(tuple(shape))), dtype)
+        """The spec with these sizes; row-major without strides. A simulated world's graph is for one set of sizes."""
+        sizes = specialized if self.mesh_info.simulated else symbolic
+        meta = contiguous_meta(torch.Size(sizes(tuple(shape))), dtype)
         if stride is not None:
-            meta = TensorMeta(meta.shape, specialized(tuple(stride)), dtype)
+            meta = TensorMeta(meta.shape, sizes(tuple(stride)), dtype)
         if self.placements is None:
             assert self.layout is not None, "a spec without placements is kept by its layout"
             return DTensorSpec.from_layout(self.mesh_info, self.layout, meta)
@@ -79,6 +81,22 @@ def context_on(mesh_info: MeshInfo | None, context: Context) -> FlatContext:
         return context
     assert mesh_info is not None, "in PyTorch's form the mesh is an inner object"
     return FlatContext(mesh_info, context.placements, context.shard_order, None, context.requires_grad)
+
+
+def relate_sizes(context: FlatContext, local: Tensor, shape: Sequence[int]) -> None:
+    """Guard a graph that has symbols for global and local sizes: a global size is so many times the local one.
+
+    Where it is not, because shards are uneven, the graph is for these sizes.
+    """
+    if not has_symbols((tuple(local.shape), tuple(shape))):
+        return
+    pieces = [1] * len(shape)
+    for axis, placement in enumerate(context.placements or ()):
+        if isinstance(placement, AnyShard):
+            pieces[placement.dim] *= context.mesh_info.sizes[axis]
+    for size, held, count in zip(shape, local.shape, pieces, strict=True):
+        if size != held * count:
+            specialized((size, held))
 
 
 def _flat_context(spec: DTensorSpec, requires_grad: bool) -> FlatContext:

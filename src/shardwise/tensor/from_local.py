@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .._torch.fake_tensors import is_fake
-from .._torch.symint import specialized
+from .._torch.symbols import specialized, symbolic
 from ..comm.exchange import broadcast_move
 from ..comm.packing import as_bytes
 from ..comm.transport import check_reducible
@@ -165,9 +165,9 @@ def spec_of_local(
     key: object = (mesh_info, placements, local.shape, local.stride(), local.dtype, shape, stride)
     try:
         found = None if run_check else _Active.specs.get(key)
-    except TypeError:  # arguments of unexpected types, refused by name below
+    except TypeError:  # the compiler's symbols, or arguments of unexpected types, refused by name below
         key = found = None
-        placements, shape, stride = specialized(placements), specialized(shape), specialized(stride)
+        shape, stride = (specialized if mesh_info.simulated else symbolic)((shape, stride))
     if found is not None:
         return found
     found = _make_spec(local, mesh_info, _Given(placements, shape, stride, source), run_check)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch.fake_tensors import in_fake_mode
-from .._torch.symint import specialized
+from .._torch.symbols import specialized, symbolic
 from ..comm.exchange import all_gather_ranks
 from ..errors import LayoutError, ShapeError
 from ..sharding.from_placements import resolve_placements
@@ -58,7 +58,7 @@ class LocalShapes:
             # The fake backend and fake tensors have no peers to ask.
             self._ask(local, given, requires_grad, fingerprint(local))
         else:
-            self.shapes = {dist.get_rank(): specialized(tuple(local.shape))}
+            self.shapes = {dist.get_rank(): symbolic(tuple(local.shape))}
             self.dtypes = {dist.get_rank(): local.dtype}
             self.memory_order = _memory_order(local)
 
@@ -185,5 +185,5 @@ def _by_rank(values: dict[int, str]) -> str:
 
 def _memory_order(local: Tensor) -> tuple[int, ...]:
     """The dims in the order of their strides, major to minor."""
-    dims, strides = range(local.dim()), specialized(local.stride())
+    dims, strides = range(local.dim()), symbolic(local.stride())
     return tuple(dims) if local.is_contiguous() else tuple(sorted(dims, key=lambda dim: (-strides[dim], dim)))

@@ -1,0 +1,273 @@
+"""Sizes that the compiler holds as symbols, so that one graph serves many batch sizes.
+
+A `SymbolicSize` is PyTorch's `SymInt` with a hash, so that layouts, specs and plans, which are looked up by value, may
+hold it. Arithmetic gives another one. A question about it (`size % 4 == 0`) is answered for the size at hand, and
+PyTorch guards the graph by the answer: a batch for which it is another one is compiled again.
+
+>>> (rows,) = symbolic(tensor.shape[:1])     # s0, 8 at hand
+>>> rows * 2, rows % 2 == 0, hint(rows)      # the second adds a guard to the graph
+(2*s0, True, 8)
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import reduce
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch.fx.experimental.sym_node import SymNode
+
+from .modes import without_modes
+from .symint import NumberNode, is_symbol
+
+__all__ = [
+    "SymbolicSize",
+    "active_fake_mode",
+    "common_divisor",
+    "has_symbols",
+    "hint",
+    "hinted",
+    "shape_inference",
+    "specialized",
+    "symbolic",
+]
+
+T = TypeVar("T")
+
+
+class SymbolicSize(torch.SymInt):
+    """A size as an expression of symbols, equal to another if the expressions of one compilation are.
+
+    It refers weakly to the compilation (a `ShapeEnv`): caches that outlive it may hold sizes. Relies on PyTorch reading
+    the attribute `node` of a `SymInt`, and on `SymNode`.
+    """
+
+    def __init__(self, expression: Any, environment: Any) -> None:
+        self._expression = expression
+        self._environment = ref(environment)
+        self._last: ref[Any] | None = None
+
+    @property
+    def node(self) -> Any:
+        """What PyTorch computes with."""
+        recorded = _recorded_node(self)
+        if recorded is not None:
+            self._last = ref(recorded)
+        # While the recording of an op looks at its arguments, no recording is active: the node is the one before.
+        return recorded or (self._last and self._last()) or self._new_node()
+
+    def _new_node(self) -> Any:
+        environment = self._environment()
+        if environment is None:
+            raise ReferenceError(f"the size {self._expression} belongs to a compilation that has ended")
+        return SymNode(self._expression, environment, int, None)
+
+    def __hash__(self) -> int:
+        return hash((id(self._environment), self._expression))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, SymbolicSize):
+            if self._environment is not other._environment:
+                return False
+            if self._expression == other._expression:
+                return True
+        if not isinstance(other, (int, torch.SymInt)) or self._environment() is None:
+            return False
+        with without_modes():
+            return bool(torch.SymInt(self.node) == _plain(other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __repr__(self) -> str:
+        return str(self._expression)
+
+    def __str__(self) -> str:
+        return str(self._expression)
+
+    def __format__(self, format_spec: str) -> str:
+        return format(str(self._expression), format_spec)
+
+    def __copy__(self) -> SymbolicSize:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> SymbolicSize:
+        return self
+
+
+def _recorded_node(size: SymbolicSize) -> Any:
+    """The node by which a graph that is being recorded knows a size; None if none is.
+
+    Relies on `sympy_expr_tracker`, the symbols that the graph has as inputs. The size is computed from them, op by op:
+    PyTorch itself leaves out factors where it writes a product of three from its expression.
+    """
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    symbols = None if mode is None else getattr(mode.tracer, "sympy_expr_tracker", None)
+    if symbols is None:
+        return None
+    nodes = _NODES.setdefault(mode.tracer, {})
+    if size._expression not in nodes:
+        built = _built(size._expression, symbols)
+        if built is None:  # the graph does not know some symbol, or there is no op for some function
+            built = int(torch.SymInt(size._new_node()))
+        nodes[size._expression] = built.node if isinstance(built, torch.SymInt) else size._new_node().wrap_int(built)
+    return nodes[size._expression]
+
+
+_NODES: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+"""For each graph that is being recorded the nodes of the sizes that it has."""
+
+
+def _built(expression: Any, symbols: dict[Any, Any]) -> Any:
+    """An expression computed from the symbols of a graph; None where that is impossible."""
+    known = symbols.get(expression)
+    if known is not None:
+        return getattr(known, "value", None)
+    if expression.is_Integer:
+        return int(expression)
+    operation = _OPERATORS.get(type(expression).__name__)
+    arguments = [_built(argument, symbols) for argument in expression.args]
+    if operation is None or not arguments or any(argument is None for argument in arguments):
+        return None
+    if operation is pow:
+        operation, arguments = operator.mul, arguments[:1] * arguments[1]
+    return reduce(operation, arguments)
+
+
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "Add": operator.add,
+    "Mul": operator.mul,
+    "Pow": pow,
+    "FloorDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+}
+
+
+def _closed(name: str) -> Callable[..., Any]:
+    """An operation of `SymInt` whose results are sizes with a hash, or the answer for the size at hand."""
+    operation = getattr(torch.SymInt, name)
+
+    def operate(self: SymbolicSize, *others: Any) -> Any:
+        with without_modes():
+            result = operation(torch.SymInt(self.node), *map(_plain, others))
+            result = bool(result) if isinstance(result, torch.SymBool) else symbolic(result)
+        if isinstance(result, SymbolicSize):
+            result.node  # noqa: B018  # a recording that is active gets to know it now
+        return result
+
+    return operate
+
+
+_OPERATIONS = "add radd sub rsub mul rmul floordiv rfloordiv mod rmod neg lt le gt ge"
+for _name in _OPERATIONS.split():
+    setattr(SymbolicSize, f"__{_name}__", _closed(f"__{_name}__"))
+
+
+def _plain(value: Any) -> Any:
+    return torch.SymInt(value.node) if isinstance(value, SymbolicSize) else value
+
+
+# ---- sizes in values ------------------------------------------------------------------------------------------------
+
+
+def symbolic(value: T) -> T:
+    """The value with the compiler's symbols, also in lists, as sizes with a hash; constants as numbers.
+
+    A size that depends on data has no value at hand to plan by: asking for it breaks the graph.
+    """
+    made: Any = value
+    if isinstance(value, (dict, list, tuple)):
+        made = _mapped(symbolic, value)
+    elif type(made) is torch.SymInt and not isinstance(made.node, NumberNode):
+        node = made.node
+        expression = node.expr
+        if expression.is_number:
+            made = int(expression)
+        elif not node.has_hint():
+            made = int(made)
+        else:
+            made = SymbolicSize(expression, node.shape_env)
+            made._last = ref(node)
+    return made
+
+
+def specialized(value: T) -> T:
+    """The value with the sizes that the compiler holds as symbols, also in lists, as numbers: its graph is for these.
+
+    Relies on `int(size)`, which adds a guard to the graph. Sizes that differ between simulated ranks stay as they are.
+    """
+    made: Any = value
+    if isinstance(value, (dict, list, tuple)):
+        made = _mapped(specialized, value)
+    elif is_symbol(value):
+        made = int(value)  # type: ignore[call-overload]
+    return made
+
+
+def hint(size: int) -> int:
+    """The size at hand, without a guard: for costs, which make no graph wrong."""
+    return int(size.node.hint) if isinstance(size, SymbolicSize) else size
+
+
+def hinted(value: T) -> T:
+    """The value with the sizes at hand in the place of symbols, also in lists."""
+    made: Any = _mapped(hinted, value) if isinstance(value, (dict, list, tuple)) else hint(value)  # type: ignore[arg-type]
+    return made
+
+
+def _mapped(change: Callable[[Any], Any], values: Any) -> Any:
+    """A dict, list, tuple, named tuple or `torch.Size` with changed elements; itself if nothing changes."""
+    if isinstance(values, dict):
+        return {name: change(value) for name, value in values.items()}
+    made = [change(value) for value in values]
+    if all(new is old for new, old in zip(made, values, strict=True)):
+        return values
+    return type(values)(*made) if hasattr(values, "_fields") else type(values)(made)
+
+
+def common_divisor(one: int, other: int) -> int:
+    """The greatest common divisor; of sizes that are symbols one that divides both whatever the symbols are."""
+    if not isinstance(one, SymbolicSize) and not isinstance(other, SymbolicSize):
+        return math.gcd(one, other)
+    expressions = [value._expression if isinstance(value, SymbolicSize) else value for value in (one, other)]
+    from sympy import gcd  # type: ignore[import-untyped]  # takes a while, and is there whenever sizes are symbols
+
+    found = gcd(*expressions)
+    size = one if isinstance(one, SymbolicSize) else other
+    return int(found) if found.is_number else symbolic(SymbolicSize(found, size.node.shape_env))
+
+
+def has_symbols(value: object) -> bool:
+    """Whether this is a size that the compiler holds as a symbol, or a list that contains one."""
+    if isinstance(value, (list, tuple)):
+        return any(map(has_symbols, value))
+    return isinstance(value, SymbolicSize) or is_symbol(value)
+
+
+# ---- shapes of results ----------------------------------------------------------------------------------------------
+
+
+def active_fake_mode() -> Any:
+    """The `FakeTensorMode` of this thread; None if there is none."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
+@contextmanager
+def shape_inference(*given: object) -> Iterator[None]:
+    """Inside, no mode records what is computed; where `given` has symbols, tensors are fake, which can have them.
+
+    Relies on the fake mode that is active while a graph is traced: meta kernels take no symbols, fake tensors do.
+    """
+    mode = active_fake_mode() if has_symbols(given) else None
+    with without_modes():
+        if mode is None:
+            yield
+        else:
+            with mode:
+                yield
