@@ -25,6 +25,7 @@ from ..sharding.base import DTensorBase
 from ..sharding.recording import recorder as active_recorder
 from ..tensor.leaf_gradient import is_accumulating
 from .optimizers import OptimizerStep
+from .quick_check import quick_check
 from .recorder import OpRecorder
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -86,6 +87,7 @@ class Guards:
         self._grads: list[tuple[Tensor, object]] = []
         self._steps: list[OptimizerStep] = []
         self._seen: set[int] = set()
+        self._quick: Callable[[], bool] | None = None
         self.optimizers: list[optim.Optimizer] = []
         """The optimizers that the step uses."""
         self.names: dict[int, str] = {}
@@ -93,7 +95,24 @@ class Guards:
 
     def hold(self) -> bool:
         """Whether everything is as it was."""
+        if self._quick is None:
+            self._quick = self._write_quick_check()
+        try:
+            if self._quick() and self._grads_hold() and all(step.unchanged() for step in self._steps):
+                return True
+        except Exception:  # something is gone, or compares as no value does
+            pass
         return self.broken() is None
+
+    def _write_quick_check(self) -> Callable[[], bool]:
+        attributes: list[tuple[object, str, object]] = [(cell, "cell_contents", held) for cell, held in self._cells]
+        attributes += [(tensor, "_shard", local) for tensor, local, _ in self._locals]
+        attributes += [(tensor, "_spec", spec) for tensor, _, spec in self._locals]
+        attributes += [(leaf, "grad", None) for leaf, spec in self._grads if spec is None]
+        return quick_check(self._values, zip(self._dicts, self._keys, self._identical, strict=True), attributes)
+
+    def _grads_hold(self) -> bool:
+        return all(_grad_key(leaf) == spec for leaf, spec in self._grads if spec is not None)
 
     def broken(self) -> str | None:
         """What has changed."""

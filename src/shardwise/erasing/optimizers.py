@@ -49,12 +49,16 @@ class OptimizerStep:
         self.optimizer, self.parameters = optimizer, list(parameters)
         self.grad_specs = [_spec(parameter.grad) for parameter in parameters]
         self.__name__ = f"{type(optimizer).__name__}_step"
-        self._members = [tuple(map(id, group["params"])) for group in optimizer.param_groups]
+        self._members = [tuple(group["params"]) for group in optimizer.param_groups]
         self._twin: _Twin | None = None
 
     def unchanged(self) -> bool:
         """Whether the optimizer has the parameters it had."""
-        return [tuple(map(id, group["params"])) for group in self.optimizer.param_groups] == self._members
+        groups = self.optimizer.param_groups
+        return len(groups) == len(self._members) and all(
+            len(group["params"]) == len(members) and all(map(is_, group["params"], members))
+            for group, members in zip(groups, self._members, strict=True)
+        )
 
     def describe(self) -> str:
         """How it is run."""
