@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import signal
 import time
 import warnings
 from collections.abc import Callable
@@ -127,7 +128,7 @@ def sharded_by_hand(mesh: Any, device: str, blocks: int) -> Step:
 # ---- with shardwise, and with PyTorch's DTensor ---------------------------------------------------------------------
 
 
-def sharded(library: Any, mesh: Any, device: str, blocks: int) -> Step:
+def sharded(library: Any, mesh: Any, device: str, blocks: int, compiled: bool = False) -> Step:
     """Sharded data parallel by placement."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(blocks))).to(device)
@@ -136,7 +137,7 @@ def sharded(library: Any, mesh: Any, device: str, blocks: int) -> Step:
             shard = library.distribute_tensor(p.detach(), mesh, [library.Shard(0)])
             module.register_parameter(name, nn.Parameter(shard))
     x = library.distribute_tensor(torch.randn(BATCH, LENGTH, DIM, device=device), mesh, [library.Shard(0)])
-    return step(model, x)
+    return step(model, x, compiled)
 
 
 def peak_bytes(run: Step) -> int:
@@ -163,13 +164,38 @@ def works(name: str, run: Step) -> bool:
     return True
 
 
-def steps_of(kind: str, mesh: Any, device: str, blocks: int, compile: bool) -> tuple[dict[str, Step], dict[str, float]]:
-    """The ways to run one step, and how long recording took."""
+class OutOfTime(BaseException):
+    """A step has run longer than it may. Not an `Exception`, which the compiler would take for an error of its own."""
+
+
+def finishes(name: str, run: Step, seconds: int) -> bool:
+    """Whether the first two runs of a step, in which it is compiled, take no longer than this."""
+
+    def stop(*_: object) -> None:
+        raise OutOfTime
+
+    print(f"{name}: compiling", end="", flush=True)
+    start = time.perf_counter()
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        done = works(name, run)
+    except OutOfTime:
+        print(f", not finished in {seconds} s", flush=True)
+        return False
+    finally:
+        signal.alarm(0)
+    print(f", {time.perf_counter() - start:.0f} s", flush=True)
+    return done
+
+
+def steps_of(kind: str, mesh: Any, device: str, blocks: int, limit: int) -> tuple[dict[str, Step], dict[str, float]]:
+    """The ways to run one step, and how long recording took. Compiled ones may take `limit` seconds to compile."""
     import torch.distributed.tensor as theirs
 
     make: dict[str, Callable[..., Step]] = {
-        "tensor and sequence parallel": lambda library: all_distributed(library.__name__, mesh, device, blocks),
-        "sharded data parallel": lambda library: sharded(library, mesh, device, blocks),
+        "tensor and sequence parallel": lambda lib, *how: all_distributed(lib.__name__, mesh, device, blocks, *how),
+        "sharded data parallel": lambda library, *how: sharded(library, mesh, device, blocks, *how),
     }
     hand = {"tensor and sequence parallel": by_hand, "sharded data parallel": sharded_by_hand}[kind]
     runs: dict[str, Step] = {"by hand": hand(mesh, device, blocks), "shardwise eager": make[kind](shardwise)}
@@ -181,10 +207,12 @@ def steps_of(kind: str, mesh: Any, device: str, blocks: int, compile: bool) -> t
         recording[f"erased, {backend}"] = time.perf_counter() - start
         runs[f"erased, {backend}"] = erased
     runs["PyTorch eager"] = make[kind](theirs)
-    if compile:
-        runs["shardwise compiled"] = torch.compile(make[kind](shardwise))
-        runs["PyTorch compiled"] = torch.compile(make[kind](theirs))
-    return {name: run for name, run in runs.items() if works(name, run)}, recording
+    runs = {name: run for name, run in runs.items() if works(name, run)}
+    for library, name in ((shardwise, "shardwise compiled"), (theirs, "PyTorch compiled")) if limit else ():
+        run = make[kind](library, True)
+        if finishes(f"{name}, {kind}", run, limit):
+            runs[name] = run
+    return runs, recording
 
 
 def guard_microseconds(erased: Any) -> float:
@@ -199,7 +227,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--blocks", type=int, nargs="+", default=[BLOCKS, 4 * BLOCKS])
-    parser.add_argument("--compile", action="store_true", help="torch.compile, too, which takes minutes")
+    parser.add_argument("--compile", action="store_true", help="torch.compile of 4 blocks, forward and backward, too")
+    parser.add_argument("--limit", type=int, default=240, help="seconds that compiling one step may take")
     parser.add_argument("--print", action="store_true", help="do not update README.md")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -211,7 +240,8 @@ def main() -> None:
         report.add(f"{torch.cuda.get_device_name()}.")
     for kind in ("tensor and sequence parallel", "sharded data parallel"):
         for blocks in options.blocks:
-            runs, recording = steps_of(kind, mesh, options.device, blocks, options.compile)
+            limit = options.limit if options.compile and blocks == BLOCKS else 0
+            runs, recording = steps_of(kind, mesh, options.device, blocks, limit)
             times = milliseconds(runs, options.device)
             rows = []
             for name, time_of in times.items():
@@ -221,6 +251,9 @@ def main() -> None:
                 if options.device == "cuda":
                     row.append(f"{peak_bytes(runs[name]) / 2**20:.2f}")
                 rows.append(row)
+            for name in ("shardwise compiled", "PyTorch compiled") if limit else ():
+                if name not in times:
+                    rows.append([name, f"not finished in {limit} s, or failed", *[""] * (len(rows[0]) - 2)])
             header = ["", "ms", "of by hand", "recording s", "guards us"] + ["peak MiB"] * (options.device == "cuda")
             report.table(f"{kind}, {blocks} blocks", header, rows)
     report.save()

@@ -72,12 +72,14 @@ def plan(library: str, local: bool) -> dict[str, Any]:
     }
 
 
-def step(model: nn.Module, x: Tensor) -> Step:
+def step(model: nn.Module, x: Tensor, compiled: bool = False) -> Step:
+    """Forward, backward and AdamW; `compiled`: forward and backward by torch.compile."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    forward = torch.compile(model) if compiled else model
 
     def run() -> None:
         optimizer.zero_grad()
-        model(x).square().mean().backward()
+        forward(x).square().mean().backward()
         optimizer.step()
 
     return run
@@ -94,12 +96,12 @@ def local_outputs(library: str, mesh: Any, device: str) -> Step:
     return step(model, torch.randn(BATCH, LENGTH // mesh.size(), DIM, device=device))
 
 
-def all_distributed(library: str, mesh: Any, device: str, blocks: int = BLOCKS) -> Step:
+def all_distributed(library: str, mesh: Any, device: str, blocks: int = BLOCKS, compiled: bool = False) -> Step:
     """Every tensor is distributed, from the input to the loss."""
     lib, styles = importlib.import_module(library), importlib.import_module(f"{library}.parallel")
     model = styles.parallelize_module(_blocks(device, blocks), mesh, plan(library, local=False))
     x = lib.distribute_tensor(torch.randn(BATCH, LENGTH, DIM, device=device), mesh, [lib.Shard(1)])
-    return step(model, x)
+    return step(model, x, compiled)
 
 
 def _blocks(device: str, blocks: int = BLOCKS) -> nn.Module:

@@ -80,7 +80,7 @@ def test_every_optimizer(optimizer):
         assert step.recordings == (2 if optimizer == "Muon" else 1)
 
 
-@pytest.mark.parametrize("passes", [(), ("dead",), ("duplicates", "views"), ("overlap",), ("buckets",)])
+@pytest.mark.parametrize("passes", [(), ("dead",), ("duplicates", "views"), ("copies",), ("overlap",), ("buckets",)])
 def test_every_pass_can_be_switched_off(passes):
     with mesh_of(2, 2) as mesh:
         compare(training(mesh), pairs(mesh, 3), passes=passes)

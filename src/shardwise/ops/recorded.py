@@ -24,6 +24,8 @@ UNDONE_BY_THEMSELVES = frozenset([aten.t.default])
 """Views that give back their argument when they are made twice."""
 MAY_CHANGE_NOTHING = RESHAPES | {aten.expand.default, aten.permute.default, aten.transpose.int}
 """Views that may have the shape and strides of what they view."""
+COPIES = frozenset([aten.clone.default])
+"""Ops whose result is a copy of their first argument."""
 CHANGES_SHAPE = frozenset(
     getattr(aten, name).default
     for name in ("t_", "transpose_", "squeeze_", "unsqueeze_", "resize_", "as_strided_", "swapaxes_", "set_")
