@@ -10,6 +10,8 @@ from torch import Tensor
 from .._torch.autograd import QuickFunction
 from .._torch.backward_pass import materialized
 from .._torch.fake_tensors import is_fake
+from .._torch.modes import count_modes
+from .._torch.proxies import call_in_graph
 from ..comm.redistribute import redistribute_local, start_redistribute
 from ..dispatch.modes import modes
 from ..errors import InputError, MixedTensorError
@@ -38,7 +40,31 @@ def to_spec(
     return _redistributed(tensor, target, async_op, forward_dtype)
 
 
+class MoveInGraph:
+    """A redistribution as one node of a graph on distributed tensors, which may be run with other sizes."""
+
+    def __init__(self, target: DTensorSpec, dtype: torch.dtype | None) -> None:
+        self.placements, self.order, self.dtype = target.placements, target.shard_order, dtype
+        self.__name__, self.__module__ = "redistribute", __name__
+
+    def __call__(self, tensor: DTensorBase) -> DTensorBase:
+        """Redistribute a tensor."""
+        meta = contiguous_meta(tensor._spec.shape, tensor._spec.dtype)
+        target = DTensorSpec(tensor._spec.mesh, self.placements, meta, self.order)
+        return _redistributed(tensor, target, False, self.dtype)
+
+
+def local_of(tensor: DTensorBase) -> Tensor:
+    """The local shard, handed out as an object that nobody else has."""
+    handed = new_alias(tensor)
+    return handed.detach() if handed is tensor._local_tensor else handed
+
+
 def _redistributed(tensor: DTensorBase, target: DTensorSpec, async_op: bool, dtype: torch.dtype | None) -> DTensorBase:
+    if count_modes() and target._placements is not None:
+        made = call_in_graph(MoveInGraph(target, dtype), tensor)
+        if made is not NotImplemented:
+            return made
     local, source = tensor._local_tensor, tensor._spec
     if dtype is not None and dtype != source.dtype:
         local = local.to(dtype)
@@ -159,8 +185,8 @@ class ToLocal(QuickFunction):
     def forward(ctx: Any, tensor: DTensorBase, grad_spec: DTensorSpec) -> Tensor:
         """The local shard."""
         ctx.grad_spec = grad_spec
-        handed = new_alias(tensor)
-        return handed.detach() if handed is tensor._local_tensor else handed
+        made = call_in_graph(local_of, tensor)
+        return local_of(tensor) if made is NotImplemented else made
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

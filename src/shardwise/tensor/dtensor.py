@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.dynamo import in_graph
+from .._torch.modes import count_modes
 from .._torch.optim import accept_class
+from .._torch.proxies import call_in_graph
 from .._torch.transforms import transforms_active
 from .._torch.wrapper import make_wrapper, no_torch_function, outside_inference_mode
 from ..comm.groups import adopt, before_first_use
@@ -48,7 +50,7 @@ from ..sharding.placement import (
 )
 from ..sharding.spec import DTensorSpec, contiguous_meta, rebuild_spec
 from ..world import RankTensor
-from .autograd import FromLocal, ToLocal, grad_spec_of_local, to_spec
+from .autograd import FromLocal, ToLocal, grad_spec_of_local, local_of, to_spec
 from .changed_shape import ChangingShape
 from .flat import Context, context_on, flatten, relate_sizes
 from .from_local import check_plain_tensor, copy_to_replicas, of_members, on_mesh, spec_of_local, without_grad
@@ -169,6 +171,10 @@ class DTensor(ChangingShape):
             spec = self._spec
             grad_spec = spec.with_placements(grad_placements) if grad_placements is not None else spec.cotangent()
             return ToLocal.apply(self, grad_spec)
+        if count_modes():
+            made = call_in_graph(local_of, self)
+            if made is not NotImplemented:
+                return made
         return hand_out(self)
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:

@@ -1,0 +1,36 @@
+"""Graphs that `make_fx` records: tensors that they know, and calls of Python functions in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .modes import count_modes
+
+__all__ = ["call_in_graph"]
+
+
+def call_in_graph(function: Callable[[Any], Any], tensor: Tensor) -> Any:
+    """Call a function of one tensor; a graph that is being recorded and knows the tensor holds the call as one node.
+
+    NotImplemented if there is no such graph. A graph of local tensors, as AOTAutograd records it, does not know the
+    distributed tensor that wraps one. Relies on `get_proxy_slot`, `track_tensor_tree` and
+    `disable_proxy_modes_tracing`. The function needs a `__name__` and a `__module__`.
+    """
+    if not count_modes():
+        return NotImplemented
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    if mode is None:
+        return NotImplemented
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_slot, track_tensor_tree
+
+    known: Any = get_proxy_slot(tensor, mode.tracer, None)
+    if known is None:
+        return NotImplemented
+    with disable_proxy_modes_tracing():
+        result = function(tensor)
+    proxy = mode.tracer.create_proxy("call_function", function, (known.proxy,), {})
+    return track_tensor_tree(result, proxy, constant=None, tracer=mode.tracer)
