@@ -1,14 +1,11 @@
-"""Experts over one axis, and other parameters replicated by `replicate`, follow one device."""
+"""Experts over one axis, and all parameters replicated over another, follow one device."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 
-import shardwise
-from shardwise import DeviceMesh, Shard, distribute_tensor, init_device_mesh
+from shardwise import DeviceMesh, Shard, distribute_tensor, init_device_mesh, replicate
 from shardwise.parallel import ExpertParallel, parallelize_module
 from tests.parallel.expert_checks import (
     assert_same,
@@ -22,9 +19,6 @@ from tests.parallel.expert_checks import (
 )
 from tests.processes.pool import on_processes
 from tests.worlds import mesh_of
-
-replicate: Any = getattr(shardwise, "replicate", None)
-pytestmark = pytest.mark.skipif(replicate is None, reason="needs shardwise.replicate")
 
 
 def follows_one_device(mesh: DeviceMesh) -> None:
@@ -48,7 +42,7 @@ def test_training_on_processes() -> None:
 
 
 def test_local_tokens_and_averaged_gradients() -> None:
-    """Each rank has its own tokens and loss; the gradients of the router and of the experts are averages."""
+    """The router is replicated over both axes, the experts over one; gradients of both are averages over all ranks."""
     x = torch.randn(4, 6, 8)
     alone = made("chosen")
     for own in x:
@@ -57,6 +51,6 @@ def test_local_tokens_and_averaged_gradients() -> None:
         model = made("chosen")
         parallelize_module(model, mesh["ep"], {"experts": ExpertParallel(gradient_reduction="mean")})
         replicate(model.experts, mesh=mesh["dp"])
-        replicate(model, ignored_modules=[model.experts], mesh=mesh)
+        replicate(model, mesh=mesh)
         loss_of(model(on_ranks(list(x)))).backward()
         assert_same(by_name(model, lambda p: whole(p.grad)), by_name(alone, lambda p: p.grad))

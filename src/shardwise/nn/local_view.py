@@ -45,9 +45,10 @@ class LocalView:
     def watch(self) -> None:
         """Show the view in calls of the module. Submodules have the hook as well: backward may call them alone."""
         for module in self.root.modules():
-            module.__dict__[_VIEW] = self  # hooks find it there, so that a copy of the module has its own
-            module.register_forward_pre_hook(_before, with_kwargs=True)
-            module.register_forward_hook(_after, always_call=True)
+            if _VIEW not in module.__dict__:  # others were replicated before, and have their own view
+                module.__dict__[_VIEW] = self  # hooks find it there, so that a copy of the module has its own
+                module.register_forward_pre_hook(_before, with_kwargs=True, prepend=True)  # before those of styles
+                module.register_forward_hook(_after, always_call=True)
 
     def enter(self, module: nn.Module, inputs: object) -> None:
         """Before a call."""

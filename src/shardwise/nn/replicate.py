@@ -60,6 +60,8 @@ def replicate(
     and the plain ones are replicated on that mesh; such a module takes DTensors. Those on a mesh of other axes
     (`mesh["tp"]`) are replicated over these as well, and local inputs see them on their own mesh.
 
+    Submodules that were replicated before, perhaps over another mesh, stay as they are.
+
     The module gets the methods of `ReplicateModule`. `bucket_cap_mb` is the size of its buckets in MiB, by default that
     of `bucket_gradients`. Other options of DistributedDataParallel that only help it to find out what to reduce are
     accepted and not needed.
@@ -76,6 +78,9 @@ def replicate(
     data = adopt(_mesh(mesh if mesh is not None else device_mesh))
     skipped = {id(each) for other in ignored_modules or () for each in other.modules()}
     skipped |= {id(parameter) for parameter in ignored_params or ()}
+    for other in module.modules():
+        if isinstance(other, ReplicateModule):  # by an earlier call, perhaps over another mesh
+            skipped |= {id(each) for each in (*other.modules(), *other.parameters(), *other.buffers())}
     shown = _distribute(module, data, skipped, 0 if init_sync else None)
     cls: Any = type(module)
     module.__class__ = type(f"Replicate{cls.__name__}", (ReplicateModule, cls), {})

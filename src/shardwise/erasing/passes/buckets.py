@@ -7,9 +7,10 @@ import operator
 from torch import fx
 
 from ..._torch.collectives import all_reduce, all_reduce_coalesced
+from ...tensor.gradient_buckets import DEFAULT_SIZE
 from ..effects import Memory, is_barrier
 
-BUCKET_BYTES = 25 << 20
+BUCKET_BYTES = DEFAULT_SIZE
 """How much one all-reduce joins at most."""
 
 
