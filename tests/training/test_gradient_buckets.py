@@ -247,6 +247,18 @@ def test_other_reductions(op: str, expected: float) -> None:
         assert [whole_of(leaf.grad).tolist() for leaf in leaves] == [[expected] * 3] * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sums_over_one_axis_and_averages_over_another(dtype: torch.dtype) -> None:
+    with ranks(2, 2) as mesh:
+        leaves = [on(mesh, torch.ones(3, dtype=dtype), grad=True) for _ in range(3)]
+        weight = distribute_tensor(torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=dtype), mesh, [Shard(0)] * 2).to_local()
+        mixed = [Partial("avg"), Partial("sum")]
+        loss = sum((leaf.to_local(grad_placements=mixed) * weight).sum() for leaf in leaves)
+        with counted(1):
+            loss.backward()
+        assert [whole_of(leaf.grad).tolist() for leaf in leaves] == [[5.0] * 3] * 3
+
+
 def test_tied_parameters_and_other_memory_orders() -> None:
     with ranks(2) as mesh:
         found = []

@@ -27,7 +27,7 @@ from .move import Move, group_of_step
 from .on_ranks import LocalOp, on_ranks
 from .plan import ALL_REDUCE, REDUCE_SCATTER, Step
 from .redistribute import carry_out, moves_between, plan_redistribution
-from .transport import from_wire, reduces_natively, to_wire, wire_op
+from .transport import divided_sum, from_wire, reduces_natively, to_wire, wire_op
 
 
 class Channel(NamedTuple):
@@ -35,6 +35,7 @@ class Channel(NamedTuple):
 
     kind: str
     op: str
+    divisor: int
     group: str
     ranks: int
     dtype: torch.dtype
@@ -94,7 +95,7 @@ def _find(source: DTensorSpec, target: DTensorSpec) -> Reduction | None:
     step, moves = steps[last], moves_between(source, target)
     group, ranks = group_of_step(step, mesh_info)
     return Reduction(
-        Channel(step.kind, step.op, group, ranks, source.dtype),
+        Channel(step.kind, step.op, step.divisor, group, ranks, source.dtype),
         moves[:last],
         _pack(step, ranks),
         _then(_with_shape(step.after, mesh_info), moves[last + 1 :]),
@@ -103,8 +104,6 @@ def _find(source: DTensorSpec, target: DTensorSpec) -> Reduction | None:
 
 
 def _can_share(step: Step, dtype: torch.dtype) -> bool:
-    if step.divisor != 1:  # sums over some axes and averages over others
-        return False
     even = step.before.is_even() and step.after.is_even()
     return reduces_natively(dtype, step.op) and (step.kind == ALL_REDUCE or (step.kind == REDUCE_SCATTER and even))
 
@@ -173,13 +172,14 @@ class Bucket:
             if self.started:
                 return
             self.started = True
-            kind, op, group, ranks, dtype = self._reductions[0].channel
+            kind, op, divisor, group, ranks, dtype = self._reductions[0].channel
+            scale, _ = divided_sum(divisor, dtype)
             packed = [reduction.pack(local) for reduction, local in zip(self._reductions, self._locals, strict=True)]
             self._locals.clear()
             self._sizes = [each.shape[-1] for each in packed]
             op_sent, alone = wire_op(dtype, op), len(packed) == 1
             joined = packed[0] if alone else torch.cat(packed, -1)
-            sent = to_wire(joined.contiguous().view(-1), op)
+            sent = to_wire(scale(joined.contiguous().view(-1)), op)
             if kind == REDUCE_SCATTER:
                 self._raw = reduce_scatter(sent, op_sent, ranks, group)
             else:  # a tensor that is alone was not copied, and others may read it
@@ -191,10 +191,11 @@ class Bucket:
             self.start()
             if self._results is None:
                 assert self._raw is not None
-                _, op, _, _, dtype = self._reductions[0].channel
+                _, op, divisor, _, _, dtype = self._reductions[0].channel
+                _, divide = divided_sum(divisor, dtype)
                 with below_autograd():
                     raw, self._raw = wait(self._raw), None
-                    received = from_wire(raw, dtype, op)
+                    received = divide(from_wire(raw, dtype, op))
                     pieces = received.split_with_sizes(self._sizes) if len(self._sizes) > 1 else [received]
                     unpacked = zip(self._reductions, pieces, strict=True)
                     self._results = [reduction.unpack(piece) for reduction, piece in unpacked]
