@@ -183,7 +183,7 @@ def on_gpu(report: Report, ranks: int = 8, length: int = 65536) -> None:
 
 
 def main() -> None:
-    report = Report("context")
+    report = Report("context-cuda" if "cuda" in sys.argv else "context")
     if "cuda" in sys.argv:
         on_gpu(report)
         return

@@ -2,8 +2,8 @@
 
     python benchmarks/data_parallel.py [--print] [--device cuda]
 
-Four processes, one thread each: gloo, or with `--device cuda` NCCL on as many GPUs as there are. On one GPU a fake
-process group takes the place of NCCL, so that the times are those of everything but the collectives.
+Four processes, one thread each: gloo, or with `--device cuda` NCCL on as many GPUs as there are, which must be two or
+more: `DistributedDataParallel` does not run on a fake process group.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ import torch.multiprocessing as mp
 from report import Report
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import BLOCKS, DIM, Block, milliseconds
 
 from shardwise import P, bucket_gradients, distribute_module, distribute_tensor, replicate
 from shardwise.debug import CommDebugMode
 
 DEVICE = "cuda" if "cuda" in sys.argv else "cpu"
-RANKS = 4 if DEVICE == "cpu" else max(torch.cuda.device_count(), 1)
+RANKS = 4 if DEVICE == "cpu" else torch.cuda.device_count()
 ROWS, LENGTH = 8, 32
 WIDE = 1024
 
@@ -89,12 +88,10 @@ def reductions(step: Callable[[], None]) -> str:
 def run(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if DEVICE == "cuda" and RANKS == 1:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    else:
-        backend = "gloo" if DEVICE == "cpu" else "nccl"
-        torch.cuda.set_device(rank) if DEVICE == "cuda" else None
-        dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
+    backend = "gloo" if DEVICE == "cpu" else "nccl"
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
     mesh = dist.init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("dp",))
     report = Report("data-parallel" if DEVICE == "cpu" else "data-parallel-cuda") if rank == 0 else None
     for name, make in MODELS.items():
@@ -115,13 +112,12 @@ def run(rank: int, folder: str) -> None:
 
 
 def main() -> None:
+    if RANKS < 2:
+        raise SystemExit("benchmarks/data_parallel.py --device cuda needs two GPUs or more")
     # The processes import this file and its neighbours.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
-        if RANKS == 1:
-            run(0, folder)
-        else:
-            mp.start_processes(run, (folder,), nprocs=RANKS, start_method="spawn")
+        mp.start_processes(run, (folder,), nprocs=RANKS, start_method="spawn")
 
 
 if __name__ == "__main__":
