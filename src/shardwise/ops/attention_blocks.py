@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .attention_gpu import attend_on_gpu, gradients_on_gpu
+
 _aten = torch.ops.aten
 _FUSED_ON_CPU = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _FUSED_ON_CUDA = (torch.bfloat16, torch.float16)
@@ -38,11 +40,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tuple
             found = _aten._scaled_dot_product_flash_attention_for_cpu(
                 query, key, value, 0.0, options.causal, scale=options.scale
             )
-        else:
-            found = _aten._scaled_dot_product_flash_attention(
-                query, key, value, 0.0, options.causal, False, scale=options.scale
-            )
-        return found[0], found[1]
+            return found[0], found[1]
+        return attend_on_gpu(query, key, value, options.causal, options.scale)
     scores = _scores(query, key, options)
     logsumexp = scores.logsumexp(-1)
     weights = _weights(scores, logsumexp)
@@ -129,22 +128,8 @@ def _fused_gradients(
         found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *given, 0.0, options.causal, scale=options.scale
         )
-    else:
-        unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        found = _aten._scaled_dot_product_flash_attention_backward(
-            *given[:5],
-            saved.logsumexp.contiguous(),
-            None,
-            None,
-            query.shape[2],
-            key.shape[2],
-            0.0,
-            options.causal,
-            unused,
-            unused[:0],
-            scale=options.scale,
-        )
-    return found[0], found[1], found[2]
+        return found[0], found[1], found[2]
+    return gradients_on_gpu(*given, options.causal, options.scale)
 
 
 # ---- by products ----------------------------------------------------------------------------------------------------
