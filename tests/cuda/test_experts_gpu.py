@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
+    torch.cuda.set_device(0)  # DeviceMesh warns if nobody has chosen one
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield

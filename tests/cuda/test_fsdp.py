@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 def mesh(tmp_path: object) -> Iterator[DeviceMesh]:
     """One rank, with NCCL for tensors on the GPU and gloo for those of the host."""
     store = dist.FileStore(f"{tmp_path}/store", 1)
+    torch.cuda.set_device(0)  # DeviceMesh warns if nobody has chosen one
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     yield init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
     dist.destroy_process_group()
