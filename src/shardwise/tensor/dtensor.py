@@ -185,7 +185,7 @@ class DTensor(ChangingShape):
         if self._spec.is_replicated():
             return self.to_local(grad_placements=grad_placements)
         gathered = to_spec(self, self._spec.replicated())
-        if gathered.requires_grad:
+        if gathered.requires_grad or count_modes():
             return gathered.to_local(grad_placements=grad_placements)
         # In memory of its own, unless there is one rank.
         return hand_out(self) if gathered._local_tensor is self._local_tensor else gathered._local_tensor
