@@ -73,7 +73,8 @@ class MeshInfo:
     def coordinates(self) -> tuple[Coordinate, ...]:
         """For each of `ranks` its coordinate in its own instance."""
         places = list(itertools.product(*map(range, self.sizes)))
-        instances = listed(self.instances.flatten(1))
+        with without_modes():
+            instances = listed(self.instances.flatten(1))
         found = {rank: at for instance in instances for rank, at in zip(instance, places, strict=True)}
         return tuple(found[rank] for rank in self.ranks)
 

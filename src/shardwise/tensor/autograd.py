@@ -20,6 +20,7 @@ from ..sharding.memory_order import in_memory_order, memory_order
 from ..sharding.placement import Placements
 from ..sharding.recording import recorded
 from ..sharding.spec import DTensorSpec, contiguous_meta
+from .exported import Redistribution, exporting
 from .from_local import on_mesh
 from .handed_out import exposed, new_alias
 from .sources import pending
@@ -35,9 +36,24 @@ def to_spec(
     backward_dtype: torch.dtype | None = None,
 ) -> Any:
     """The same tensor under another spec of its mesh. Differentiable."""
+    if exporting() and target._placements is not None:
+        return _redistribution(tensor, target, forward_dtype, backward_dtype)
+    return _to_spec(tensor, target, async_op, forward_dtype, backward_dtype)
+
+
+def _to_spec(
+    tensor: DTensorBase,
+    target: DTensorSpec,
+    async_op: bool,
+    forward_dtype: torch.dtype | None,
+    backward_dtype: torch.dtype | None,
+) -> Any:
     if torch.is_grad_enabled() and tensor.requires_grad:
         return Redistribute.apply(tensor, target, async_op, forward_dtype, backward_dtype)
     return _redistributed(tensor, target, async_op, forward_dtype)
+
+
+_redistribution = Redistribution(_to_spec)
 
 
 class MoveInGraph:

@@ -50,8 +50,10 @@ from ..sharding.placement import (
 )
 from ..sharding.spec import DTensorSpec, contiguous_meta, rebuild_spec
 from ..world import RankTensor
+from . import exported
 from .autograd import FromLocal, ToLocal, grad_spec_of_local, local_of, to_spec
 from .changed_shape import ChangingShape
+from .exported import exporting
 from .flat import Context, context_on, flatten, relate_sizes
 from .from_local import check_plain_tensor, copy_to_replicas, of_members, on_mesh, spec_of_local, without_grad
 from .gradient_buckets import CollectedGradient
@@ -141,6 +143,22 @@ class DTensor(ChangingShape):
         right, and copy the first rank's data along replicated axes. `grad_placements` are those of the gradient that
         goes back to `local_tensor`.
         """
+        if exporting():
+            mesh = device_mesh if device_mesh is not None else current_mesh()
+            given = (run_check, shape, stride, grad_placements)
+            return exported.from_local(check_plain_tensor(local_tensor, "from_local"), mesh, placements, *given)
+        return DTensor._from_local(local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements)
+
+    @staticmethod
+    def _from_local(
+        local_tensor: Tensor,
+        device_mesh: DeviceMesh | None,
+        placements: Placements | None,
+        run_check: bool,
+        shape: Sequence[int] | None,
+        stride: Sequence[int] | None,
+        grad_placements: Placements | None,
+    ) -> DTensor:
         local = check_plain_tensor(local_tensor, "from_local")
         if isinstance(local, DTensor):
             raise InputError("from_local got a DTensor", "pass its local shard, x.to_local(), or use x.redistribute")
@@ -167,6 +185,9 @@ class DTensor(ChangingShape):
         `grad_placements` say which global gradient the gradients of the local tensors are shards of; by default it is
         sharded like this tensor, and replicated where this tensor is Partial.
         """
+        return exported.to_local(self, grad_placements) if exporting() else self._to_local(grad_placements)
+
+    def _to_local(self, grad_placements: Placements | None) -> Tensor:
         if torch.is_grad_enabled() and self.requires_grad:
             spec = self._spec
             grad_spec = spec.with_placements(grad_placements) if grad_placements is not None else spec.cotangent()
@@ -185,8 +206,12 @@ class DTensor(ChangingShape):
         if self._spec.is_replicated():
             return self.to_local(grad_placements=grad_placements)
         gathered = to_spec(self, self._spec.replicated())
-        if gathered.requires_grad or count_modes():
+        if gathered.requires_grad or exporting():
             return gathered.to_local(grad_placements=grad_placements)
+        if count_modes():
+            made = call_in_graph(local_of, gathered)
+            if made is not NotImplemented:
+                return made
         # In memory of its own, unless there is one rank.
         return hand_out(self) if gathered._local_tensor is self._local_tensor else gathered._local_tensor
 
