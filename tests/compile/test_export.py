@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import shardwise
 from shardwise import (
     DeviceMesh,
     DTensor,
@@ -48,6 +50,7 @@ MODULES = [
     "redistribute",
     "from_local",
     "full_tensor",
+    "distribute",
 ]
 
 
@@ -163,6 +166,25 @@ def test_on_processes() -> None:
     program = saved_and_loaded(torch.export.export(module, (shard,)))
     expected = plain(x).chunk(4, 1)[mesh.get_local_rank()]
     torch.testing.assert_close(program.module()(shard), expected)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_factories_and_random_numbers(strict: bool) -> None:
+    with lone_rank() as mesh:
+        options: dict[str, Any] = {"device_mesh": mesh, "placements": [Shard(0)]}
+
+        def made(x: Tensor) -> Tensor:
+            return x * shardwise.full((8, 4), 3.0, **options) + shardwise.ones(8, 4, **options) + torch.randn_like(x)
+
+        x = distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)])
+        program = saved_and_loaded(torch.export.export(Calls(made), (x,), strict=strict)).module()
+        torch.manual_seed(3)
+        expected = made(x)
+        torch.manual_seed(3)
+        assert_same(program(x), expected)
+        with pytest.raises(Exception, match="randn_like"):
+            torch.export.export(Calls(lambda x: x * shardwise.randn(8, 4, **options)), (x,), strict=strict)
+    torch.compiler.reset()
 
 
 def test_a_placement_that_programs_cannot_hold() -> None:

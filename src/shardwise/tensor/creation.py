@@ -29,6 +29,7 @@ from ..sharding.placement import AnyShard, Placement, Placements, Replicate
 from ..sharding.recording import recorded
 from ..sharding.spec import DTensorSpec, contiguous_meta, normalize_placements
 from .dtensor import DTensor
+from .exported import exporting
 from .from_local import check_plain_tensor, check_reductions, on_mesh
 
 __all__ = ["distribute_tensor", "empty", "full", "ones", "rand", "randn", "randperm", "zeros"]
@@ -81,7 +82,7 @@ def distribute_tensor(
         else:
             local = _scatter_from(local, spec, src_data_rank)
         local = in_memory_order(local, None if mesh_info.outside else memory_order(spec.tensor_meta))
-    result = DTensor(local, spec, requires_grad=False)
+    result = _wrapped(local, spec)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(result, tensor.requires_grad)  # type: ignore[return-value]
     return result.requires_grad_(tensor.requires_grad)
@@ -279,6 +280,12 @@ def _drawn(
     arguments: tuple[float, ...] = (0.0, 1.0),
 ) -> DTensor:
     spec = _new_spec(size, dtype, layout, device_mesh, placements)
+    if exporting():
+        raise InputError(
+            f"random numbers of shape {list(spec.shape)} made by shardwise in a module that is being exported: the "
+            "program would not draw them again",
+            "draw with an op on a distributed tensor, which programs hold, e.g. torch.randn_like(x)",
+        )
 
     def numbers() -> Tensor:
         draw = Draw(spec.mesh_info, spec.tensor_meta, _device(spec.mesh_info), None)
@@ -292,7 +299,15 @@ def _made(spec: DTensorSpec, make: Callable[[], Tensor], requires_grad: bool) ->
         local = _to_partial(make(), spec)
         if spec.mesh_info.outside:  # what was drawn has advanced the generator, as on the ranks of the mesh
             local = shard_outside(spec.ndim, spec.dtype, local.device)
-    return DTensor(local, spec, requires_grad=requires_grad)
+    return _wrapped(local, spec).requires_grad_(requires_grad)
+
+
+def _wrapped(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """The tensor with this local shard; in a program that is being exported, the result of an op."""
+    if not exporting():
+        return DTensor(local, spec, requires_grad=False)
+    shape, stride, _ = spec.tensor_meta
+    return DTensor.from_local(local, spec.mesh, spec.placements_alone, shape=shape, stride=stride)
 
 
 def _new_spec(
