@@ -28,11 +28,13 @@ from shardwise import (
 from shardwise.errors import InputError
 from shardwise.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
+from shardwise.parallel.styles import ReplicatedOnShards, ReplicateParallel
 from shardwise.sharding.placement import OrderedShard, Placements
 from shardwise.tensor.exported import placements_from, text_of
 from tests.compile.cases import CASES, MLP, Block, Make
@@ -102,6 +104,37 @@ def test_a_styled_module_with_distributed_inputs() -> None:
         given = distribute_tensor(x, mesh, [Shard(0)])
         program = saved_and_loaded(torch.export.export(module, (given,)))
         assert_same(program.module()(given * 2), module(given * 2))
+
+
+class Attention(nn.MultiheadAttention):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+STYLED: dict[str, tuple[Callable[[], nn.Sequential], dict[str, ParallelStyle]]] = {
+    "embedding": (
+        lambda: nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8)),
+        {"0": RowwiseParallel(input_layouts=Replicate()), "1": ColwiseParallel(output_layouts=Replicate())},
+    ),
+    "local_parameters": (
+        lambda: nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16), nn.LayerNorm(4), nn.Linear(16, 8)),
+        {"0": ReplicateParallel(), "1": ColwiseParallel(), "2": ReplicatedOnShards(), "3": RowwiseParallel()},
+    ),
+    "attention": (
+        lambda: nn.Sequential(nn.Embedding(16, 8), Attention(8, 4, batch_first=True)),
+        {"0": ReplicateParallel(), "1": ColwiseParallel()},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STYLED)
+def test_other_styles(name: str) -> None:
+    with lone_rank() as mesh:
+        build, plan = STYLED[name]
+        module, tokens = parallelize_module(build(), mesh, plan), torch.randint(0, 16, (2, 4))
+        program = saved_and_loaded(torch.export.export(module, (tokens,)))
+        other = tokens.flip(0)
+        assert_same(program.module()(other), module(other))
 
 
 def test_a_mesh_with_two_axes() -> None:
