@@ -136,6 +136,18 @@ FOUND = {
         "x3 = torch.cat([x1, x0, x1])",
         "((x2 * x2).sum() + (x0 * 0.5).sum() + (x3 * x3).sum()).backward()",
     ),
+    "the second gradient of a write to a view": (
+        "x0 = leaf((2,), torch.float32, [Replicate()], seed=305, grad=True)",
+        "x1 = x0 * x0",
+        "x1.unsqueeze(0).copysign_(x0)",
+        "x2 = torch.autograd.grad((x1 * x1).sum(), x0, create_graph=True)[0]",
+        "x3 = torch.autograd.grad((x2 * x2).sum(), x0, create_graph=True)[0]",
+        "x4 = torch.autograd.grad((x3 * x3).sum(), x0)[0]",
+        "x5 = x0 * 2",
+        "x5.view(1, 2).cumprod_(1)",
+        "x6 = torch.autograd.grad((x5 * x5).sum(), x0, create_graph=True)[0]",
+        "x7 = torch.autograd.grad((x6 * x6).sum(), x0)[0]",
+    ),
     "any view of a conjugate": (
         "x0 = leaf((2, 2), torch.complex64, [Replicate()], seed=776)",
         "x1 = x0.conj()",

@@ -34,6 +34,8 @@ _RUNNING = "shardwise: backward passes that are in the formula of this node"
 """A node's metadata holds, under this key, the passes by number: two threads may run passes over one graph, and a pass
 that failed in a formula must not count as running. With each pass, the hooks for saved tensors when it began."""
 
+_HIDDEN = "shardwise: this node was found behind a write to a view, and marked"
+
 
 def in_formula() -> bool:
     """Whether the formula of a marked node runs in this thread.
@@ -64,6 +66,35 @@ def mark_formula(node: Node) -> None:
     """Take plain tensors as replicated in the formula of this node, in every backward pass."""
     node.register_prehook(_begin)
     node.register_hook(_end)
+
+
+def mark_write(node: Node) -> None:
+    """Take plain tensors as replicated in the formula of the node that a write to a view recorded on the base.
+
+    That node runs the formula of the written op's node, which it hides. The hidden node is found in the graph of a
+    gradient that is itself differentiable: formulas use the tensor that was written, which the hidden node computes.
+    """
+    mark_formula(node)
+    node.register_hook(_mark_hidden)
+
+
+def _mark_hidden(grad_inputs: Gradients, grad_outputs: Gradients) -> None:
+    """Mark the nodes between the gradients that the formula took and the tensors that the op took."""
+    node = current_node()
+    if node is None or not torch.is_grad_enabled():
+        return
+    seen = {function for function, _ in node.next_functions}
+    seen.update(grad.grad_fn for grad in grad_outputs if grad is not None)
+    found = [grad.grad_fn for grad in grad_inputs if grad is not None]
+    while found:
+        function = found.pop()
+        if function is None or function in seen or not function.next_functions:  # without them, it is that of a leaf
+            continue
+        seen.add(function)
+        found.extend(following for following, _ in function.next_functions)
+        if _HIDDEN not in metadata_of(function):
+            metadata_of(function)[_HIDDEN] = True
+            mark_formula(function)
 
 
 def _begin(grad_outputs: Gradients) -> None:
@@ -157,5 +188,6 @@ def nodes_since(tensor: Tensor, version: int) -> Iterator[Node]:
 
 def _mark_results(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
     for tensor, version in zip(tensors, versions, strict=True):
+        mark = mark_formula if tensor._base is None else mark_write
         for node in nodes_since(tensor, version):
-            mark_formula(node)
+            mark(node)

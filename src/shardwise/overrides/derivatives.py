@@ -11,12 +11,12 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch.above_autograd import Keys, call_with_autograd
 from .._torch.backward_pass import saved_tensor_hooks
 from .._torch.ops import OpOverload
-from ..dispatch.formulas import mark_formula, outside_formula
+from ..dispatch.formulas import mark_formula, mark_write, outside_formula
 from ..ops.above_autograd import call, is_ours, needs_grad
 from ..sharding.base import DTensorBase
 
@@ -41,9 +41,10 @@ def marking_formulas(func: OpOverload) -> Callable[..., object]:
         with _unpacking_outside_formulas():
             result = call_with_autograd(func, keys, *args, **kwargs)
         for tensor in _tensors(result):
-            node = _node_of(tensor, in_place)
+            base = tensor._base if in_place else None
+            node, mark = (tensor.grad_fn, mark_formula) if base is None else (base.grad_fn, mark_write)
             if node is not None:
-                mark_formula(node)
+                mark(node)
                 break  # all results of a call have one node
         return result
 
@@ -58,12 +59,6 @@ def _is_integer_view(target: Tensor) -> bool:
 def _tensors(result: object) -> Sequence[Tensor]:
     found = result if isinstance(result, (tuple, list)) else (result,)
     return [value for value in found if isinstance(value, Tensor)]
-
-
-def _node_of(result: Tensor, in_place: bool) -> Node | None:
-    """The node that a call recorded. A write to a view is recorded on the tensor that it views."""
-    written = result._base if in_place and result._base is not None else result
-    return written.grad_fn
 
 
 def _unpacking_outside_formulas() -> AbstractContextManager[object]:
