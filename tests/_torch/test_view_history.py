@@ -10,6 +10,7 @@ from shardwise._torch.view_history import (
     is_recorded,
     remade,
     views_of,
+    views_recorded_as_ops,
     was_made_without_grad,
 )
 from shardwise._torch.wrapper import make_wrapper, no_torch_function
@@ -89,3 +90,15 @@ def test_copy_hooks() -> None:
     y.sum().backward()
     assert leaf.grad is not None
     assert leaf.grad.tolist() == [3, 3]
+
+
+def test_views_of_plain_tensors_are_recorded_as_those_of_subclasses() -> None:
+    def strides() -> tuple[int, ...]:
+        x = torch.ones(2, requires_grad=True).clone()
+        y = x.unsqueeze(0)
+        x.mul_(2)
+        return torch.autograd.grad(y.sum(), x)[0].stride()
+
+    assert strides() == (1,)
+    with views_recorded_as_ops():
+        assert strides() == (0,)

@@ -148,6 +148,13 @@ FOUND = {
         "x6 = torch.autograd.grad((x5 * x5).sum(), x0, create_graph=True)[0]",
         "x7 = torch.autograd.grad((x6 * x6).sum(), x0)[0]",
     ),
+    "a gradient through a view of what was written": (
+        "x0 = leaf((2,), torch.float32, [Replicate()], seed=412, grad=True)",
+        "x1 = move(x0, [Replicate()])",
+        "x2 = x1.unsqueeze(0)",
+        "x1.copysign_(0.5)",
+        "x3 = torch.autograd.grad(x2.sum(), x1)[0]",
+    ),
     "any view of a conjugate": (
         "x0 = leaf((2, 2), torch.complex64, [Replicate()], seed=776)",
         "x1 = x0.conj()",

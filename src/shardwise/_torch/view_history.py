@@ -9,15 +9,22 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _force_original_view_tracking
 
 _DEFAULT = torch._C._autograd.CreationMeta.DEFAULT
 _NO_GRAD_MODE = torch._C._autograd.CreationMeta.NO_GRAD_MODE
 _COUNTS_AUTOGRAD = torch.__version__ >= (2, 13)  # type: ignore[operator]  # PyTorch's versions compare with tuples
 """Whether what autograd holds of a tensor counts as one reference to its Python object."""
+
+
+def views_recorded_as_ops() -> AbstractContextManager[object]:
+    """Inside, plain tensors are as subclasses: views are made again, after a write, by the calls that made them."""
+    return _force_original_view_tracking(True)
 
 
 def views_of(base: Tensor, kinds: Collection[type]) -> list[Any]:
