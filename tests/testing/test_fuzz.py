@@ -142,6 +142,13 @@ UNDEFINED = {
         "x1 = torch.bmm(x0, x0)",
         'x3 = torch.div(x1, x1, rounding_mode="floor")',
     ),
+    "the sign of a zero that is an average": (
+        'x0 = leaf((1, 6, 2), torch.float32, [Partial("avg")], seed=346, special=True)',
+        "x1 = leaf((1, 6, 2), torch.float32, [Replicate()], seed=346, special=True)",
+        'x2 = move(x1, [Partial("sum")])',
+        "x3 = torch.atan2(x2, x2)",
+        "x0.atan2_(x0)",
+    ),
     "the sign of NaN": (
         'x0 = leaf((), torch.float32, [Partial("min")], seed=736, special=True)',
         "x1 = torch.signbit(x0)",

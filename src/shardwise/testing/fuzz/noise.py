@@ -136,13 +136,34 @@ def _overflows(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 class NoisyPlain(Plain):
-    """Plain tensors that become terms of a sum, an average or a product, which round, where distributed ones do."""
+    """Plain tensors that become terms of a sum, an average or a product, which round, where distributed ones do.
+
+    Terms that cancel leave a positive zero, so the sign of a zero is lost as well.
+    """
+
+    def leaf(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        placements: Placements,
+        seed: int,
+        grad: bool = False,
+        special: bool = False,
+    ) -> Tensor:
+        """Return a tensor with random values, whose zeros are positive if it stands for several terms."""
+        made = super().leaf(shape, dtype, placements, seed, special=special)
+        return (made.masked_fill(made == 0, 0) if _is_partial(placements) else made).requires_grad_(grad)
 
     def move(self, x: Tensor, placements: Placements) -> Tensor:
         """Return a copy, which noise changes if it stands for several terms."""
         copy = super().move(x, placements)
-        partial = not isinstance(placements, P) and any(isinstance(placement, Partial) for placement in placements)
-        return copy * 1 if partial and (copy.is_floating_point() or copy.is_complex()) else copy
+        return copy + 0.0 if _is_partial(placements) and (copy.is_floating_point() or copy.is_complex()) else copy
+
+
+def _is_partial(placements: Placements) -> bool:
+    if isinstance(placements, P):
+        return bool(placements.partial)
+    return any(isinstance(placement, Partial) for placement in placements)
 
 
 def noisy(program: Program) -> Callable[[], list[Outcome]]:
