@@ -155,6 +155,12 @@ FOUND = {
         "x1.copysign_(0.5)",
         "x3 = torch.autograd.grad(x2.sum(), x1)[0]",
     ),
+    "pooling in one dim, with and without gradients": (
+        "x0 = leaf((1, 5, 2), torch.float32, [Replicate()], seed=727)",
+        "x1 = leaf((2, 5, 2), torch.float32, [Shard(0)], seed=728, grad=True)",
+        "x2 = F.max_pool1d(x0.mT, 2)",
+        "x3 = F.max_pool1d(x1.mT, 2)",
+    ),
     "any view of a conjugate": (
         "x0 = leaf((2, 2), torch.complex64, [Replicate()], seed=776)",
         "x1 = x0.conj()",

@@ -5,8 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from torch import Tensor
+
+from .._torch.above_autograd import Keys, call_original
+from .._torch.ops import OpOverload
 from ..notation.build import join
 from ..notation.schema import KINDS
+from .above_autograd import needs_grad, where_distributed
 from .call import Call
 from .registry import definitions_in
 
@@ -60,6 +65,20 @@ for _n in (2, 3):
 
 
 define("aten::max_pool2d_backward", derivative_makes_tensors=True)
+
+
+def _max_pool1d(func: OpOverload) -> Callable[..., object]:
+    """The override of `F.max_pool1d`: without gradients plain tensors on CPU have a kernel with row-major results."""
+
+    def run(keys: Keys, x: Tensor, *args: object, **kwargs: object) -> object:
+        result = call_original(func, keys, x, *args, **kwargs)
+        assert isinstance(result, Tensor)
+        return result.contiguous() if x.device.type == "cpu" and not needs_grad([x]) else result
+
+    return where_distributed(func, run)
+
+
+define("aten::max_pool1d", override=_max_pool1d)
 
 
 # ---- resampling -----------------------------------------------------------------------------------------------------
