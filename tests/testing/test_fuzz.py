@@ -97,6 +97,11 @@ def test_rounding_is_no_difference() -> None:
 
 
 UNDEFINED = {
+    "the sign of infinity, divided by a zero that is a sum of terms": (
+        'x2 = leaf((1, 2, 1), torch.float32, [Partial("sum")], seed=684, special=True)',
+        "x3 = x2.count_nonzero()",
+        "x4 = torch.addcdiv(x3, x3, x2)",
+    ),
     "a product that overflows in one order, with a zero": (
         "x1 = leaf((8, 2, 3), torch.float16, [Shard(1)], seed=433)",
         "x3 = x1.prod()",

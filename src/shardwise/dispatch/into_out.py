@@ -86,9 +86,11 @@ def _written_to_base(out: DTensorBase, result: Tensor) -> Tensor:
     begin = int(out.storage_offset()) - int(base.storage_offset())
     count = min(result.numel(), base.numel() - begin)
     base.as_strided((count,), (1,), out.storage_offset()).copy_(result.reshape(-1)[:count])
-    if count < result.numel():
-        return result
-    view: Tensor = base.as_strided(result.shape, contiguous_stride(result.shape), out.storage_offset())
+    offset = int(out.storage_offset())
+    if count < result.numel():  # new memory, in which it begins where it did
+        flat = result.reshape(-1)
+        base = torch.cat([flat.new_zeros(offset), flat])
+    view: Tensor = base.as_strided(result.shape, contiguous_stride(result.shape), offset)
     return view
 
 

@@ -128,16 +128,35 @@ class _RingAttention(QuickFunction):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise InputError(
-                "a second derivative of attention over a sequence that is sharded by position",
-                "call backward without create_graph, or gather the sequence before: k.redistribute(...)",
-            )
         query, key, value, output, logsumexp, mask, dropout = ctx.saved_tensors
         found = call(
             ring_attention_backward, gradient, query, key, value, output, logsumexp, mask, dropout, *ctx.numbers
         )
+        if dropout is None and query._spec.mesh_info.device_type == "cpu":
+            found = tuple(map(_by_positions_in_memory, found))
+        if torch.is_grad_enabled() and needs_grad((gradient, query, key, value)):  # with create_graph=True
+            found = _OnceDifferentiable.apply(*found, gradient, query, key, value)
         return *found, *[None] * (2 + len(ctx.numbers))
+
+
+def _by_positions_in_memory(gradient: Tensor) -> Tensor:
+    """The gradient with positions outside heads in memory, as PyTorch's attention on the CPU makes it."""
+    return gradient.transpose(HEADS, SEQUENCE).contiguous().transpose(HEADS, SEQUENCE)
+
+
+class _OnceDifferentiable(QuickFunction):
+    """The gradients of a ring attention, which depend on its gradient and inputs, but have no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(gradient.view_as(gradient) for gradient in tensors[:3])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        raise InputError(
+            "the second derivative of attention over a sequence that is sharded by position",
+            "gather the sequence before: k.redistribute(...)",
+        )
 
 
 def _distributed(tensor: Tensor, mesh_info: MeshInfo) -> DTensorBase:

@@ -177,8 +177,14 @@ def _undefined(failure: Failure, plain: Outcome, found: Outcome, others: Sequenc
             if not torch.equal(value.value, wanted.value):
                 return True
             continue
-        if not all(torch.equal(kind(value.value), kind(wanted.value)) for kind in (torch.isfinite, torch.isnan)):
+        if not torch.equal(_special(value.value), _special(wanted.value)):
             return True
         finite = (value.value - wanted.value).abs()[wanted.value.isfinite()]
         deviation = max(deviation, float(finite.max()) if finite.numel() else 0.0)
     return deviation > 0 and close(have.value, wanted.value, DEVIATIONS * deviation)
+
+
+def _special(value: Tensor) -> Tensor:
+    """Return which numbers are infinite, with their sign, or NaN, and 0 for the others."""
+    parts = torch.view_as_real(value) if value.is_complex() else value
+    return torch.where(parts.isnan(), 2.0, torch.where(parts.isinf(), parts.sign(), 0.0))
