@@ -67,6 +67,8 @@ def test_the_recommended_way() -> None:
 
 @on_processes
 def test_the_recommended_way_on_processes() -> None:
+    other = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))  # its axis has the same group as (dp, tp) below
+    distribute_tensor(torch.ones(4), other, [Shard(0)])
     recommended(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
 
 

@@ -164,8 +164,11 @@ def group_ranks(name: str) -> tuple[int, ...]:
 
 
 def axes_of_group(name: str) -> str:
-    """The axes of a group as text, from the first mesh that was adopted with it; the group's name if there is none."""
-    for mesh_info in runtime_of_world().meshes.values():
+    """The axes of a group as text, from the last mesh that was adopted with it; the group's name if there is none.
+
+    The last one: meshes share the group of all ranks, and the program works with the mesh it made last.
+    """
+    for _, mesh_info in reversed(runtime_of_world().adopted.values()):
         for axes, its_name in mesh_info.groups.items():
             if its_name == name:
                 return names_text([mesh_info.names[axis] for axis in axes])
