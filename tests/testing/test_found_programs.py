@@ -129,6 +129,14 @@ FOUND = {
         "x5 = x1[1:]",
         "torch.cat([x1, x1], out=x5)",
     ),
+    "writes to an expanded tensor that is expanded once more": (
+        "x1 = leaf((1, 1, 1, 2), torch.float32, [Shard(0)], seed=893, grad=True)",
+        "x2 = torch.autograd.grad(x1.sum(), x1, allow_unused=True)[0]",
+        "x8 = x2.expand([3, 3, -1, -1])",
+        "x8[x8 > 0] = -1",
+        "x9 = x1.detach().expand([3, 3, -1, -1])",
+        "x9.masked_fill_(leaf((3, 1, 1, 1), torch.bool, [Replicate()], seed=3), 7)",
+    ),
     "windows that leave gaps, of a sharded tensor": (
         "x0 = leaf((2, 2, 3), torch.float32, [Shard(1)], seed=316)",
         "x1 = x0.unfold(2, 1, 2)",

@@ -97,6 +97,20 @@ def test_rounding_is_no_difference() -> None:
 
 
 UNDEFINED = {
+    "which of equal numbers topk chooses": (
+        "x0 = leaf((6, 6), torch.float32, [Shard(1)], seed=713, grad=True)",
+        "x2 = x0.topk(2, 1).values",
+        "((x2 * x2).sum()).backward()",
+    ),
+    "the side of a branch cut, of a product": (
+        'x1 = leaf((6, 5), torch.complex64, [Partial("product")], seed=74)',
+        "x1.sqrt_()",
+    ),
+    "the sign of a zero that is a product": (
+        'x0 = leaf((), torch.float32, [Partial("product")], seed=835)',
+        "x1 = leaf((1, 1, 1, 1), torch.float32, [Replicate()], seed=397)",
+        "x1.div_(x0)",
+    ),
     "the sign of infinity, divided by a zero that is a sum of terms": (
         'x2 = leaf((1, 2, 1), torch.float32, [Partial("sum")], seed=684, special=True)',
         "x3 = x2.count_nonzero()",

@@ -106,14 +106,14 @@ class Replayed:
         """The root with the view's value in its place, by way of the gathered root."""
         gathered = self.view.root._spec.replicated(row_major=True)
         root_value = self._gathered_root()
-        self.view.of(root_value).copy_(self._gathered_value(tensor))
+        _write(self.view.of(root_value), self._gathered_value(tensor))
         return type(tensor).wrap(root_value, gathered)
 
     def _put_into_expanded(self, tensor: DTensorBase, expanded: list[int]) -> DTensorBase:
         """The same if the root repeats its elements along some dims: a write to one of them is a write to all."""
         value = self._gathered_root()
         written = torch.zeros_like(value, dtype=torch.bool)
-        self.view.of(value).copy_(self._gathered_value(tensor))
+        _write(self.view.of(value), self._gathered_value(tensor))
         self.view.of(written).fill_(True)
         for dim in expanded:
             value = value.gather(dim, written.byte().argmax(dim, keepdim=True))
@@ -142,6 +142,16 @@ class Replayed:
         """The local shard that the view is made from in the end."""
         root = self.view.root
         return root._source.shard() if isinstance(root._source, Replayed) else root._local_tensor
+
+
+def _write(view: Tensor, value: Tensor) -> None:
+    """Write a value to a view, which may repeat elements along some dims: then one that was changed counts."""
+    for dim, (n, step) in enumerate(zip(view.shape, view.stride(), strict=True)):
+        if n > 1 and not step:
+            changed = (value != view).byte()
+            value = value.gather(dim, changed.argmax(dim, keepdim=True))
+            view = view.narrow(dim, 0, 1)
+    view.copy_(value)
 
 
 def replayed(view: ViewCall, local: Tensor, spec: DTensorSpec, offset: int) -> DTensorBase:

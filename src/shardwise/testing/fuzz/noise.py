@@ -68,7 +68,7 @@ class Noise(TorchDispatchMode):
         name = func.overloadpacket.__name__.rstrip("_")
         other = self._with_other_operands(func, args, kwargs) if name in SUMS else None
         overflows = _overflows(func, name, args, kwargs)
-        result = func(*args, **kwargs)
+        result = self._shuffled_topk(func, *args, **kwargs) if name == "topk" else func(*args, **kwargs)
         if other is not None:
             for x, y in zip(pytree.tree_leaves(result), pytree.tree_leaves(other), strict=True):
                 if isinstance(x, Tensor):
@@ -80,6 +80,14 @@ class Noise(TorchDispatchMode):
         if not func.is_view:
             pytree.tree_map_only(Tensor, self._sign_nans if name in EXACT else self._disturb, result)
         return result
+
+    def _shuffled_topk(self, topk: Any, x: Tensor, k: int, dim: int = -1, *args: object, **kwargs: object) -> Any:
+        """Run `topk` on numbers in another order: which ones of equal numbers it chooses is not defined."""
+        if not x.dim():
+            return topk(x, k, dim, *args, **kwargs)
+        order = torch.randperm(x.shape[dim], generator=self.generator)
+        values, indices = topk(x.index_select(dim, order), k, dim, *args, **kwargs)
+        return values, order[indices]
 
     def _with_other_operands(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an op on copies of its operands that are off in their last digits: so are the terms it adds."""
@@ -138,8 +146,12 @@ def _overflows(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, A
 class NoisyPlain(Plain):
     """Plain tensors that become terms of a sum, an average or a product, which round, where distributed ones do.
 
-    Terms that cancel leave a positive zero, so the sign of a zero is lost as well.
+    Terms that cancel leave a positive zero, and a product with zero has the sign of its factors, so the sign of a zero
+    is lost as well.
     """
+
+    def __init__(self, seed: int) -> None:
+        self._zero = -0.0 if seed else 0.0
 
     def leaf(
         self,
@@ -150,9 +162,12 @@ class NoisyPlain(Plain):
         grad: bool = False,
         special: bool = False,
     ) -> Tensor:
-        """Return a tensor with random values, whose zeros are positive if it stands for several terms."""
+        """Return a tensor with random values, whose zeros have one sign if it stands for several terms."""
         made = super().leaf(shape, dtype, placements, seed, special=special)
-        return (made.masked_fill(made == 0, 0) if _is_partial(placements) else made).requires_grad_(grad)
+        if _is_partial(placements) and (dtype.is_floating_point or dtype.is_complex):
+            parts = torch.view_as_real(made) if dtype.is_complex else made
+            parts.masked_fill_(parts == 0, self._zero)
+        return made.requires_grad_(grad)
 
     def move(self, x: Tensor, placements: Placements) -> Tensor:
         """Return a copy, which noise changes if it stands for several terms."""
@@ -173,7 +188,7 @@ def noisy(program: Program) -> Callable[[], list[Outcome]]:
         found = []
         for seed in range(RUNS):
             with Noise(seed):
-                found.append(run(program, NoisyPlain(), plain_value))
+                found.append(run(program, NoisyPlain(seed), plain_value))
         return found
 
     return outcomes
