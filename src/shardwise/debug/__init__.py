@@ -3,6 +3,8 @@
 visualize_sharding    prints which ranks hold which shards of a tensor
 draw                  returns the same picture as a string
 CommDebugMode         counts and prints the communication in a block, module by module
+explain               tells why a block communicates: lines, modules, reasons, prices, alternatives, edits; as text,
+                      as JSON, as a trace. What it holds is described in `explaining/records.py`
 check_local_tensors   finds local tensors that are not what from_local, local_map or a style takes them for
 """
 

@@ -24,7 +24,7 @@ from ..errors import EraseError
 from ..sharding.base import DTensorBase
 from ..sharding.recording import recorder as active_recorder
 from .recorder import OpRecorder
-from .source_lines import users_line
+from ..sharding.source_lines import users_line
 
 _BY_ELEMENT = {
     optim.SGD,

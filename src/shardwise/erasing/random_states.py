@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from ..errors import EraseError
 from ..world.generators import generator_for
-from .source_lines import users_line
+from ..sharding.source_lines import users_line
 
 if TYPE_CHECKING:
     from .recorder import OpRecorder

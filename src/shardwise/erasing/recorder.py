@@ -26,7 +26,7 @@ from ..sharding.base import DTensorBase
 from ..sharding.recording import recorder as active_recorder
 from ..world import RankTensor
 from .random_states import RandomStates
-from .source_lines import in_mesh_code, users_line
+from ..sharding.source_lines import in_mesh_code, users_line
 
 T = TypeVar("T")
 

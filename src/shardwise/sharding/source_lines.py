@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+from types import FrameType
 
 import torch
 import torch.distributed.device_mesh
@@ -16,35 +17,44 @@ _MESH = torch.distributed.device_mesh.__file__
 
 
 class Line(str):
-    """`train.py:31`, and the text of the line."""
+    """`train.py:31`, with the path of the file, the number, and the text of the line."""
 
+    path: str
+    number: int
     text: str
 
     @staticmethod
     def at(path: str, number: int) -> Line:
         """The line with this number of a file."""
         line = Line(f"{os.path.basename(path)}:{number}")
+        line.path, line.number = path, number
         line.text = linecache.getline(path, number).strip()
         return line
 
 
 def users_line() -> Line:
     """The innermost line that is not shardwise's, PyTorch's or Python's own."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
-        frame = frame.f_back
+    frame = users_frame(sys._getframe(1))
     return Line.at(frame.f_code.co_filename, frame.f_lineno)
+
+
+def users_frame(frame: FrameType) -> FrameType:
+    """The innermost frame, from this one outwards, that is not shardwise's, PyTorch's or Python's own."""
+    while frame.f_back is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 def in_mesh_code() -> bool:
     """Whether PyTorch is at work on a DeviceMesh for the user's line: it reads tensors of ranks, which never change."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+    while frame.f_back is not None and is_library(frame.f_code.co_filename):
         if frame.f_code.co_filename == _MESH:
             return True
         frame = frame.f_back
     return False
 
 
-def _is_library(path: str) -> bool:
+def is_library(path: str) -> bool:
+    """Whether a file is part of shardwise, of PyTorch, or of Python itself."""
     return path.startswith(_LIBRARIES) or (path.startswith(_PYTHON) and "site-packages" not in path)
