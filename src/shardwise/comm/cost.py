@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -84,6 +84,19 @@ class Links:
         return self._hash  # computed once: caches of plans and estimates hash it at every look-up
 
 
+class _Group(NamedTuple):
+    """A group that belongs to no mesh, as a mesh with one axis."""
+
+    device_type: str
+    ranks: Sequence[int]
+    world_size: int
+    names: tuple[str, ...] = ("",)
+
+    def rank_groups(self, axes: tuple[int, ...]) -> list[list[int]]:
+        """Its ranks."""
+        return [list(self.ranks)]
+
+
 @dataclass(frozen=True)
 class CostModel:
     """What communication costs, in seconds and bytes per second. A None takes the default of the mesh's device type.
@@ -113,7 +126,11 @@ class CostModel:
     p2p_bandwidth: Mapping[str, float] = field(default_factory=dict)
     network_p2p: float | None = None
 
-    def links(self, mesh_info: MeshInfo) -> Links:
+    def links_of_group(self, ranks: Sequence[int], world_size: int, device_type: str) -> Links:
+        """These costs for a group that belongs to no mesh: its ranks are the one axis, number 0."""
+        return self.links(_Group(device_type, ranks, world_size))
+
+    def links(self, mesh_info: MeshInfo | _Group) -> Links:
         """These costs for the axes of one mesh."""
         default = _CPU if mesh_info.device_type == "cpu" else _ACCELERATOR
         names = mesh_info.names
@@ -135,7 +152,7 @@ class CostModel:
             default.pack if self.pack is None else self.pack,
         )
 
-    def _crossing_nodes(self, mesh_info: MeshInfo) -> list[bool]:
+    def _crossing_nodes(self, mesh_info: MeshInfo | _Group) -> list[bool]:
         """For each axis whether it has ranks of several nodes in one group."""
         size = self.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", mesh_info.world_size))
         axes = range(len(mesh_info.names))

@@ -10,7 +10,9 @@ f32[8@dp, 16] -> f32[8, 16@dp]   1 collective, 192 B received by a rank
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Protocol
 
 from torch import Tensor
 
@@ -20,7 +22,7 @@ from ..errors import MeshError
 from ..sharding.cache import ENTRY_BYTES
 from ..sharding.memory_order import in_memory_order, memory_order
 from ..sharding.mesh import MeshInfo, require_world
-from ..sharding.runtime import Runtime, WorldCache, on_activate
+from ..sharding.runtime import Runtime, WorldCache, active_runtime, on_activate
 from ..sharding.spec import DTensorSpec
 from .bind_move import bind_move
 from .cost import Links, cost_model
@@ -40,15 +42,67 @@ _PLANS: WorldCache[SpecPair, SpecPlan] = WorldCache(
 _MOVES: WorldCache[SpecPair, tuple[Move, ...]] = WorldCache(
     "bound moves", 32 << 20, lambda pair, moves: ENTRY_BYTES + sum(move.nbytes for move in moves)
 )
-_active_moves: dict[SpecPair, tuple[Move, ...]]
+
+
+class _Moves(Protocol):
+    def get(self, pair: SpecPair, /) -> tuple[Move, ...] | None:
+        """The moves between two specs, if they are known."""
+
+
+_active_moves: _Moves
 """The bound moves of the active world that were used recently: what `redistribute_local` looks up first."""
 
 
 def _use_moves_of(runtime: Runtime) -> None:
     global _active_moves
-    _active_moves = _MOVES.of(runtime).recent
+    _active_moves = _OBSERVED if _observers else _MOVES.of(runtime).recent
 
 
+# ---- observers ------------------------------------------------------------------------------------------------------
+
+Observer = Callable[[DTensorSpec, DTensorSpec, Tensor], AbstractContextManager[object]]
+"""From source, target and local tensor to a context in which the redistribution runs."""
+
+_observers: list[Observer] = []
+
+
+@contextmanager
+def observing_redistributions(observer: Observer) -> Iterator[None]:
+    """Inside, every redistribution that moves data runs in the context that the observer returns for it.
+
+    The table of moves is swapped for one that knows of the observers, so that without them nothing is asked.
+    """
+    _observers.append(observer)
+    _use_moves_of(active_runtime())
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+        _use_moves_of(active_runtime())
+
+
+def _observed(source: DTensorSpec, target: DTensorSpec, local: Tensor) -> ExitStack:
+    stack = ExitStack()
+    for observer in _observers:
+        stack.enter_context(observer(source, target, local))
+    return stack
+
+
+class _ObservedMoves:
+    """Stands for the table of moves while somebody observes: what it returns runs in the contexts of the observers."""
+
+    def get(self, pair: SpecPair, /) -> tuple[Move, ...]:
+        """All moves between two specs as one, or none."""
+        moves = moves_between(*pair)
+
+        def run(local: Tensor) -> Tensor:
+            with _observed(*pair, local):
+                return carry_out(moves, local)
+
+        return (Move(run, False, None),) if moves else ()
+
+
+_OBSERVED = _ObservedMoves()
 on_activate(_use_moves_of)
 
 
@@ -137,6 +191,13 @@ def carry_out(moves: tuple[Move, ...], local: Tensor) -> Tensor:
 def start_redistribute(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> Callable[[], Tensor]:
     """Begin a redistribution. The last collective is still under way on return; the result of the call waits for it."""
     moves = moves_between(source, target)
+    if _observers and moves:
+        with _observed(source, target, local):
+            return _start(moves, local)
+    return _start(moves, local)
+
+
+def _start(moves: tuple[Move, ...], local: Tensor) -> Callable[[], Tensor]:
     last = max((i for i, move in enumerate(moves) if move.communicates), default=-1)
     for i, (start, communicates, finish, _, copies) in enumerate(moves):
         if i == last == 0 and not copies:

@@ -10,10 +10,11 @@ check_local_tensors   finds local tensors that are not what from_local, local_ma
 
 from ..sharding.runtime import active_runtime
 from .comm_mode import CommDebugMode
+from .explaining.explain import Explanation, explain
 from .local_check import check_local_tensors
 from .picture import draw, visualize_sharding
 
-__all__ = ["CommDebugMode", "check_local_tensors", "visualize_sharding", "draw"]
+__all__ = ["CommDebugMode", "Explanation", "explain", "check_local_tensors", "visualize_sharding", "draw"]
 
 
 def _clear_sharding_prop_cache() -> None:

@@ -30,6 +30,11 @@ def public_op(op: object) -> object:
     return getattr(torch.ops.c10d_functional, name.removesuffix("_"), packet)
 
 
+def runs_its_own_code(kind: type[Tensor]) -> bool:
+    """Whether tensors of this type run other ops in the place of an op. Plain tensors are among the types, too."""
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not issubclass(kind, RankTensor)
+
+
 def group_of(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
     """Return the name of the group among the arguments of a collective."""
     named = [kwargs[name] for name in ("group_name", "process_group") if name in kwargs]

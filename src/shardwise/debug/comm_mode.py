@@ -34,8 +34,7 @@ from ..ops.collectives import CollectiveOp, collective_of
 from ..sharding.mesh import axes_of_group
 from ..sharding.placement import Placement
 from ..tensor.dtensor import DTensor
-from ..world import RankTensor
-from .collectives import group_of, public_op, received_bytes
+from .collectives import group_of, public_op, received_bytes, runs_its_own_code
 from .comm_record import Collective, ModuleRecord, OpCounts, Operation, counts, received
 from .comm_table import draw_table, json_tree, list_modules
 from .module_calls import ROOT, ModuleCalls
@@ -80,7 +79,7 @@ class CommDebugMode(OwnMode):
         tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         inputs = tuple((tuple(t.shape), t._spec if isinstance(t, DTensor) else None) for t in tensors)
         self.operations.append(Operation(func, inputs, self._calls.now()))
-        if any(_runs_its_own_code(kind) for kind in types):
+        if any(runs_its_own_code(kind) for kind in types):
             return NotImplemented
         result = func(*args, **kwargs)  # on all simulated ranks at once: the ops of each rank are not recorded
         op = collective_of(func)
@@ -177,8 +176,3 @@ class CommDebugMode(OwnMode):
     def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
         """Write the tree of modules, with the collectives and ops of each, to a JSON file; levels as for the table."""
         Path(file_name).write_text(json.dumps(json_tree(self._modules(), self.operations, noise_level), indent=4))
-
-
-def _runs_its_own_code(kind: type[Tensor]) -> bool:
-    """Whether tensors of this type run other ops in the place of an op. Plain tensors are among the types, too."""
-    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not issubclass(kind, RankTensor)

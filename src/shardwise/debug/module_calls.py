@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 
 from .._torch.autograd_graph import accumulated_leaf, current_node, in_backward_pass, next_node_number, node_number
 
@@ -62,6 +62,7 @@ class ModuleCalls:
         self.called: set[str] = set()
         self._names: dict[nn.Module, str] = {}
         self._owners: dict[int, tuple[str, ...]] = {}
+        self._parameters: dict[int, str] = {}
 
     @contextmanager
     def track(self) -> Iterator[None]:
@@ -92,8 +93,9 @@ class ModuleCalls:
         call = Call(self._names[module], self.current, next_node_number(), in_backward_pass())
         self.current.inner.append(call)
         self.called.add(call.module)
-        for parameter in module.parameters(recurse=False):
+        for name, parameter in module.named_parameters(recurse=False):
             self._owners.setdefault(id(parameter), call.path())
+            self._parameters.setdefault(id(parameter), f"{call.module}.{name}")
         return call
 
     def _name(self, module: nn.Module) -> None:
@@ -105,6 +107,14 @@ class ModuleCalls:
         for path, submodule in module.named_modules():
             known = self._names.setdefault(submodule, f"{name}.{path}" if path else name)
             self.modules.setdefault(known, submodule)
+
+    def parameter_name(self, tensor: Tensor) -> str | None:
+        """Return the name of a parameter of a called module, with the path of the module; None for other tensors."""
+        return self._parameters.get(id(tensor))
+
+    def owners(self, leaf: Tensor) -> tuple[str, ...]:
+        """Return the modules that a parameter is in, outermost first."""
+        return self._owners.get(id(leaf), (ROOT,))
 
     def now(self) -> Moment:
         """Return the current position in the program."""

@@ -6,7 +6,7 @@ choose, and writes down how to treat every argument. A plan holds no tensors and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -63,7 +63,14 @@ def plan_call(
     return _PlanWriter(found, _choose(found, mesh_info), args, kwargs, mesh_info, lists).write()
 
 
-def _choose(found: BoundCall, mesh_info: MeshInfo) -> Decision:
+def propagator_of(found: BoundCall, mesh_info: MeshInfo) -> ShardingPropagator:
+    """What chooses the layouts of a bound call."""
+    return _propagator(found, mesh_info)(found.bound, found.operands, found.results)
+
+
+def _propagator(
+    found: BoundCall, mesh_info: MeshInfo
+) -> Callable[[Bound, Sequence[Operand], Sequence[Result]], ShardingPropagator]:
     kernels: dict[int, KernelCost] = {}
     for index, factor in enumerate(found.bound.factors):
         if factor.handled_by_kernel:
@@ -75,6 +82,11 @@ def _choose(found: BoundCall, mesh_info: MeshInfo) -> Decision:
     def propagator(bound: Bound, operands: Sequence[Operand], results: Sequence[Result]) -> ShardingPropagator:
         return ShardingPropagator(bound, operands, results, mesh_info.sizes, links, kernels, groups)
 
+    return propagator
+
+
+def _choose(found: BoundCall, mesh_info: MeshInfo) -> Decision:
+    propagator = _propagator(found, mesh_info)
     chosen = propagator(found.bound, found.operands, found.results)
     if not has_symbols([factor.size for factor in found.bound.factors]):
         return chosen.choose()

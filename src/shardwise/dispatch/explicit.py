@@ -34,17 +34,50 @@ def refuse_communication(
     op: ResolvedOp, args: Args, kwargs: Kwargs, plan: CallPlan | ListPlan, plan_again: Plan
 ) -> None:
     """Refuse a planned call that communicates, or warn of it."""
-    treatments = [*plan.args, *(plan.kwargs[name] for name in kwargs)]
-    wanted = [how if type(how) is DTensorSpec else None for how in _of_tensors(args, kwargs, treatments)]
-
-    def communicates(with_specs: tuple[Args, Kwargs], specs: Specs) -> bool:
-        found = plan_again(op, *with_specs)
-        return _needs_gathering(specs) if found is None else bool(found.communication)
-
     refuse(
         f"{op.func} needs communication in explicit mode ({'; '.join(plan.communication)})",
-        _advice(op, args, kwargs, wanted, communicates),
+        "; ".join(_statements(_named_specs(op, args, kwargs), _local_specs(op, args, kwargs, plan, plan_again))),
     )
+
+
+def changes_for_local_call(
+    op: ResolvedOp, args: Args, kwargs: Kwargs, plan: CallPlan | ListPlan | None, plan_again: Plan
+) -> list[tuple[str, DTensorBase, str]] | None:
+    """The operands that must be redistributed for the call to need no communication: name, tensor, placements as code.
+
+    Tried before: with these placements, this very call is local. None if there are none. `plan` is None for a call that
+    runs on gathered inputs.
+    """
+    found = _local_specs(op, args, kwargs, plan, plan_again)
+    if found is None:
+        return None
+    tensors = [(name, tensor) for name, tensor in named_tensors(op, args, kwargs) if isinstance(tensor, DTensorBase)]
+    pairs = zip(tensors, found, strict=True)
+    return [(name, tensor, _text(spec)) for (name, tensor), spec in pairs if spec is not tensor._spec]
+
+
+def _local_specs(
+    op: ResolvedOp, args: Args, kwargs: Kwargs, plan: CallPlan | ListPlan | None, plan_again: Plan
+) -> Specs | None:
+    """Specs of the distributed arguments with which a call needs no communication."""
+    specs = [spec for _, spec in _named_specs(op, args, kwargs)]
+    wanted: list[DTensorSpec | None] = [spec.replicated() for spec in specs]
+    if plan is not None:
+        treatments = [*plan.args, *(plan.kwargs[name] for name in kwargs)]
+        wanted = [how if type(how) is DTensorSpec else None for how in _of_tensors(args, kwargs, treatments)]
+
+    def communicates(with_specs: tuple[Args, Kwargs], specs: Specs) -> bool:
+        found = None if plan is None else plan_again(op, *with_specs)
+        return _needs_gathering(specs) if found is None else bool(found.communication)
+
+    flat, tree = pytree.tree_flatten((args, kwargs))
+
+    def still_communicates(specs: Specs) -> bool:
+        left = iter(specs)
+        changed = [type(v).wrap(v._local_tensor, next(left)) if isinstance(v, DTensorBase) else v for v in flat]
+        return communicates(pytree.tree_unflatten(changed, tree), specs)
+
+    return _first_local(specs, wanted, still_communicates)
 
 
 def refuse_gathering(op: ResolvedOp, args: Args, kwargs: Kwargs) -> None:
@@ -53,10 +86,9 @@ def refuse_gathering(op: ResolvedOp, args: Args, kwargs: Kwargs) -> None:
     if not _needs_gathering(specs):
         return
     moving = ", ".join(repr(spec) for spec in specs if _needs_gathering([spec]))
-    wanted: list[DTensorSpec | None] = [spec.replicated() for spec in specs]
     refuse(
         f"{op.func} runs on gathered inputs, and gathering {moving} needs communication in explicit mode",
-        _advice(op, args, kwargs, wanted, lambda _, specs: _needs_gathering(specs)),
+        "; ".join(_statements(_named_specs(op, args, kwargs), [spec.replicated() for spec in specs])),
     )
 
 
@@ -90,23 +122,6 @@ def _of_tensors(args: Args, kwargs: Kwargs, treatments: Sequence[Treatment]) -> 
     return found
 
 
-def _advice(
-    op: ResolvedOp,
-    args: Args,
-    kwargs: Kwargs,
-    wanted: Sequence[DTensorSpec | None],
-    communicates: Callable[[tuple[Args, Kwargs], Specs], bool],
-) -> str:
-    flat, tree = pytree.tree_flatten((args, kwargs))
-
-    def still_communicates(specs: Specs) -> bool:
-        left = iter(specs)
-        changed = [type(v).wrap(v._local_tensor, next(left)) if isinstance(v, DTensorBase) else v for v in flat]
-        return communicates(pytree.tree_unflatten(changed, tree), specs)
-
-    return "; ".join(redistributions(_named_specs(op, args, kwargs), wanted, still_communicates))
-
-
 # ---- which redistributions would do ---------------------------------------------------------------------------------
 
 
@@ -120,15 +135,24 @@ def redistributions(
     `given` are the names and specs of the tensors, `wanted` the specs that a plan would bring them to (None: leaves
     them), `communicates` says whether the op would still communicate with other specs.
     """
-    specs = [spec for _, spec in given]
+    return _statements(given, _first_local([spec for _, spec in given], wanted, communicates))
+
+
+def _first_local(
+    specs: Specs, wanted: Sequence[DTensorSpec | None], communicates: Callable[[Specs], bool]
+) -> Specs | None:
     aim = [spec if want is None else want for spec, want in zip(specs, wanted, strict=True)]
-    for candidate in _candidates(specs, aim):
-        if not communicates(candidate):
-            pairs = zip(given, candidate, strict=True)
-            return [
-                f"{name} = {name}.redistribute(placements={_text(new)})" for (name, old), new in pairs if new is not old
-            ]
-    return ["give the operands placements on which this op is local"]
+    return next((candidate for candidate in _candidates(specs, aim) if not communicates(candidate)), None)
+
+
+def _statements(given: Sequence[tuple[str, DTensorSpec]], chosen: Specs | None) -> list[str]:
+    if chosen is None:
+        return ["give the operands placements on which this op is local"]
+    return [
+        f"{name} = {name}.redistribute(placements={_text(new)})"
+        for (name, old), new in zip(given, chosen, strict=True)
+        if new is not old
+    ]
 
 
 def _candidates(specs: Specs, wanted: Specs) -> Iterator[Specs]:

@@ -74,6 +74,22 @@ Option = int | Passing | None
 """What one axis does: shard a factor, leave operands Partial, or nothing."""
 
 
+class PriceParts(NamedTuple):
+    """What the price of a choice is made of."""
+
+    options: tuple[Option, ...]
+    operands: tuple[tuple[Layout, float], ...]
+    """The layout of each operand in the local call, and the seconds of bringing it there."""
+    kernel: float
+    later: float
+    """Of reducing Partial results later, or bringing results to where they are written."""
+
+    @property
+    def seconds(self) -> float:
+        """The price."""
+        return sum(price for _, price in self.operands) + self.kernel + self.later
+
+
 class ShardingPropagator:
     """Chooses the layouts of one call: one bound rule on one mesh."""
 
@@ -108,7 +124,7 @@ class ShardingPropagator:
 
     def cheapest(self) -> tuple[Option, ...]:
         """What each axis does in that choice."""
-        options = [self._options(axis) for axis in range(len(self.mesh_sizes))]
+        options = [self.options_of(axis) for axis in range(len(self.mesh_sizes))]
         followed = tuple(self._follow_largest(axis, choices) for axis, choices in enumerate(options))
         if self._price(followed)[0] == 0.0:
             return followed  # no communication now or later: the usual case
@@ -156,7 +172,7 @@ class ShardingPropagator:
 
     # ---- options --------------------------------------------------------------------------------------------
 
-    def _options(self, axis: int) -> list[Option]:
+    def options_of(self, axis: int) -> list[Option]:
         """The options of an axis. If all operands are replicated over it, they stay so: slicing them gains nothing."""
         used = [_use(operand.layout, axis) for operand in self.operands]
         fixed = [_use(result.fixed or result.wanted, axis) for result in self.results]
@@ -265,12 +281,28 @@ class ShardingPropagator:
             seconds += price
             output_bytes += nbytes
         self._last = options, cuts, tuple(operands), tuple(results)
-        axes = tuple([axis for axis, factor in cuts if factor in self.kernels]) if self.kernels else ()
-        if axes:  # of one kernel, which may handle several factors
-            rounds, traffic, _ = self.kernels[dict(cuts)[axes[0]]]
-            seconds += rounds * self.links.seconds(axes, len(axes), 0.0) if rounds else 0.0
-            seconds += traffic * output_bytes / min(self.links.bandwidth[axis] for axis in axes)
+        if self.kernels:
+            seconds += self._kernel_seconds(cuts, output_bytes)
         return seconds, memory + output_bytes
+
+    def _kernel_seconds(self, cuts: Cuts, output_bytes: float) -> float:
+        """What the kernel of a choice communicates, if it has one."""
+        axes = tuple([axis for axis, factor in cuts if factor in self.kernels])
+        if not axes:
+            return 0.0
+        rounds, traffic, _ = self.kernels[dict(cuts)[axes[0]]]  # of one kernel, which may handle several factors
+        latency = rounds * self.links.seconds(axes, len(axes), 0.0) if rounds else 0.0
+        return latency + traffic * output_bytes / min(self.links.bandwidth[axis] for axis in axes)
+
+    def parts(self, options: tuple[Option, ...]) -> PriceParts | None:
+        """What the price of a choice is made of; None if the choice is impossible."""
+        cuts = self._cuts(options)
+        if self._price(options)[0] == math.inf:
+            return None
+        operands = [self._operand(i, cuts, options)[:2] for i in range(len(self.operands))]
+        results = [self._result(i, cuts, options) for i in range(len(self.results))]
+        kernel = self._kernel_seconds(cuts, sum(nbytes for _, _, nbytes in results))
+        return PriceParts(options, tuple(operands), kernel, sum(price for _, price, _ in results))
 
     def _operand(self, index: int, cuts: Cuts, options: Sequence[Option]) -> tuple[Layout, float, float]:
         """An operand's layout in a choice, the price of redistributing it, and the bytes of the new local tensor."""

@@ -23,8 +23,8 @@ from .._torch.optim import has_step_hooks
 from ..errors import EraseError
 from ..sharding.base import DTensorBase
 from ..sharding.recording import recorder as active_recorder
-from .recorder import OpRecorder
 from ..sharding.source_lines import users_line
+from .recorder import OpRecorder
 
 _BY_ELEMENT = {
     optim.SGD,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx
 
 from ..errors import EraseError
-from ..world.generators import generator_for
 from ..sharding.source_lines import users_line
+from ..world.generators import generator_for
 
 if TYPE_CHECKING:
     from .recorder import OpRecorder

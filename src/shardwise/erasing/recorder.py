@@ -24,9 +24,9 @@ from ..errors import EraseError
 from ..ops.recorded import DEPENDS_ON_DATA, READS_VALUES
 from ..sharding.base import DTensorBase
 from ..sharding.recording import recorder as active_recorder
+from ..sharding.source_lines import in_mesh_code, users_line
 from ..world import RankTensor
 from .random_states import RandomStates
-from ..sharding.source_lines import in_mesh_code, users_line
 
 T = TypeVar("T")
 

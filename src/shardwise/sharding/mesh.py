@@ -164,15 +164,21 @@ def group_ranks(name: str) -> tuple[int, ...]:
 
 
 def axes_of_group(name: str) -> str:
-    """The axes of a group as text, from the last mesh that was adopted with it; the group's name if there is none.
+    """The axes of a group as text, from the last mesh that was adopted with it; the group's name if there is none."""
+    found = mesh_of_group(name)
+    return name if found is None else names_text([found[0].names[axis] for axis in found[1]])
+
+
+def mesh_of_group(name: str) -> tuple[MeshInfo, Axes] | None:
+    """The last mesh that was adopted with a group, and the axes of the group; None if there is none.
 
     The last one: meshes share the group of all ranks, and the program works with the mesh it made last.
     """
     for _, mesh_info in reversed(runtime_of_world().adopted.values()):
         for axes, its_name in mesh_info.groups.items():
             if its_name == name:
-                return names_text([mesh_info.names[axis] for axis in axes])
-    return name
+                return mesh_info, axes
+    return None
 
 
 def names_text(names: Sequence[str]) -> str:

@@ -67,7 +67,7 @@ class Choice:
     """What the mesh axes do in a call, and what that costs by the cost model."""
 
     axes: tuple[tuple[str, str], ...]
-    """What each axis does: `("tp", "shards k")`, `("tp", "leaves sums open")`, `("tp", "computes on gathered data")`."""
+    """What each axis does: `("tp", "shards k")`, `("tp", "leaves sums open")`, `("tp", "is not used")`."""
     moves: tuple[Movement, ...]
     kernel_seconds: float
     """Communication inside the op."""
@@ -123,6 +123,8 @@ class Communication:
     """The user's line. In a backward pass, the line of the forward pass that recorded the autograd node."""
     cause: str
     op: str | None = None
+    rule: str | None = None
+    """The rule of the op with the sizes of this call: "m=8 k=16 n=12: m k, k n -> m n ; linear 0 | 1"."""
     operand: str | None = None
     before: str | None = None
     after: str | None = None

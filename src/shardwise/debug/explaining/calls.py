@@ -1,0 +1,182 @@
+"""Why a call of an op, or a function of shardwise, communicates: told from the call itself, cached plan or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..._torch.ops import OpOverload
+from ...comm.plan import received_exactly
+from ...comm.redistribute import plan_redistribution
+from ...dispatch.arguments import Args, Kwargs, named_tensors
+from ...dispatch.choices import CallChoices, OperandMove, PricedChoice, choices_of
+from ...dispatch.explicit import changes_for_local_call
+from ...dispatch.gather_cache import is_weight
+from ...dispatch.key import argument_keys
+from ...errors import ShardwiseError
+from ...ops.registry import resolve
+from ...sharding.spec import DTensorSpec
+from ...tensor.dtensor import DTensor
+from . import reasons
+from .names import Names
+from .purposes import Purpose
+from .records import Choice, Communication, Movement
+
+_MOST_REJECTED = 6
+
+SpecPair = tuple[DTensorSpec, DTensorSpec]
+
+
+class OpCall:
+    """A call of an op on distributed tensors that is running."""
+
+    def __init__(self, func: OpOverload, args: Args, kwargs: Kwargs) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.seen: list[OperandMove] = []
+        """The moves of operands that were seen so far."""
+
+
+def leaves_among(args: Args, kwargs: Kwargs) -> Iterator[Tensor]:
+    """The leaves that get a gradient among the arguments of an op."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, DTensor) and value.requires_grad and is_weight(value):
+            yield value
+
+
+class _Known(NamedTuple):
+    """What was derived for calls of one kind."""
+
+    choices: CallChoices | None
+    records: tuple[Choice, ...]
+    """The chosen one, then rejected ones, cheapest first."""
+    changes: list[tuple[int, str, str]] | None
+    """Operands to redistribute: position among the tensors of the call, name, placements as code."""
+
+
+class Reasoning:
+    """Derives reasons. What depends on specs alone is derived once for each kind of call."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], _Known] = {}
+        self._key = argument_keys(DTensor)
+
+    # ---- ops ------------------------------------------------------------------------------------------------------
+
+    def of_call(self, told: Communication, call: OpCall, pair: SpecPair | None, names: Names) -> Communication:
+        """The communication with its reason, where an op needs it."""
+        known = self._known_of(call)
+        op = str(call.func).removesuffix(".default")
+        edit = self._edit(call, known, names)
+        told = replace(told, op=op, edit=edit)
+        if known.choices is not None:
+            called = {m.name: names.of(self._tensor(call, m), m.name) for m in self._all_moves(known.choices)}
+            chosen, *rejected = (_renamed(choice, called) for choice in known.records)
+            told = replace(told, rule=known.choices.rule, chosen=chosen, rejected=tuple(rejected))
+        if pair is None:
+            return replace(told, cause="kernel", reason=reasons.of_kernel(told, op))
+        if known.choices is None:
+            operand = self._with_spec(call, pair[0], names)
+            return replace(
+                told, cause="gathered inputs", operand=operand, reason=reasons.of_gathering(told, op, operand)
+            )
+        move = self._move(call, known.choices, pair)
+        if move is None:
+            return replace(told, cause="result", reason=reasons.of_result(told, op))
+        operand = called[move.name]
+        return replace(told, cause="operand", operand=operand, reason=reasons.of_operand(told, op, move, operand))
+
+    def _known_of(self, call: OpCall) -> _Known:
+        key = (id(call.func), *map(self._key, call.args), *call.kwargs, *map(self._key, call.kwargs.values()))
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._derive(call)
+        return found
+
+    def _derive(self, call: OpCall) -> _Known:
+        op = resolve(call.func)
+        try:
+            choices = choices_of(op, call.args, call.kwargs)
+            plan = DTensor._op_dispatcher.plan(op, call.args, call.kwargs)
+            changed = changes_for_local_call(op, call.args, call.kwargs, plan, DTensor._op_dispatcher.plan)
+        except ShardwiseError:  # tensors of different meshes, say: the call itself has the better error
+            return _Known(None, (), None)
+        tensors = [tensor for _, tensor in named_tensors(op, call.args, call.kwargs)]
+        changes = None
+        if changed is not None:
+            where = {id(tensor): index for index, tensor in enumerate(tensors)}
+            changes = [(where[id(tensor)], name, text) for name, tensor, text in changed]
+        if choices is None:
+            return _Known(None, (), changes)
+        records = tuple(map(_as_record, (choices.chosen, *choices.rejected[:_MOST_REJECTED])))
+        return _Known(choices, records, changes)
+
+    @staticmethod
+    def _move(call: OpCall, choices: CallChoices, pair: SpecPair) -> OperandMove | None:
+        """The operand of the chosen plan that this redistribution moves."""
+        for move in choices.chosen.moves:
+            same = move.before is pair[0] and move.after.layout is pair[1].layout
+            if same and not any(move is seen for seen in call.seen):
+                call.seen.append(move)
+                return move
+        return next((m for m in choices.chosen.moves if m.before is pair[0] and m.after.layout is pair[1].layout), None)
+
+    @staticmethod
+    def _all_moves(choices: CallChoices) -> Iterator[OperandMove]:
+        for choice in (choices.chosen, *choices.rejected):
+            yield from choice.moves
+
+    @staticmethod
+    def _tensor(call: OpCall, move: OperandMove) -> Tensor:
+        where, index = move.place
+        value: Any = call.args[where] if isinstance(where, int) else call.kwargs[where]
+        found: Tensor = value if index is None else value[index]
+        return found
+
+    @staticmethod
+    def _with_spec(call: OpCall, spec: DTensorSpec, names: Names) -> str | None:
+        for name, tensor in named_tensors(resolve(call.func), call.args, call.kwargs):
+            if isinstance(tensor, DTensor) and tensor._spec is spec:
+                return names.of(tensor, name)
+        return None
+
+    @staticmethod
+    def _edit(call: OpCall, known: _Known, names: Names) -> str | None:
+        if not known.changes:
+            return None
+        tensors = [tensor for _, tensor in named_tensors(resolve(call.func), call.args, call.kwargs)]
+        return "\n".join(reasons.edit_of_operand(tensors[at], name, text, names) for at, name, text in known.changes)
+
+    # ---- functions of shardwise -----------------------------------------------------------------------------------
+
+    @staticmethod
+    def of_purpose(told: Communication, purpose: Purpose | None, pair: SpecPair | None, names: Names) -> Communication:
+        """The communication with its reason, where a function of shardwise needs it, or the program itself."""
+        if purpose is None:
+            cause = "program" if pair is None else "gradient" if told.backward else "redistribute"
+            purpose = Purpose(cause)
+        leaves = [names.of_leaf(leaf, f"a leaf {leaf._spec!r}") for leaf in _known(purpose)]
+        operand = ", ".join(leaves) or None
+        reason, edit = reasons.of_purpose(told, purpose, leaves)
+        return replace(told, cause=purpose.cause, operand=operand, reason=reason, edit=edit)
+
+
+def _known(purpose: Purpose) -> list[DTensor]:
+    return [leaf for leaf in purpose.leaves if isinstance(leaf, DTensor)]
+
+
+def _as_record(choice: PricedChoice) -> Choice:
+    """A choice as plain values, with the bytes of its moves."""
+    moves = []
+    for move in choice.moves:
+        steps = plan_redistribution(move.before, move.after).plan.steps
+        received = sum(received_exactly(step, move.before.dtype.itemsize) for step in steps if step.axes)
+        moves.append(Movement(move.name, repr(move.before), repr(move.after), int(received), move.seconds))
+    return Choice(choice.axes, tuple(moves), choice.kernel, choice.later)
+
+
+def _renamed(choice: Choice, called: Mapping[str, str]) -> Choice:
+    """A choice in which operands have the names that the user gave them."""
+    return replace(choice, moves=tuple(replace(move, operand=called[move.operand]) for move in choice.moves))

@@ -1,0 +1,53 @@
+"""What the user calls a tensor: the path of a parameter, or a variable of the running function."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...sharding.source_lines import Line
+from ..module_calls import ModuleCalls
+from .lines import line_now, users_frame_now
+
+
+class Names:
+    """Finds the names of tensors."""
+
+    def __init__(self, calls: ModuleCalls) -> None:
+        self._calls = calls
+        self._leaves: dict[int, tuple[str | None, Line]] = {}
+        """The variable and the line by which each leaf was last read in a forward pass."""
+
+    def note_leaf(self, leaf: Tensor) -> None:
+        """Note where a leaf is read."""
+        line = line_now()
+        if line is not None and self._leaves.get(id(leaf), (None, None))[1] != line:
+            self._leaves[id(leaf)] = self.variable(leaf), line
+
+    def line_of_leaf(self, leaf: Tensor) -> Line | None:
+        """The line by which a leaf was last read in a forward pass."""
+        return self._leaves.get(id(leaf), (None, None))[1]
+
+    def of_leaf(self, leaf: Tensor, otherwise: str) -> str:
+        """The name of a leaf in a backward pass: of the parameter, or the variable by which it was read."""
+        return self.parameter(leaf) or self._leaves.get(id(leaf), (None, None))[0] or otherwise
+
+    def parameter(self, tensor: Tensor) -> str | None:
+        """The path of a parameter of a called module; None for other tensors."""
+        return self._calls.parameter_name(tensor)
+
+    def variable(self, tensor: Tensor) -> str | None:
+        """The name of a tensor in the user's running function, or of what it is a view of; None if it has none."""
+        frame = users_frame_now()
+        if frame is None:
+            return None
+        values = frame.f_locals.items()
+        base = tensor._base
+        found = next((name for name, value in values if value is tensor), None)
+        if found is None and base is not None:
+            found = next((name for name, value in values if value is base), None)
+        return found
+
+    def of(self, tensor: Tensor, otherwise: str) -> str:
+        """The name to use in a sentence: that of the user, or the op's own name for its operand."""
+        base = tensor._base if isinstance(tensor._base, Tensor) else tensor
+        return self.parameter(tensor) or self.parameter(base) or self.variable(tensor) or otherwise

@@ -1,0 +1,131 @@
+"""What the functions of shardwise communicate for.
+
+While something is explained, the functions in the table below are swapped for ones that say so to the recorder. Nothing
+else has to know of explanations, and nothing costs time while there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from ..._torch.autograd_graph import accumulated_leaf, current_node
+from ...comm.buckets import Bucket
+from ...comm.token_route import ExpertAxis
+from ...fsdp.group import ParameterGroup
+from ...fsdp.reduce import Reduction
+from ...nn import local_view
+from ...parallel.converters import InputConverter, OutputConverter
+from ...random import agreement
+from ...tensor import autograd, creation, leaf_gradient
+from ...tensor.dtensor import DTensor
+
+
+class Purpose(NamedTuple):
+    """What a function communicates for: one of `records.CAUSES`, and more about it."""
+
+    cause: str
+    detail: str = ""
+    """Words that go on where the cause ends, such as the path of a module or the placements asked for."""
+    leaves: tuple[Tensor, ...] = ()
+    """The leaves whose gradients are reduced."""
+
+
+Say = Callable[[Purpose], Any]
+"""A context in which communication has this purpose."""
+Find = Callable[..., Purpose]
+"""From the arguments of a function to what it communicates for."""
+
+
+def _leaf() -> tuple[Tensor, ...]:
+    leaf = accumulated_leaf(current_node())
+    return () if leaf is None else (leaf,)
+
+
+def _same(cause: str, detail: str = "") -> Find:
+    return lambda *args, **kwargs: Purpose(cause, detail)
+
+
+def _of_leaf(*args: object, **kwargs: object) -> Purpose:
+    return Purpose("leaf gradient", leaves=_leaf())
+
+
+def _of_group(group: ParameterGroup) -> Purpose:
+    return Purpose("gather parameters", group.name)
+
+
+def _of_reduction(reduction: Reduction, *_: object) -> Purpose:
+    return Purpose("reduce gradients", reduction.group.name)
+
+
+class _Buckets:
+    """The leaves whose gradients are in each bucket."""
+
+    def __init__(self) -> None:
+        self._leaves: WeakKeyDictionary[Bucket, list[Tensor]] = WeakKeyDictionary()
+
+    def add(self, bucket: Bucket, *_: object) -> Purpose:
+        """Note that the gradient of the present leaf goes into a bucket; moves before that are for the gradient."""
+        if not bucket.started:
+            self._leaves.setdefault(bucket, []).extend(_leaf())
+        return _of_leaf()
+
+    def start(self, bucket: Bucket) -> Purpose:
+        """What a bucket communicates for."""
+        leaves = tuple(self._leaves.get(bucket, ()))
+        return Purpose("leaf gradient" if len(leaves) == 1 else "gradient bucket", leaves=leaves)
+
+
+def _table() -> tuple[tuple[object, str, Find], ...]:
+    buckets = _Buckets()
+    return (
+        (DTensor, "redistribute", _same("redistribute")),
+        (DTensor, "full_tensor", _same("full_tensor")),
+        (InputConverter, "_convert", _same("conversion", "the input of a module")),
+        (OutputConverter, "convert", _same("conversion", "the output of a module")),
+        (autograd.Redistribute, "backward", _same("gradient", "a redistribution")),
+        (autograd.FromLocal, "backward", _same("gradient", "from_local")),
+        (leaf_gradient, "to_spec", _of_leaf),
+        (leaf_gradient, "reduced", _of_leaf),
+        (Bucket, "add", buckets.add),
+        (Bucket, "start", buckets.start),
+        (ParameterGroup, "start_gather", _of_group),
+        (Reduction, "_start", _of_reduction),
+        (Reduction, "_after_scatter", _of_reduction),
+        (ExpertAxis, "all_to_all", _same("experts")),
+        (creation, "_scatter_from", _same("distribute")),
+        (local_view, "_take_from_first", _same("distribute", "buffers of the first rank")),
+        (agreement, "_ranks_that_differ", _same("agreement")),
+        (agreement, "_take_first_state", _same("agreement")),
+    )
+
+
+@contextmanager
+def saying_purposes(say: Say) -> Iterator[None]:
+    """Inside, `say(purpose)` is a context around everything that communicates for a purpose."""
+    with ExitStack() as stack:
+        for owner, name, find in _table():
+            stack.enter_context(_swapped(owner, name, find, say))
+        yield
+
+
+@contextmanager
+def _swapped(owner: Any, name: str, find: Find, say: Say) -> Iterator[None]:
+    before = vars(owner)[name]
+    function = before.__func__ if isinstance(before, staticmethod) else before
+
+    @wraps(function)
+    def saying(*args: Any, **kwargs: Any) -> Any:
+        with say(find(*args, **kwargs)):
+            return function(*args, **kwargs)
+
+    setattr(owner, name, staticmethod(saying) if isinstance(before, staticmethod) else saying)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

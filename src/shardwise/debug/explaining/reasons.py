@@ -1,0 +1,119 @@
+"""Reasons and edits in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ...comm.plan import bytes_text
+from ...dispatch.choices import OperandMove
+from ...dispatch.gather_cache import is_weight
+from .names import Names
+from .purposes import Purpose
+from .records import CAUSES, Choice, Communication
+
+_OPEN = {"sum": "the sum", "avg": "the average", "product": "the product", "max": "the maximum", "min": "the minimum"}
+
+
+def of_operand(told: Communication, op: str, move: OperandMove, operand: str) -> str:
+    """Why an operand is moved, and what moving others would have cost."""
+    needs = [
+        f"{_OPEN[what]} of {operand} over {axis}" if what in _OPEN else f"{what} unsharded on {axis}"
+        for axis, what in move.lost
+    ]
+    sentence = f"{_short(op)} needs {' and '.join(needs) or f'{operand} as {move.after!r}'}"
+    chosen = told.chosen
+    if chosen is not None:
+        sentence += f"; {_moving(chosen)} costs {bytes_text(chosen.bytes)}"
+        others = {_moving(choice): choice.bytes for choice in reversed(told.rejected) if choice.moves}
+        others.pop(_moving(chosen), None)
+        cheapest = list(reversed(others.items()))[:2]
+        sentence += "".join(f", {moving} {bytes_text(received)}" for moving, received in cheapest)
+    return sentence
+
+
+def _short(op: str) -> str:
+    return op.removeprefix("aten.").lstrip("_")
+
+
+def _moving(choice: Choice) -> str:
+    return "moving " + " and ".join(move.operand for move in choice.moves)
+
+
+def of_kernel(told: Communication, op: str) -> str:
+    """Why an op communicates while it computes."""
+    sharded = (
+        [what.removeprefix("shards ") for axis, what in told.chosen.axes if axis in told.over] if told.chosen else []
+    )
+    along = f"computes along {' and '.join(sharded)}, which {told.group} shards: it" if sharded else "is sharded: it"
+    return f"{_short(op)} {along} combines what each rank computed"
+
+
+def of_gathering(told: Communication, op: str, operand: str | None) -> str:
+    """Why an op gathers its inputs."""
+    return f"{op} has no rule for this call, so {operand or 'its input'} is gathered and every rank computes all of it"
+
+
+def of_result(told: Communication, op: str) -> str:
+    """Why the result of an op is moved."""
+    return f"the result of {op} is brought to where it is written: {told.before} -> {told.after}"
+
+
+def of_purpose(told: Communication, purpose: Purpose, leaves: Sequence[str]) -> tuple[str, str | None]:
+    """Why a function of shardwise communicates, or the program itself; and the edit that avoids it."""
+    move = f": {told.before} -> {told.after}" if told.before else ""
+    match purpose.cause:
+        case "redistribute":
+            return f"redistribute was called{move}", _cheaper_reduction(told)
+        case "full_tensor":
+            return f"full_tensor was called{move}", "x.to_local()  # if the local shard will do"
+        case "conversion":
+            return f"a style converts {purpose.detail} {told.module}{move}", _other_layouts(told)
+        case "gradient":
+            through = f" {purpose.detail}" if purpose.detail else ""
+            return f"the gradient goes back through{through or ' a redistribution'}{move}", None
+        case "leaf gradient":
+            what = leaves[0] if leaves else "a leaf"
+            return f"the gradient of {what} is brought to the placements of {what}{move}", _ACCUMULATE
+        case "gradient bucket":
+            return f"{len(leaves)} gradients are reduced together: {', '.join(leaves)}", _ACCUMULATE
+        case "gather parameters":
+            again = told.backward and not told.recomputing
+            edit = "fully_shard(module, reshard_after_forward=False)  # keeps the parameters until backward"
+            return f"fully_shard gathers the parameters of {purpose.detail or 'the root'}", edit if again else None
+        case "reduce gradients":
+            return f"fully_shard reduces the gradients of {purpose.detail or 'the root'}", (
+                "module.set_requires_gradient_sync(False)  # in all micro-batches but the last"
+            )
+        case "experts":
+            return f"rows travel {'back ' if told.backward else ''}between tokens and experts over {told.group}", None
+        case "program":
+            return f"the program calls {told.collective} itself", None
+    detail = f" ({purpose.detail})" if purpose.detail else ""
+    return CAUSES[purpose.cause] + detail + move, None
+
+
+_ACCUMULATE = "with shardwise.accumulate_gradients():  # around all micro-batches but the last"
+
+
+def _cheaper_reduction(told: Communication) -> str | None:
+    if told.kind == "all-reduce":
+        return "x.redistribute(placements=[Shard(0)])  # a reduce-scatter: half of the bytes, if what follows allows it"
+    return None
+
+
+def _other_layouts(told: Communication) -> str | None:
+    return "give the style the layouts that the tensor has: input_layouts=, output_layouts=, use_local_output=False"
+
+
+def edit_of_operand(tensor: Tensor, name: str, placements: str, names: Names) -> str:
+    """The statement that gives an operand the placements with which its op is local."""
+    parameter = names.parameter(tensor)
+    if parameter is not None:
+        own = parameter.rpartition(".")[2]
+        return f"{own} = distribute_tensor({own}, mesh, {placements})  # where {parameter} is made"
+    called = names.variable(tensor) or name
+    if is_weight(tensor):
+        return f"{called} = distribute_tensor({called}, mesh, {placements})  # where it is made"
+    return f"{called} = {called}.redistribute(placements={placements})  # once, for all that read it"

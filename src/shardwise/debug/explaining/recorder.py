@@ -1,0 +1,200 @@
+"""Records collectives as they run, each with what it is part of: an op, a redistribution, a purpose.
+
+Ops, redistributions and purposes are contexts on one stack. A collective belongs to what is innermost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..._torch.modes import OwnMode, without_modes
+from ..._torch.ops import OpOverload
+from ...comm.cost import cost_model
+from ...comm.groups import ranks_of_group
+from ...comm.redistribute import links_of, observing_redistributions
+from ...dispatch.arguments import Args, Kwargs
+from ...dispatch.observe import observing_ops
+from ...ops.collectives import CollectiveOp, collective_of
+from ...ops.trivial import computes_nothing
+from ...sharding.mesh import mesh_of_group, names_text
+from ...sharding.source_lines import Line
+from ...sharding.spec import DTensorSpec
+from ..collectives import group_of, public_op, received_bytes, runs_its_own_code
+from ..module_calls import ModuleCalls, Moment
+from .calls import OpCall, Reasoning, leaves_among
+from .lines import line_now, tracking_lines
+from .names import Names
+from .purposes import Purpose, saying_purposes
+from .records import Communication
+from .timeline import Timeline
+
+
+class Redistributing(NamedTuple):
+    """A redistribution that runs."""
+
+    source: DTensorSpec
+    target: DTensorSpec
+
+
+class Found(NamedTuple):
+    """What a collective is, before it is known why it runs."""
+
+    kind: str
+    collective: str
+    over: tuple[str, ...]
+    group: str
+    ranks: int
+    bytes: int
+    seconds: float
+
+
+class Recorder(OwnMode):
+    """Writes down the collectives inside `recording`, and the ops between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = ModuleCalls()
+        self.communications: list[Communication] = []
+        self.mesh_axes: dict[str, int] = {}
+        self.timeline = Timeline()
+        self.reasoning = Reasoning()
+        self.names = Names(self.calls)
+        self._stack: list[OpCall | Purpose | Redistributing] = []
+        self._groups: dict[str, tuple[tuple[str, ...], Line | None]] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record inside the block."""
+        with ExitStack() as stack:
+            stack.enter_context(self.calls.track())
+            stack.enter_context(tracking_lines())
+            stack.enter_context(saying_purposes(self._inside))
+            stack.enter_context(observing_redistributions(self._redistribution))
+            stack.enter_context(observing_ops(self._op))
+            stack.enter_context(self)
+            yield
+
+    @contextmanager
+    def _inside(self, part: OpCall | Purpose | Redistributing) -> Iterator[None]:
+        self._stack.append(part)
+        try:
+            yield
+        finally:
+            self._stack.pop()
+
+    def _redistribution(self, source: DTensorSpec, target: DTensorSpec, local: Tensor) -> AbstractContextManager[None]:
+        return self._inside(Redistributing(source, target))
+
+    @contextmanager
+    def _op(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Iterator[None]:
+        for leaf in leaves_among(args, kwargs):
+            self.names.note_leaf(leaf)
+        with self._inside(OpCall(func, args, kwargs)):
+            yield
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type[Tensor]],
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        """Run an op and record it; for tensor subclasses in their own code, whose ops this mode records, too."""
+        kwargs = kwargs or {}
+        if any(runs_its_own_code(kind) for kind in types):
+            return NotImplemented
+        began = time.perf_counter()
+        result = func(*args, **kwargs)
+        ended = time.perf_counter()
+        op = collective_of(func)
+        if op is not None:
+            self._communicated(func, op, args, kwargs, result, (began, ended))
+        elif not computes_nothing(func) or func.namespace == "_c10d_functional":
+            self.timeline.computed(func, args, kwargs, result, (began, ended), self._label)
+        return result
+
+    def _communicated(
+        self,
+        func: OpOverload,
+        op: CollectiveOp,
+        args: Sequence[object],
+        kwargs: dict[str, object],
+        result: object,
+        measured: tuple[float, float],
+    ) -> None:
+        group = group_of(args, kwargs)
+        found = self._found(func, op, group, received_bytes(op, args, kwargs, result))
+        with without_modes():  # planning again runs ops on meta tensors
+            told = self._told(found)
+        self.communications.append(told)
+        self.timeline.communicated(told, ranks_of_group(group), result if not op.writes_first else args[0], measured)
+
+    def _found(self, func: OpOverload, op: CollectiveOp, group: str, received: int) -> Found:
+        ranks = ranks_of_group(group)
+        mesh = mesh_of_group(group)
+        if mesh is not None:
+            mesh_info, axes = mesh
+            links, names = links_of(mesh_info), tuple(mesh_info.names[axis] for axis in axes)
+            self.mesh_axes |= {mesh_info.names[axis]: mesh_info.sizes[axis] for axis in axes}
+        else:
+            links, axes, names = cost_model().links_of_group(ranks[0], len(ranks[0]), "cpu"), (0,), ()
+        rates = links.p2p if op.received is None else links.ring
+        seconds = rates.seconds(axes, len(ranks[0]) - 1, received)
+        name = str(public_op(func)).rpartition(".")[2]
+        return Found(op.kind, name, names, names_text(names) if names else group, len(ranks[0]), received, seconds)
+
+    def _told(self, found: Found) -> Communication:
+        moment, line = self.calls.now(), line_now()
+        redistributing = next((p for p in reversed(self._stack) if isinstance(p, Redistributing)), None)
+        reason = self._reason()
+        if isinstance(reason, Purpose) and reason.leaves:
+            first = reason.leaves[0]
+            line = self.names.line_of_leaf(first) or line
+            moment = Moment(self.calls.owners(first), True, False)
+        elif isinstance(reason, Purpose) and reason.cause in ("gather parameters", "reduce gradients"):
+            moment, line = self._of_group(reason.detail, moment, line)
+        told = Communication(
+            number=len(self.communications) + 1,
+            **found._asdict(),
+            backward=moment.backward,
+            recomputing=moment.recomputing,
+            modules=moment.modules,
+            line=line,
+            cause="program",
+            before=repr(redistributing.source) if redistributing else None,
+            after=repr(redistributing.target) if redistributing else None,
+        )
+        pair = (redistributing.source, redistributing.target) if redistributing else None
+        if not isinstance(reason, OpCall):
+            return self.reasoning.of_purpose(told, reason, pair, self.names)
+        told = self.reasoning.of_call(told, reason, pair, self.names)
+        return replace(told, edit=self._forward_edit(told)) if told.backward and not told.recomputing else told
+
+    def _forward_edit(self, told: Communication) -> str | None:
+        """The edit of the forward pass at the line of a backward op: a formula has no line that one could edit."""
+        same = (c for c in self.communications if c.line == told.line and not c.backward and c.cause == told.cause)
+        return next((c.edit for c in same if c.edit is not None), None)
+
+    def _of_group(self, name: str, moment: Moment, line: Line | None) -> tuple[Moment, Line | None]:
+        """Modules and line of a group of `fully_shard`: in a backward pass those of its gather in the forward pass."""
+        if not moment.backward:
+            self._groups[name] = moment.modules, line
+        modules, line = self._groups.get(name, (moment.modules, line))
+        return Moment(modules, moment.backward, moment.recomputing), line
+
+    def _reason(self) -> OpCall | Purpose | None:
+        """The innermost op or purpose. A `redistribute` in the code of an op is the op's, not the user's."""
+        parts = [part for part in self._stack if not isinstance(part, Redistributing)]
+        calls = (part for part in reversed(parts) if isinstance(part, OpCall))
+        asked = bool(parts) and isinstance(parts[-1], Purpose) and parts[-1].cause in ("redistribute", "full_tensor")
+        return (next(calls, None) or parts[-1]) if asked else parts[-1] if parts else None
+
+    def _label(self) -> tuple[str, Line | None]:
+        call = next((p for p in reversed(self._stack) if isinstance(p, OpCall)), None)
+        return (str(call.func) if call is not None else ""), None
