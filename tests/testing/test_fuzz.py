@@ -97,6 +97,13 @@ def test_rounding_is_no_difference() -> None:
 
 
 UNDEFINED = {
+    "the strides of a sum with a derivative that is known to be zero": (
+        "x2 = leaf((1, 2, 2), torch.float32, [Replicate()], seed=803, grad=True)",
+        "x4 = torch.matmul(x2, x2.mT)",
+        "x7 = torch.linalg.matrix_norm(x2, 1)",
+        "x8 = torch.autograd.grad(x4.sum() + (x7 * 0.5).sum(), x2, create_graph=True)[0]",
+        "x9 = torch.autograd.grad((x8 ** 2).sum(), x2)[0]",
+    ),
     "which of equal numbers topk chooses": (
         "x0 = leaf((6, 6), torch.float32, [Shard(1)], seed=713, grad=True)",
         "x2 = x0.topk(2, 1).values",

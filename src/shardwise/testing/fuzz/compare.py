@@ -43,7 +43,7 @@ def difference(plain: Outcome, found: Outcome, noisy: Noisy, ignored: Sequence[s
         return None
     others: Sequence[Outcome] | None = None
     for failure in sorted(failures, key=lambda failure: KINDS.index(failure.kind)):
-        if failure.kind in ("error", "value", "meta"):
+        if failure.kind in ("error", "value", "meta", "stride"):
             others = noisy() if others is None else others
             if _undefined(failure, plain, found, others):
                 continue
@@ -171,7 +171,9 @@ def _undefined(failure: Failure, plain: Outcome, found: Outcome, others: Sequenc
         value = other.seen.get(name)
         if not isinstance(value, Seen) or value.shape != wanted.shape or value.dtype != wanted.dtype:
             return True
-        if failure.kind == "meta":
+        if failure.kind == "stride" and _strides(value) != _strides(wanted):
+            return True
+        if failure.kind in ("meta", "stride"):
             continue
         if not (wanted.dtype.is_floating_point or wanted.dtype.is_complex):
             if not torch.equal(value.value, wanted.value):

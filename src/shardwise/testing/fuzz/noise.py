@@ -68,6 +68,8 @@ class Noise(TorchDispatchMode):
         name = func.overloadpacket.__name__.rstrip("_")
         other = self._with_other_operands(func, args, kwargs) if name in SUMS else None
         overflows = _overflows(func, name, args, kwargs)
+        if name == "_efficientzerotensor":  # as distributed tensors have it: zeros in memory, which a sum looks like
+            func = torch.ops.aten.zeros.default
         result = self._shuffled_topk(func, *args, **kwargs) if name == "topk" else func(*args, **kwargs)
         if other is not None:
             for x, y in zip(pytree.tree_leaves(result), pytree.tree_leaves(other), strict=True):
