@@ -137,6 +137,17 @@ FOUND = {
         "x9 = x1.detach().expand([3, 3, -1, -1])",
         "x9.masked_fill_(leaf((3, 1, 1, 1), torch.bool, [Replicate()], seed=3), 7)",
     ),
+    "attention without features, over a sharded sequence": (
+        "x0 = leaf((1, 1, 1, 0), torch.float32, [Shard(2)], seed=522)",
+        "x3 = F.scaled_dot_product_attention(x0, x0, x0, is_causal=False)",
+        "x4 = leaf((1, 1, 2, 0), torch.float32, [Shard(2)], seed=522, grad=True)",
+        "x5 = F.scaled_dot_product_attention(x4, x4, x4, is_causal=True)",
+        "x5.sum().backward()",
+        "x6 = leaf((1, 2, 2, 0), torch.float32, [Shard(1)], seed=522)",
+        "x7 = F.scaled_dot_product_attention(x6, x6, x6)",
+        "x8 = leaf((1, 1, 2, 3), torch.float32, [Shard(2)], seed=5)",
+        "x9 = F.scaled_dot_product_attention(x4, x4, x8)",
+    ),
     "windows that leave gaps, of a sharded tensor": (
         "x0 = leaf((2, 2, 3), torch.float32, [Shard(1)], seed=316)",
         "x1 = x0.unfold(2, 1, 2)",

@@ -110,7 +110,8 @@ def _ring(query: DTensorBase, key: DTensorBase, value: DTensorBase, given: Atten
         weights = contiguous_meta((*query.shape[:3], key.shape[2]), query.dtype)
         drawn = draw_dropout(mesh_info, weights, given.dropout_p, query._local_tensor.device)
         dropout = _replicated(drawn, mesh_info)
-    scale = 1.0 / math.sqrt(query.shape[-1]) if given.scale is None else given.scale
+    features = query.shape[-1]  # without any, all scores are 0
+    scale = 1.0 / math.sqrt(max(features, 1)) if given.scale is None else given.scale
     rest = mask, dropout, given.dropout_p, given.is_causal, scale, list(given.documents), given.zigzag, rotate
     if needs_grad((query, key, value)):
         return _RingAttention.apply(query, key, value, *rest)

@@ -110,6 +110,11 @@ class Draw:
         value = self.value(name)
         return value.numel() > 1 + sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
 
+    def has_windows(self, name: str) -> bool:
+        """Return whether a variable has windows that overlap: reading and writing it in place has no defined order."""
+        value = self.value(name)
+        return self.overlaps(name) and all(step for n, step in zip(value.shape, value.stride(), strict=True) if n > 1)
+
     def storage_is_known(self, name: str) -> bool:
         """Return whether a variable covers the storage of this one: results may have more memory than elements."""
         memory = self.memory(name)

@@ -105,6 +105,8 @@ def assigned(draw: Draw) -> str:
         f"{x}.T[0] = 1",
         f"{x}[::2] = {x}[::2].clone() * 2",
     )
+    if draw.has_windows(x):
+        raise NoChoice
     return draw.one(kinds)
 
 
