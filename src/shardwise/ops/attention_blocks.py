@@ -112,7 +112,7 @@ class Merged:
 def _is_fused(query: Tensor, key: Tensor, value: Tensor, options: Options) -> bool:
     if options.mask is not None or options.kept is not None or query.shape[-1] != value.shape[-1]:
         return False
-    if not query.shape[-1] or any(tensor.stride(-1) != 1 for tensor in (query, key, value)):
+    if any(tensor.stride(-1) != 1 for tensor in (query, key, value)):
         return False
     if query.device.type == "cpu":
         return query.dtype in _FUSED_ON_CPU

@@ -110,8 +110,7 @@ def _ring(query: DTensorBase, key: DTensorBase, value: DTensorBase, given: Atten
         weights = contiguous_meta((*query.shape[:3], key.shape[2]), query.dtype)
         drawn = draw_dropout(mesh_info, weights, given.dropout_p, query._local_tensor.device)
         dropout = _replicated(drawn, mesh_info)
-    features = query.shape[-1]  # without any, all scores are 0
-    scale = 1.0 / math.sqrt(max(features, 1)) if given.scale is None else given.scale
+    scale = 1.0 / math.sqrt(query.shape[-1]) if given.scale is None else given.scale
     rest = mask, dropout, given.dropout_p, given.is_causal, scale, list(given.documents), given.zigzag, rotate
     if needs_grad((query, key, value)):
         return _RingAttention.apply(query, key, value, *rest)
@@ -225,6 +224,7 @@ def _is_served(tensors: Sequence[Any], mask: Tensor | None, is_causal: bool, ena
         key.shape[:3] == value.shape[:3]
         and query.shape[0] == key.shape[0]
         and query.shape[2:] == key.shape[2:]
+        and query.shape[-1] > 0
         and heads_fit
     )
     dtypes_fit = query.is_floating_point() and query.dtype == key.dtype == value.dtype

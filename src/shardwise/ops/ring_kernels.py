@@ -108,14 +108,9 @@ def _attend(blocks: _Blocks, merged: Merged, piece: int, key: Tensor, value: Ten
     for pair in blocks.pairs(piece):
         rows, columns = pair.query.rows, pair.key.rows
         query = blocks.query[:, :, rows]
-        if _has_rows(query) and _has_rows(key):
+        if query.numel() and key.numel():
             found = attend(query, key[:, :, columns], value[:, :, columns], blocks.options(pair, piece))
             merged.add(rows, *found)
-
-
-def _has_rows(tensor: Tensor) -> bool:
-    """Whether there are positions; they may have no features."""
-    return bool(tensor.shape[:-1].numel())
 
 
 def _gathered(cut: Cut, key: Tensor, value: Tensor) -> Steps[tuple[Tensor, Tensor]]:
@@ -171,7 +166,7 @@ class _Gradients:
         for pair in blocks.pairs(piece):
             rows, columns = pair.query.rows, pair.key.rows
             query = blocks.query[:, :, rows]
-            if _has_rows(query) and _has_rows(key):
+            if query.numel() and key.numel():
                 saved = Saved(*(tensor[:, :, rows] for tensor in self.saved))
                 options = blocks.options(pair, piece)
                 found = gradients(saved, query, key[:, :, columns], value[:, :, columns], options)
