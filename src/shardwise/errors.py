@@ -57,5 +57,12 @@ class CommunicationError(ShardwiseError, RuntimeError):
     """Communication that is impossible or was not allowed."""
 
 
+class BudgetError(ShardwiseError, AssertionError):
+    """More communication than a `shardwise.debug.budget` allows: `fix` explains all that counted."""
+
+    def __init__(self, problem: str, explanation: str) -> None:
+        super().__init__(problem, f"\n\n{explanation}")
+
+
 class SavedTensorError(ShardwiseError, RuntimeError):
     """A change to a tensor that a backward pass needs as it was."""

@@ -5,16 +5,30 @@ draw                  returns the same picture as a string
 CommDebugMode         counts and prints the communication in a block, module by module
 explain               tells why a block communicates: lines, modules, reasons, prices, alternatives, edits; as text,
                       as JSON, as a trace. What it holds is described in `explaining/records.py`
+budget                raises an error with that explanation if a block communicates more than it may
+trace, merge_traces   write what ranks compute and communicate, and when, for chrome://tracing and ui.perfetto.dev
 check_local_tensors   finds local tensors that are not what from_local, local_map or a style takes them for
 """
 
 from ..sharding.runtime import active_runtime
+from .budget import budget
 from .comm_mode import CommDebugMode
 from .explaining.explain import Explanation, explain
 from .local_check import check_local_tensors
 from .picture import draw, visualize_sharding
+from .trace import merge_traces, trace
 
-__all__ = ["CommDebugMode", "Explanation", "explain", "check_local_tensors", "visualize_sharding", "draw"]
+__all__ = [
+    "CommDebugMode",
+    "Explanation",
+    "budget",
+    "check_local_tensors",
+    "draw",
+    "explain",
+    "merge_traces",
+    "trace",
+    "visualize_sharding",
+]
 
 
 def _clear_sharding_prop_cache() -> None:

@@ -43,6 +43,12 @@ def collective_of(func: OpOverload) -> CollectiveOp | None:
     return _COLLECTIVES.get(func._schema.name) if func.namespace in _NAMESPACES else None
 
 
+def collective_names() -> dict[str, str]:
+    """Return the name of what a collective does, by the names of all ops that do it: "all_gather_into_tensor", ..."""
+    ops = {name.partition("::")[2]: op.kind.replace("-", "_") for name, op in _COLLECTIVES.items()}
+    return {**ops, **{kind: kind for kind in ops.values()}}
+
+
 def communicates(func: OpOverload) -> bool:
     """Return whether an op is a collective, or sends to another rank or receives from one."""
     return func.namespace in _NAMESPACES and func._schema.name.partition("::")[2] not in _WITHOUT_DATA

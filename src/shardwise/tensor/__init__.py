@@ -9,4 +9,7 @@ from_local        the global tensor that local tensors are shards of
 local_shapes      the local shapes of all ranks, asked for and checked
 creation          distribute_tensor and factories
 checkpoint        what torch.distributed.checkpoint asks of a tensor
+shown_to_tools    what PyTorch's profiler and its DebugMode show
 """
+
+from . import shown_to_tools as shown_to_tools

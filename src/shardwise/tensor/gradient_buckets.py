@@ -67,17 +67,17 @@ def bucket_size() -> int:
     return _size.get()
 
 
-def bytes_of(size: int | str | None) -> int:
+def bytes_of(size: int | str | None, asked_by: str = "bucket_gradients") -> int:
     """A number of bytes from a text: `"25 MiB"`."""
     if isinstance(size, str):
         parsed = re.fullmatch(r"\s*([0-9.]+)\s*([KMG]i?B|B)\s*", size)
         if parsed is None:
             raise InputError(
-                f"bucket_gradients got the size {size!r}", 'write a number and a unit: "25 MiB", "500 KB", "2 GiB"'
+                f"{asked_by} got the size {size!r}", 'write a number and a unit: "25 MiB", "500 KB", "2 GiB"'
             )
         return int(float(parsed[1]) * _UNITS[parsed[2]])
     if size is not None and size < 0:
-        raise InputError(f"bucket_gradients got the size {size}", "give a number of bytes, or None for no buckets")
+        raise InputError(f"{asked_by} got the size {size}", "give a number of bytes that is not negative, or None")
     return size or 0
 
 

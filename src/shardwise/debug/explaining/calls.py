@@ -33,8 +33,10 @@ SpecPair = tuple[DTensorSpec, DTensorSpec]
 class OpCall:
     """A call of an op on distributed tensors that is running."""
 
-    def __init__(self, func: OpOverload, args: Args, kwargs: Kwargs) -> None:
+    def __init__(self, func: OpOverload, args: Args, kwargs: Kwargs, node: int) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
+        self.node = node
+        """The number of its autograd node, if it has one."""
         self.seen: list[OperandMove] = []
         """The moves of operands that were seen so far."""
 
@@ -147,7 +149,9 @@ class Reasoning:
         if not known.changes:
             return None
         tensors = [tensor for _, tensor in named_tensors(resolve(call.func), call.args, call.kwargs)]
-        return "\n".join(reasons.edit_of_operand(tensors[at], name, text, names) for at, name, text in known.changes)
+        return "\n".join(
+            reasons.edit_of_operand(tensors[at], name, text, call.func, names) for at, name, text in known.changes
+        )
 
     # ---- functions of shardwise -----------------------------------------------------------------------------------
 

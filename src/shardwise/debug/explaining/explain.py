@@ -12,11 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, overload
+
+import torch.distributed as dist
 
 from .recorder import Recorder
 from .records import Told
 from .text import told_as_text
+from .timeline import Timeline
+from .trace_file import trace_events, write_events
+
+FLOPS_PER_SECOND = 1e11
+BYTES_PER_SECOND = 1e10
+"""What a rank does in a modelled trace: the orders of magnitude of one CPU."""
 
 
 class Explanation(Told):
@@ -31,15 +40,35 @@ class Explanation(Told):
     def __init__(self) -> None:
         super().__init__()
         self._stack = ExitStack()
+        self._timeline = Timeline()
 
     def __enter__(self) -> Explanation:
         recorder = Recorder()
         self.communications, self.mesh_axes = recorder.communications, recorder.mesh_axes
+        self._timeline = recorder.timeline
         self._stack.enter_context(recorder.recording())
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+
+    def trace(
+        self,
+        path: str | Path,
+        *,
+        flops_per_second: float = FLOPS_PER_SECOND,
+        bytes_per_second: float = BYTES_PER_SECOND,
+    ) -> Path:
+        """Write a trace for chrome://tracing and ui.perfetto.dev; returns the path of the file.
+
+        It has a process for each rank, with a track for ops and one for each set of axes. For simulated ranks times are
+        modelled: those of collectives by the cost model, those of ops by these speeds of a rank. On a process they are
+        measured, on the host, and the number of the rank is put before the suffix of the path.
+        """
+        timeline, target = self._timeline, Path(path)
+        if not timeline.simulated and dist.is_initialized() and dist.get_world_size() > 1:
+            target = target.with_suffix(f".rank{dist.get_rank()}{target.suffix}")
+        return write_events(target, trace_events(timeline.spans(flops_per_second, bytes_per_second)))
 
     def __str__(self) -> str:
         return told_as_text(self)

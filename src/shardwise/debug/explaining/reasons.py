@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ..._torch.ops import OpOverload
 from ...comm.plan import bytes_text
 from ...dispatch.choices import OperandMove
 from ...dispatch.gather_cache import is_weight
@@ -34,7 +35,7 @@ def of_operand(told: Communication, op: str, move: OperandMove, operand: str) ->
 
 
 def _short(op: str) -> str:
-    return op.removeprefix("aten.").lstrip("_")
+    return op.removeprefix("aten.").removesuffix(".default").lstrip("_")
 
 
 def _moving(choice: Choice) -> str:
@@ -107,13 +108,15 @@ def _other_layouts(told: Communication) -> str | None:
     return "give the style the layouts that the tensor has: input_layouts=, output_layouts=, use_local_output=False"
 
 
-def edit_of_operand(tensor: Tensor, name: str, placements: str, names: Names) -> str:
+def edit_of_operand(tensor: Tensor, name: str, placements: str, func: OpOverload, names: Names) -> str:
     """The statement that gives an operand the placements with which its op is local."""
     parameter = names.parameter(tensor)
     if parameter is not None:
         own = parameter.rpartition(".")[2]
         return f"{own} = distribute_tensor({own}, mesh, {placements})  # where {parameter} is made"
-    called = names.variable(tensor) or name
+    called = names.variable(tensor)
+    if called is None:
+        return f"{name}.redistribute(placements={placements})  # {name}: the operand of {_short(str(func))}"
     if is_weight(tensor):
         return f"{called} = distribute_tensor({called}, mesh, {placements})  # where it is made"
     return f"{called} = {called}.redistribute(placements={placements})  # once, for all that read it"

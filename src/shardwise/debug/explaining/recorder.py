@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..._torch.autograd_graph import current_node, next_node_number, node_number
 from ..._torch.modes import OwnMode, without_modes
 from ..._torch.ops import OpOverload
 from ...comm.cost import cost_model
@@ -66,6 +67,8 @@ class Recorder(OwnMode):
         self.reasoning = Reasoning()
         self.names = Names(self.calls)
         self._stack: list[OpCall | Purpose | Redistributing] = []
+        self._edits: dict[int, str | None] = {}
+        """The edits of ops in the forward pass, by the number of their autograd node."""
         self._groups: dict[str, tuple[tuple[str, ...], Line | None]] = {}
 
     @contextmanager
@@ -95,7 +98,8 @@ class Recorder(OwnMode):
     def _op(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Iterator[None]:
         for leaf in leaves_among(args, kwargs):
             self.names.note_leaf(leaf)
-        with self._inside(OpCall(func, args, kwargs)):
+        # Autograd makes the node of an op just before it runs.
+        with self._inside(OpCall(func, args, kwargs, next_node_number() - 1)):
             yield
 
     def __torch_dispatch__(
@@ -116,7 +120,7 @@ class Recorder(OwnMode):
         if op is not None:
             self._communicated(func, op, args, kwargs, result, (began, ended))
         elif not computes_nothing(func) or func.namespace == "_c10d_functional":
-            self.timeline.computed(func, args, kwargs, result, (began, ended), self._label)
+            self.timeline.computed(func, args, kwargs, result, (began, ended), self._running_op())
         return result
 
     def _communicated(
@@ -133,7 +137,8 @@ class Recorder(OwnMode):
         with without_modes():  # planning again runs ops on meta tensors
             told = self._told(found)
         self.communications.append(told)
-        self.timeline.communicated(told, ranks_of_group(group), result if not op.writes_first else args[0], measured)
+        functional = not op.writes_first
+        self.timeline.communicated(told, ranks_of_group(group), result, measured, waits=functional)
 
     def _found(self, func: OpOverload, op: CollectiveOp, group: str, received: int) -> Found:
         ranks = ranks_of_group(group)
@@ -174,12 +179,12 @@ class Recorder(OwnMode):
         if not isinstance(reason, OpCall):
             return self.reasoning.of_purpose(told, reason, pair, self.names)
         told = self.reasoning.of_call(told, reason, pair, self.names)
-        return replace(told, edit=self._forward_edit(told)) if told.backward and not told.recomputing else told
-
-    def _forward_edit(self, told: Communication) -> str | None:
-        """The edit of the forward pass at the line of a backward op: a formula has no line that one could edit."""
-        same = (c for c in self.communications if c.line == told.line and not c.backward and c.cause == told.cause)
-        return next((c.edit for c in same if c.edit is not None), None)
+        if not told.backward or told.recomputing:
+            self._edits[reason.node] = told.edit
+            return told
+        # A formula has no line that one could edit: what helps is what helps the op whose node runs.
+        node = current_node()
+        return replace(told, edit=self._edits.get(node_number(node)) if node is not None else None)
 
     def _of_group(self, name: str, moment: Moment, line: Line | None) -> tuple[Moment, Line | None]:
         """Modules and line of a group of `fully_shard`: in a backward pass those of its gather in the forward pass."""
@@ -195,6 +200,7 @@ class Recorder(OwnMode):
         asked = bool(parts) and isinstance(parts[-1], Purpose) and parts[-1].cause in ("redistribute", "full_tensor")
         return (next(calls, None) or parts[-1]) if asked else parts[-1] if parts else None
 
-    def _label(self) -> tuple[str, Line | None]:
-        call = next((p for p in reversed(self._stack) if isinstance(p, OpCall)), None)
-        return (str(call.func) if call is not None else ""), None
+    def _running_op(self) -> str:
+        """The op on distributed tensors that runs, or "" outside of one."""
+        call = next((part for part in reversed(self._stack) if isinstance(part, OpCall)), None)
+        return str(call.func).removesuffix(".default") if call is not None else ""

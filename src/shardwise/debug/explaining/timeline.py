@@ -1,15 +1,224 @@
-"""When ops and collectives run, on each rank."""
+"""When ops and collectives run on each rank: measured in a process, modelled for simulated ranks.
+
+What was seen is kept as events, and drawn later. Simulated ranks run one after the other in one process, so that their
+times say nothing: the time of an op is modelled by its floating-point operations and the memory that it reads and
+writes, that of a collective by the cost model. Each rank has a clock. A collective begins when the last of its ranks has
+come and the one before on the same axes is done; it runs beside ops until it is waited for.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from ..._torch import pytree
+from ..._torch.ops import OpOverload
+from ...world import RankTensor, current_world
+from .records import Communication
+
+Measured = tuple[float, float]
+
+
+class Work(NamedTuple):
+    """What one rank does in an op."""
+
+    flops: float
+    nbytes: float
+
+
+class Computed(NamedTuple):
+    """An op on local tensors: its name, the op on distributed tensors that it is part of, and the work of each rank."""
+
+    name: str
+    part_of: str
+    work: tuple[Work, ...]
+    measured: Measured
+
+
+class Communicated(NamedTuple):
+    """A collective that was started, in each of the groups that run it side by side."""
+
+    told: Communication
+    groups: tuple[tuple[int, ...], ...]
+    measured: Measured
+    pending: bool
+    """Whether it is waited for by an op of its own; otherwise it is done when it returns."""
+
+
+class Waited(NamedTuple):
+    """A collective was waited for, by its number."""
+
+    number: int
+    measured: Measured
+
+
+class Span(NamedTuple):
+    """Something that a rank does for a while. `track` is "compute", or the axes of a collective."""
+
+    rank: int
+    track: str
+    name: str
+    start: float
+    end: float
+    about: Mapping[str, object]
 
 
 class Timeline:
-    """Stub."""
+    """Collects events, and makes spans of them."""
 
-    def computed(self, *args: Any) -> None:
-        """Stub."""
+    def __init__(self) -> None:
+        self.events: list[Computed | Communicated | Waited] = []
+        self.simulated = False
+        self.own_rank = 0
+        self._pending: dict[int, int] = {}
+        # Where measured times begin: the clock of all processes of a machine.
+        self.epoch = time.time() - time.perf_counter()
 
-    def communicated(self, *args: Any) -> None:
-        """Stub."""
+    # ---- events -----------------------------------------------------------------------------------------------------
+
+    def computed(
+        self,
+        func: OpOverload,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        result: object,
+        measured: Measured,
+        part_of: str,
+    ) -> None:
+        """An op has run on local tensors."""
+        name = func._schema.name
+        if name.endswith("::wait_tensor"):
+            number = self._pending.pop(id(args[0]), None)
+            if number is not None:
+                self.events.append(Waited(number, measured))
+            return
+        self.events.append(Computed(name, part_of, _work(func, args, kwargs, result), measured))
+
+    def communicated(
+        self, told: Communication, groups: Iterable[tuple[int, ...]], result: object, measured: Measured, waits: bool
+    ) -> None:
+        """A collective was started; `result` is what is waited for, if `waits`."""
+        self.simulated = current_world() is not None
+        self.own_rank = 0 if self.simulated else dist.get_rank()
+        pending = waits and isinstance(result, Tensor)
+        if pending:
+            self._pending[id(result)] = told.number
+        self.events.append(Communicated(told, tuple(groups), measured, pending))
+
+    # ---- spans ------------------------------------------------------------------------------------------------------
+
+    def spans(self, flops_per_second: float, bytes_per_second: float) -> list[Span]:
+        """What each rank does when: measured for this process, modelled for simulated ranks."""
+        if not self.simulated:
+            return list(self._measured())
+        return _Model(lambda work: max(work.flops / flops_per_second, work.nbytes / bytes_per_second)).run(self.events)
+
+    def _measured(self) -> Iterable[Span]:
+        done = {event.number: event.measured[1] for event in self.events if isinstance(event, Waited)}
+        for event in self.events:
+            if isinstance(event, Computed):
+                start, end = event.measured
+                yield Span(self.own_rank, "compute", event.name, *self._times(start, end), {"part of": event.part_of})
+            elif isinstance(event, Communicated):
+                start, end = event.measured
+                end = done.get(event.told.number, end)
+                yield Span(
+                    self.own_rank, event.told.group, event.told.kind, *self._times(start, end), about(event.told)
+                )
+
+    def _times(self, start: float, end: float) -> tuple[float, float]:
+        return self.epoch + start, self.epoch + end
+
+
+class _Model:
+    """The clocks of simulated ranks."""
+
+    def __init__(self, seconds: Callable[[Work], float]) -> None:
+        self._seconds = seconds
+        self._clocks: dict[int, float] = {}
+        self._links: dict[tuple[str, tuple[int, ...]], float] = {}
+        """When each group has done all its collectives."""
+        self._ends: dict[tuple[int, int], float] = {}
+        """When a rank's collective of this number is done."""
+
+    def run(self, events: Sequence[Computed | Communicated | Waited]) -> list[Span]:
+        spans: list[Span] = []
+        for event in events:
+            if isinstance(event, Computed):
+                spans += self._compute(event)
+            elif isinstance(event, Communicated):
+                spans += self._communicate(event)
+            else:
+                for rank in self._ranks():
+                    self._wait(rank, event.number)
+        return spans
+
+    def _ranks(self) -> list[int]:
+        return sorted({rank for rank, _ in self._ends})
+
+    def _wait(self, rank: int, number: int) -> None:
+        self._clocks[rank] = max(self._clocks.get(rank, 0.0), self._ends.get((rank, number), 0.0))
+
+    def _compute(self, event: Computed) -> Iterable[Span]:
+        for rank, work in enumerate(event.work):
+            start = self._clocks.get(rank, 0.0)
+            end = self._clocks[rank] = start + self._seconds(work)
+            details = {"part of": event.part_of, "flops": work.flops, "bytes": work.nbytes}
+            yield Span(rank, "compute", event.name, start, end, details)
+
+    def _communicate(self, event: Communicated) -> Iterable[Span]:
+        told = event.told
+        for group in event.groups:
+            link = told.group, group
+            start = max([self._links.get(link, 0.0), *(self._clocks.get(rank, 0.0) for rank in group)])
+            end = self._links[link] = start + told.seconds
+            for rank in group:
+                self._ends[rank, told.number] = end
+                if not event.pending:
+                    self._wait(rank, told.number)
+                yield Span(rank, told.group, told.kind, start, end, about(told))
+
+
+def about(told: Communication) -> dict[str, object]:
+    """What a trace shows of a collective when it is clicked on."""
+    return {
+        "line": f"{told.line}   {told.line.text}" if told.line is not None else "",
+        "module": told.module,
+        "pass": told.phase,
+        "op": told.op or "",
+        "reason": told.reason,
+        "bytes": told.bytes,
+        "modelled seconds": told.seconds,
+        "number": told.number,
+    }
+
+
+def _work(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object) -> tuple[Work, ...]:
+    """The work of each simulated rank in an op; of the process, if there are none."""
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+    ranks = max((len(t.shards) for t in tensors if isinstance(t, RankTensor)), default=0)
+    count = flop_registry.get(func.overloadpacket)
+    if not ranks:
+        return ()  # times of processes are measured
+    known: dict[tuple[object, ...], Work] = {}
+    found = []
+    for rank in range(ranks):
+        own = [_of_rank(tensor, rank) for tensor in tensors]
+        key = tuple(tensor.shape for tensor in own)
+        if key not in known:
+            flops = 0.0
+            if count is not None:
+                mine = pytree.tree_map_only(Tensor, lambda t: _of_rank(t, rank), (tuple(args), dict(kwargs), result))  # noqa: B023
+                flops = float(count(*mine[0], **mine[1], out_val=mine[2]))
+            known[key] = Work(flops, float(sum(tensor.nbytes for tensor in own)))
+        found.append(known[key])
+    return tuple(found)
+
+
+def _of_rank(tensor: Tensor, rank: int) -> Tensor:
+    return tensor.shards[rank] if isinstance(tensor, RankTensor) and rank < len(tensor.shards) else tensor

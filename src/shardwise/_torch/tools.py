@@ -1,0 +1,76 @@
+"""PyTorch's tools that look at a program from outside: the profiler, and `DebugMode`.
+
+Both are told about redistributions only while they are active. So that nobody has to ask whether they are, the
+functions that turn them on and off are wrapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from typing import Any
+
+import torch.autograd.profiler
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils import _debug_mode
+from torch.utils._debug_mode import DebugMode as DebugMode
+from torch.utils._debug_mode import get_active_debug_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_OpCall: Any = _debug_mode._OpCall  # type: ignore[attr-defined]
+
+record_function = torch.autograd.profiler.record_function
+"""A context that the profiler shows under a name."""
+
+
+def call_while_profiling(begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Call `begin` when a profiler starts in this process, and `end` when it stops.
+
+    Relies on all profilers calling `_run_on_profiler_start` and `_run_on_profiler_stop` by these names.
+    """
+    profiler: Any = torch.autograd.profiler
+    profiler._run_on_profiler_start = _then(profiler._run_on_profiler_start, begin)
+    profiler._run_on_profiler_stop = _then(profiler._run_on_profiler_stop, end)
+
+
+def call_while_debugging(begin: Callable[[DebugMode], None], end: Callable[[DebugMode], None]) -> None:
+    """Call `begin` with a `DebugMode` when it is entered, and `end` when it is left."""
+    mode: Any = DebugMode
+    mode.__enter__ = _then(mode.__enter__, begin)
+    mode.__exit__ = _then(mode.__exit__, end)
+
+
+def shows_redistribution(
+    mode: DebugMode, local: Tensor, source: object, target: object, what: str
+) -> AbstractContextManager[object]:
+    """A context in which a `DebugMode` shows a redistribution of a local tensor, with what happens inside."""
+    return mode.record_redistribute_calls(local, source, target, what)
+
+
+@contextmanager
+def shows_op(mode: DebugMode, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> Iterator[None]:
+    """A context in which a `DebugMode` shows an op on distributed tensors, with the ops inside.
+
+    A mode runs ops of classes that it does not know without itself. If it does see this one, it is left to it.
+    """
+    if get_active_debug_mode() is not None:
+        yield
+        return
+    mode._record_call(_OpCall(func, args, kwargs, mode.call_depth, stack=mode.record_stack_trace))
+    TorchDispatchMode.__enter__(mode)
+    try:
+        yield
+    finally:
+        TorchDispatchMode.__exit__(mode, None, None, None)
+
+
+def _then(function: Callable[..., Any], also: Callable[..., None]) -> Callable[..., Any]:
+    @wraps(function)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        also(*args[:1])
+        return result
+
+    return both
