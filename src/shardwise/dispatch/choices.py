@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..notation import Bound, Passing
@@ -17,7 +17,7 @@ from ..ops.resolve import ResolvedOp
 from ..sharding.layout import Layout
 from ..sharding.mesh import MeshInfo
 from ..sharding.spec import DTensorSpec
-from .arguments import Args, Argument, Kwargs, as_argument, common_mesh, distributed
+from .arguments import Args, Argument, Kwargs, Where, as_argument, common_mesh, distributed
 from .bind_call import BoundCall, Place, bind_call
 from .call_plan import propagator_of
 from .propagate import Operand, Option, PriceParts, ShardingPropagator
@@ -43,7 +43,7 @@ class PricedChoice(NamedTuple):
     """What each mesh axis does in a choice, and what its price is made of."""
 
     axes: tuple[tuple[str, str], ...]
-    """Axis and what it does, in words; without axes of size 1."""
+    """Axis and what it does, in words; without axes that could do nothing else."""
     moves: tuple[OperandMove, ...]
     kernel: float
     later: float
@@ -76,9 +76,11 @@ def choices_of(op: ResolvedOp, args: Args, kwargs: Kwargs) -> CallChoices | None
         return None
     propagator = propagator_of(found, mesh_info)
     chosen = propagator.cheapest()
+    free = [axis for axis in range(len(mesh_info.sizes)) if len(propagator.options_of(axis)) > 1]
 
     def written(parts: PriceParts) -> PricedChoice:
-        return _written(parts, found, [*arguments, *named.values()], [*range(len(arguments)), *named], mesh_info)
+        values = dict(zip([*range(len(arguments)), *named], [*arguments, *named.values()], strict=True))
+        return _written(parts, found, values, free, mesh_info)
 
     parts = propagator.parts(chosen)
     assert parts is not None
@@ -100,23 +102,18 @@ def _others(propagator: ShardingPropagator, chosen: tuple[Option, ...]) -> list[
 
 
 def _written(
-    parts: PriceParts, found: BoundCall, values: Sequence[object], wheres: Sequence[int | str], mesh_info: MeshInfo
+    parts: PriceParts, found: BoundCall, values: Mapping[Where, object], free: Sequence[int], mesh_info: MeshInfo
 ) -> PricedChoice:
-    by_where = dict(zip(wheres, values, strict=True))
     moves = []
     for place, operand, (layout, seconds) in zip(found.places, found.operands, parts.operands, strict=True):
-        value = by_where[place[0]]
+        value = values[place[0]]
         argument = value[place[1]] if place[1] is not None and isinstance(value, list) else value
         if layout is operand.layout or not isinstance(argument, Argument) or argument.spec is None:
             continue
         after = DTensorSpec.from_layout(mesh_info, layout, argument.meta)
         lost = _lost(operand, layout, found.bound, mesh_info.names)
         moves.append(OperandMove(_name(found, place), place, argument.spec, after, seconds, lost))
-    actions = [
-        (name, _action(option, found))
-        for name, size, option in zip(mesh_info.names, mesh_info.sizes, parts.options, strict=True)
-        if size > 1
-    ]
+    actions = [(mesh_info.names[axis], _action(parts.options[axis], found)) for axis in free]
     return PricedChoice(tuple(actions), tuple(moves), parts.kernel, parts.later)
 
 

@@ -89,6 +89,10 @@ def of_purpose(told: Communication, purpose: Purpose, leaves: Sequence[str]) -> 
             )
         case "experts":
             return f"rows travel {'back ' if told.backward else ''}between tokens and experts over {told.group}", None
+        case "distribute" if not purpose.detail:
+            return f"{CAUSES['distribute']}, so that all have the same", (
+                "distribute_tensor(x, mesh, placements, src_data_rank=None)  # if all ranks have the data already"
+            )
         case "program":
             return f"the program calls {told.collective} itself", None
     detail = f" ({purpose.detail})" if purpose.detail else ""

@@ -2,8 +2,8 @@
 
 What was seen is kept as events, and drawn later. Simulated ranks run one after the other in one process, so that their
 times say nothing: the time of an op is modelled by its floating-point operations and the memory that it reads and
-writes, that of a collective by the cost model. Each rank has a clock. A collective begins when the last of its ranks has
-come and the one before on the same axes is done; it runs beside ops until it is waited for.
+writes, that of a collective by the cost model. Each rank has a clock. A collective begins when the last of its ranks
+has come and the one before on the same axes is done; it runs beside ops until it is waited for.
 """
 
 from __future__ import annotations
