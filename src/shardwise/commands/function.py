@@ -28,7 +28,7 @@ def load_function(text: str) -> Callable[..., Any]:
         found = getattr(found, part)
     if not callable(found):
         raise UsageError(f"{text} is no function")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def call_with_mesh(function: Callable[..., Any], mesh: object) -> Any:

@@ -120,9 +120,9 @@ def _written(
 def _lost(operand: Operand, after: Layout, bound: Bound, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
     now = {axis for dim in after.dims for factor in dim for axis in factor.axes}
     found = [(names[axis], op) for axis, op in operand.layout.partial if (axis, op) not in after.partial]
-    for dim, mine, new in zip(operand.layout.dims, operand.tensor.dims, after.dims, strict=True):
+    for i, (dim, mine, new) in enumerate(zip(operand.layout.dims, operand.tensor.dims, after.dims, strict=True)):
         kept = {axis for factor in new for axis in factor.axes}
-        name = " ".join(bound.factors[index].name for index in mine) or "a dim"
+        name = " ".join(bound.factors[index].name for index in mine) or f"dim {i}"
         found += [(names[axis], name) for factor in dim for axis in factor.axes if axis not in kept or axis not in now]
     return tuple(found)
 

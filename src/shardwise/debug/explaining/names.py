@@ -40,12 +40,10 @@ class Names:
         frame = users_frame_now()
         if frame is None:
             return None
-        values = frame.f_locals.items()
-        base = tensor._base
-        found = next((name for name, value in values if value is tensor), None)
-        if found is None and base is not None:
-            found = next((name for name, value in values if value is base), None)
-        return found
+        values = {name: frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals}
+        values |= frame.f_locals
+        wanted = (tensor,) if tensor._base is None else (tensor, tensor._base)
+        return next((name for each in wanted for name, value in values.items() if value is each), None)
 
     def of(self, tensor: Tensor, otherwise: str) -> str:
         """The name to use in a sentence: that of the user, or the op's own name for its operand."""

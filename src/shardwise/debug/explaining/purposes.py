@@ -17,10 +17,13 @@ from torch import Tensor
 from ..._torch.autograd_graph import accumulated_leaf, current_node
 from ...comm.buckets import Bucket
 from ...comm.token_route import ExpertAxis
+from ...extend import local_function
 from ...fsdp.group import ParameterGroup
 from ...fsdp.reduce import Reduction
 from ...nn import local_view
+from ...ops import context_attention
 from ...parallel.converters import InputConverter, OutputConverter
+from ...parallel.expert_call import Runner
 from ...random import agreement
 from ...tensor import autograd, creation, leaf_gradient
 from ...tensor.dtensor import DTensor
@@ -86,8 +89,17 @@ def _table() -> tuple[tuple[object, str, Find], ...]:
     return (
         (DTensor, "redistribute", _same("redistribute")),
         (DTensor, "full_tensor", _same("full_tensor")),
-        (InputConverter, "_convert", _same("conversion", "the input of a module")),
-        (OutputConverter, "convert", _same("conversion", "the output of a module")),
+        (InputConverter, "_convert", _same("conversion", "a style converts the input of")),
+        (OutputConverter, "convert", _same("conversion", "a style converts the output of")),
+        (Runner, "_local", _same("conversion", "ExpertParallel brings the inputs to the ranks of the experts in")),
+        (Runner, "local_parameter", _same("conversion", "ExpertParallel gathers a parameter of")),
+        (Runner, "finish", _same("conversion", "ExpertParallel brings back the output of")),
+        (local_function, "_with_placements", _same("conversion", "local_map redistributes an argument in")),
+        (
+            context_attention,
+            "_to_layout",
+            _same("conversion", "attention brings all positions of some heads together in"),
+        ),
         (autograd.Redistribute, "backward", _same("gradient", "a redistribution")),
         (autograd.FromLocal, "backward", _same("gradient", "from_local")),
         (leaf_gradient, "to_spec", _of_leaf),

@@ -47,8 +47,8 @@ def of_kernel(told: Communication, op: str) -> str:
     sharded = (
         [what.removeprefix("shards ") for axis, what in told.chosen.axes if axis in told.over] if told.chosen else []
     )
-    along = f"computes along {' and '.join(sharded)}, which {told.group} shards: it" if sharded else "is sharded: it"
-    return f"{_short(op)} {along} combines what each rank computed"
+    along = f" along {' and '.join(sharded)}, which {told.group} shards," if sharded else ""
+    return f"{_short(op)}{along} exchanges data between the ranks of {told.group}"
 
 
 def of_gathering(told: Communication, op: str, operand: str | None) -> str:
@@ -70,7 +70,7 @@ def of_purpose(told: Communication, purpose: Purpose, leaves: Sequence[str]) -> 
         case "full_tensor":
             return f"full_tensor was called{move}", "x.to_local()  # if the local shard will do"
         case "conversion":
-            return f"a style converts {purpose.detail} {told.module}{move}", _other_layouts(told)
+            return f"{purpose.detail} {told.module}{move}", _other_layouts(purpose)
         case "gradient":
             through = f" {purpose.detail}" if purpose.detail else ""
             return f"the gradient goes back through{through or ' a redistribution'}{move}", None
@@ -108,7 +108,9 @@ def _cheaper_reduction(told: Communication) -> str | None:
     return None
 
 
-def _other_layouts(told: Communication) -> str | None:
+def _other_layouts(purpose: Purpose) -> str | None:
+    if not purpose.detail.startswith("a style"):
+        return None
     return "give the style the layouts that the tensor has: input_layouts=, output_layouts=, use_local_output=False"
 
 

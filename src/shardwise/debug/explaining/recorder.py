@@ -19,21 +19,24 @@ from ..._torch.ops import OpOverload
 from ...comm.cost import cost_model
 from ...comm.groups import ranks_of_group
 from ...comm.redistribute import links_of, observing_redistributions
-from ...dispatch.arguments import Args, Kwargs
+from ...dispatch.arguments import Args, Kwargs, distributed
 from ...dispatch.observe import observing_ops
 from ...ops.collectives import CollectiveOp, collective_of
 from ...ops.trivial import computes_nothing
-from ...sharding.mesh import mesh_of_group, names_text
+from ...sharding.mesh import MeshInfo, mesh_of_group, names_text
 from ...sharding.source_lines import Line
 from ...sharding.spec import DTensorSpec
+from ...tensor.dtensor import DTensor
 from ..collectives import group_of, public_op, received_bytes, runs_its_own_code
 from ..module_calls import ModuleCalls, Moment
 from .calls import OpCall, Reasoning, leaves_among
-from .lines import line_now, tracking_lines
+from .lines import line_now, tracking_lines, users_frame_now
 from .names import Names
 from .purposes import Purpose, saying_purposes
 from .records import Communication
 from .timeline import Timeline
+
+_ASKED_FOR = ("redistribute", "full_tensor")
 
 
 class Redistributing(NamedTuple):
@@ -142,7 +145,7 @@ class Recorder(OwnMode):
 
     def _found(self, func: OpOverload, op: CollectiveOp, group: str, received: int) -> Found:
         ranks = ranks_of_group(group)
-        mesh = mesh_of_group(group)
+        mesh = self._mesh(group)
         if mesh is not None:
             mesh_info, axes = mesh
             links, names = links_of(mesh_info), tuple(mesh_info.names[axis] for axis in axes)
@@ -154,8 +157,24 @@ class Recorder(OwnMode):
         name = str(public_op(func)).rpartition(".")[2]
         return Found(op.kind, name, names, names_text(names) if names else group, len(ranks[0]), received, seconds)
 
+    def _mesh(self, group: str) -> tuple[MeshInfo, tuple[int, ...]] | None:
+        """The mesh and the axes of a group: of the tensors that are worked on, since meshes may share groups."""
+        for part in reversed(self._stack):
+            specs = [part.source] if isinstance(part, Redistributing) else []
+            if isinstance(part, OpCall):
+                specs = [tensor._spec for tensor in distributed(part.args, part.kwargs)]
+            elif isinstance(part, Purpose):
+                specs = [leaf._spec for leaf in part.leaves if isinstance(leaf, DTensor)]
+            for mesh_info in (spec.mesh_info for spec in specs):
+                axes = next((axes for axes, name in mesh_info.groups.items() if name == group), None)
+                if axes is not None:
+                    return mesh_info, axes
+        return mesh_of_group(group)
+
     def _told(self, found: Found) -> Communication:
         moment, line = self.calls.now(), line_now()
+        if moment.backward and users_frame_now() is not None:
+            moment = replace(moment, recomputing=True)
         redistributing = next((p for p in reversed(self._stack) if isinstance(p, Redistributing)), None)
         reason = self._reason()
         if isinstance(reason, Purpose) and reason.leaves:
@@ -194,11 +213,10 @@ class Recorder(OwnMode):
         return Moment(modules, moment.backward, moment.recomputing), line
 
     def _reason(self) -> OpCall | Purpose | None:
-        """The innermost op or purpose. A `redistribute` in the code of an op is the op's, not the user's."""
-        parts = [part for part in self._stack if not isinstance(part, Redistributing)]
-        calls = (part for part in reversed(parts) if isinstance(part, OpCall))
-        asked = bool(parts) and isinstance(parts[-1], Purpose) and parts[-1].cause in ("redistribute", "full_tensor")
-        return (next(calls, None) or parts[-1]) if asked else parts[-1] if parts else None
+        """The innermost op or purpose. A `redistribute` in the code of an op or a style is theirs, not the user's."""
+        parts = [part for part in reversed(self._stack) if not isinstance(part, Redistributing)]
+        mine = (part for part in parts if not isinstance(part, Purpose) or part.cause not in _ASKED_FOR)
+        return next(mine, parts[0] if parts else None)
 
     def _running_op(self) -> str:
         """The op on distributed tensors that runs, or "" outside of one."""
