@@ -98,7 +98,7 @@ def _table() -> tuple[tuple[object, str, Find], ...]:
         (
             context_attention,
             "_to_layout",
-            _same("conversion", "attention brings all positions of some heads together in"),
+            _same("conversion", "attention brings the positions of some heads together in"),
         ),
         (autograd.Redistribute, "backward", _same("gradient", "a redistribution")),
         (autograd.FromLocal, "backward", _same("gradient", "from_local")),
