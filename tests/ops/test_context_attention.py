@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -323,3 +324,31 @@ def test_segments_see_what_their_tokens_see() -> None:
         document = torch.bucketize(place, torch.tensor(documents[1:]), right=True)
         wanted = (place[:, None] >= place) & (document[:, None] == document)
         assert torch.equal(seen, wanted.int())
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def _stored(order: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Random numbers of a shape, in a memory order: features last, heads inside positions, or features first."""
+    batch, heads, length, width = shape
+    return {
+        "row-major": lambda: torch.randn(shape),
+        "positions": lambda: torch.randn(batch, length, heads, width).transpose(1, 2),
+        "features": lambda: torch.randn(batch, heads, width, length).mT,
+    }[order]()
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.3}])
+def test_strides_are_those_of_one_device(options) -> None:
+    orders = ("row-major", "positions", "features")
+    with ranks(2) as mesh:
+        for of_query, of_key, of_value in itertools.product(orders, repeat=3):
+            plain = [_stored(order, (2, 4, 6, 8)).requires_grad_() for order in (of_query, of_key, of_value)]
+            placed = [distribute_tensor(tensor.detach(), mesh, [Shard(2)]).requires_grad_() for tensor in plain]
+            found = []
+            for tensors in (plain, placed):
+                output = F.scaled_dot_product_attention(*tensors, **options)
+                gradients = torch.autograd.grad(output.sum(), tensors)
+                found.append([tensor.stride() for tensor in (output, *gradients)])
+            assert found[0] == found[1], (of_query, of_key, of_value)

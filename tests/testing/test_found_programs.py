@@ -148,6 +148,14 @@ FOUND = {
         "x8 = leaf((1, 1, 2, 3), torch.float32, [Shard(2)], seed=5)",
         "x9 = F.scaled_dot_product_attention(x4, x4, x8)",
     ),
+    "attention of features that are not neighbours in memory": (
+        "x0 = leaf((1, 1, 2, 2), torch.float32, [Shard(0)], seed=347)",
+        "x2 = x0.permute([3, 2, 0, 1])",
+        "x5 = F.scaled_dot_product_attention(x2, x2, x2, is_causal=False)",
+        "x6 = leaf((2, 1, 1, 2), torch.float32, [Shard(3)], seed=747)",
+        "x7 = x6.movedim(0, -1)",
+        "x8 = F.scaled_dot_product_attention(x7, x7, x7, is_causal=True)",
+    ),
     "windows that leave gaps, of a sharded tensor": (
         "x0 = leaf((2, 2, 3), torch.float32, [Shard(1)], seed=316)",
         "x1 = x0.unfold(2, 1, 2)",

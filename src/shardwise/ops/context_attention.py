@@ -132,16 +132,25 @@ class _RingAttention(QuickFunction):
         found = call(
             ring_attention_backward, gradient, query, key, value, output, logsumexp, mask, dropout, *ctx.numbers
         )
-        if dropout is None and query._spec.mesh_info.device_type == "cpu":
-            found = tuple(map(_by_positions_in_memory, found))
+        if query._spec.mesh_info.device_type == "cpu":
+            fused = dropout is None and all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+            found = _as_on_cpu(found, fused)
         if torch.is_grad_enabled() and needs_grad((gradient, query, key, value)):  # with create_graph=True
             found = _OnceDifferentiable.apply(*found, gradient, query, key, value)
         return *found, *[None] * (2 + len(ctx.numbers))
 
 
-def _by_positions_in_memory(gradient: Tensor) -> Tensor:
-    """The gradient with positions outside heads in memory, as PyTorch's attention on the CPU makes it."""
-    return gradient.transpose(HEADS, SEQUENCE).contiguous().transpose(HEADS, SEQUENCE)
+def _as_on_cpu(gradients: Sequence[Tensor], fused: bool) -> tuple[Tensor, ...]:
+    """The gradients of queries, keys and values in the memory order in which PyTorch makes them on the CPU.
+
+    Its fused kernel has positions outside heads. Products of matrices leave the keys transposed, as they are in scores,
+    unless several query heads share them and are added up.
+    """
+    if fused:
+        return tuple(g.transpose(HEADS, SEQUENCE).contiguous().transpose(HEADS, SEQUENCE) for g in gradients)
+    query, key, value = gradients
+    shared = query.shape[HEADS] != key.shape[HEADS]
+    return query.contiguous(), key.contiguous() if shared else key.mT.contiguous().mT, value.contiguous()
 
 
 class _OnceDifferentiable(QuickFunction):

@@ -35,7 +35,8 @@ _QKV = "Tensor query, Tensor key, Tensor value"
 def _one_device(query: Tensor, key: Tensor, value: Tensor, *args: object) -> tuple[Tensor, Tensor]:
     """The op on plain tensors."""
     if query.is_meta:
-        output = output_like(query, value, args[1] is not None)
+        fused = args[1] is None and all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+        output = output_like(query, value, row_major=not fused)
         return output, query.new_empty(query.shape[:-1], dtype=wide(query.dtype))
     found: Any = _on_plain(forward, ring_attention, query, (query, key, value, *args))
     return found[0], found[1]
