@@ -122,7 +122,7 @@ def _gathered(cut: Cut, key: Tensor, value: Tensor) -> Steps[tuple[Tensor, Tenso
 
 
 def output_like(query: Tensor, value: Tensor, row_major: bool) -> Tensor:
-    """An empty output, which lies in memory as PyTorch's: like the queries, but row-major if it is not a fused kernel's."""
+    """An empty output, in memory as PyTorch makes it: like the queries, but row-major without a fused kernel."""
     if query.shape[-1] == value.shape[-1] and not row_major:
         return torch.empty_like(query)
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
