@@ -32,7 +32,8 @@ REDUCE_SCATTER = "reduce-scatter"
 class Step:
     """One step: its kind, the axes of its group, the layouts around it, and the bytes a rank receives.
 
-    `op` is the reduction of an all-reduce or reduce-scatter, or of an exchange that does the work of one.
+    `op` is the reduction of an all-reduce or reduce-scatter, or of an exchange that does the work of one. `seconds` is
+    what the cost model says that it takes.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class Step:
     after: Layout
     received: float
     op: str = ""
+    seconds: float = 0.0
 
     @property
     def divisor(self) -> int:
@@ -157,6 +159,14 @@ def received_exactly(step: Step, itemsize: int) -> float:
         present = volume(intersection(step.before.runs(at), step.after.runs(at)))
         lacking = max(lacking, math.prod(step.after.local_shape(at)) - present)
     return lacking * itemsize
+
+
+def seconds_text(seconds: float) -> str:
+    """A time with a unit: `501 µs`, `1.25 s`."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= scale or unit == "µs":
+            break
+    return f"{seconds / scale:.0f} {unit}" if seconds >= 100 * scale else f"{seconds / scale:.3g} {unit}"
 
 
 def bytes_text(count: float) -> str:

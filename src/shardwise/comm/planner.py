@@ -83,7 +83,7 @@ def _as_plan(source: Layout, target: Layout, slots: Slots, path: Path, itemsize:
         time = _seconds(links, mesh_sizes, step.kind, step.axes, step.received)
         if nbytes and step.kind in (ALL_GATHER, REDUCE_SCATTER) and not (start.is_even() and end.is_even()):
             step, time = _native_or_exchange(step, itemsize, links)
-        steps.append(step)
+        steps.append(replace(step, seconds=time))
         seconds += time
     return Plan(source, target, tuple(steps), seconds)
 
@@ -233,5 +233,7 @@ def _plan_without_slots(
             steps.append(Step(EXCHANGE if axes else SLICE, axes, before, after, received))
         elif before is not after:
             steps.extend(make_plan(before, after, itemsize, links, groups).steps)
-    seconds = sum(_seconds(links, source.mesh_sizes, step.kind, step.axes, step.received) for step in steps)
-    return Plan(source, target, tuple(steps), seconds)
+    priced = [
+        replace(step, seconds=_seconds(links, source.mesh_sizes, step.kind, step.axes, step.received)) for step in steps
+    ]
+    return Plan(source, target, tuple(priced), sum(step.seconds for step in priced))
