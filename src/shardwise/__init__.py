@@ -12,10 +12,11 @@ training      accumulate_gradients, bucket_gradients; erase: record a step, and 
 modules       distribute_module, shard_parameters, replicate; parallel styles and plans are in shardwise.parallel,
               fully_shard in shardwise.fsdp
 take-over     install: shardwise in the place of torch.distributed.tensor, also `python -m shardwise.run program.py`
+inspecting    debug: draw, show, explain, report, CommDebugMode
 extending     register_sharding, local_map; shardwise.rules.explain shows the rule of an op
 """
 
-from . import experimental, random, rules
+from . import debug, experimental, random, rules
 from ._torch.dynamo import never_traced
 from .comm.cost import CostModel, cost_model, set_cost_model, using_cost_model
 from .dispatch.modes import explicit, implicit_replication, strict_ops
@@ -43,6 +44,7 @@ from .tensor.leaf_gradient import accumulate_gradients
 from .world import RankTensor, simulate
 
 __all__ = [
+    "debug",
     "experimental",
     "random",
     "rules",

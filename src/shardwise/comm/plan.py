@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..sharding.drawn import Drawn
 from ..sharding.layout import Factor, Layout, Sizes, divides_evenly, factor_range
 from ..sharding.mesh import names_text
 from ..sharding.spec import DTensorSpec
@@ -128,7 +129,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class SpecPlan:
+class SpecPlan(Drawn):
     """A plan between two specs. Prints as the steps, with the axis names of their mesh."""
 
     source: DTensorSpec

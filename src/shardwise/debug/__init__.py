@@ -7,25 +7,35 @@ explain               tells why a block communicates: lines, modules, reasons, p
                       as JSON, as a trace. What it holds is described in `explaining/records.py`
 budget                raises an error with that explanation if a block communicates more than it may
 trace, merge_traces   write what ranks compute and communicate, and when, for chrome://tracing and ui.perfetto.dev
+report                writes one page about a step: placements, memory, communication, timeline, reasons, warnings
+show                  draws a tensor, spec, plan, mesh or module in a notebook; after `%load_ext shardwise.debug`
+                      meshes and modules draw themselves, as the others do
 check_local_tensors   finds local tensors that are not what from_local, local_map or a style takes them for
 """
 
 from ..sharding.runtime import active_runtime
 from .budget import budget
 from .comm_mode import CommDebugMode
+from .drawing import Drawing, load_ipython_extension, show
 from .explaining.explain import Explanation, explain
 from .local_check import check_local_tensors
 from .picture import draw, visualize_sharding
+from .reporting.report import Report, report
 from .trace import merge_traces, trace
 
 __all__ = [
     "CommDebugMode",
+    "Drawing",
     "Explanation",
+    "Report",
     "budget",
     "check_local_tensors",
     "draw",
     "explain",
+    "load_ipython_extension",
     "merge_traces",
+    "report",
+    "show",
     "trace",
     "visualize_sharding",
 ]

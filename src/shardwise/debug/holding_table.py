@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -21,28 +22,51 @@ from ..tensor.dtensor import DTensor
 from .table import boxed
 
 
+class HoldingRow(NamedTuple):
+    """Parameters or buffers that share a row: their name, how many, how they are sharded, bytes in all and per rank."""
+
+    name: str
+    number: int
+    tensor: Tensor
+    """The first of them."""
+    total: int
+    held: int
+
+    def sharding(self, *, with_mesh: bool = False) -> str:
+        """Return how they are sharded, as text."""
+        text = _sharding_text(self.tensor, with_mesh)
+        return f"{self.number} x {text}" if self.number > 1 else text
+
+
 def draw_module(module: nn.Module) -> str:
     """Return a table of the parameters and buffers of a module: sharding, global bytes, and bytes per rank.
 
     Where shards differ in size, the bytes per rank are those of the largest. Parameters of the same name and sharding
     in numbered modules share a row.
     """
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    meshes = {repr(tensor.spec.mesh_info) for tensor in state.values() if isinstance(tensor, DTensor)}
-    shardings = {name: _sharding_text(tensor, with_mesh=len(meshes) > 1) for name, tensor in state.items()}
-    rows: dict[tuple[str, str], list[int]] = {}
-    for name, shared in _row_names(shardings).items():
-        tensor = state[name]
-        row = rows.setdefault((shared, shardings[name]), [0, 0, 0])
-        row[:] = [row[0] + 1, row[1] + tensor.nbytes, row[2] + held_bytes(tensor)]
+    rows = module_rows(module)
+    meshes = {repr(row.tensor.spec.mesh_info) for row in rows if isinstance(row.tensor, DTensor)}
     cells = [
-        [name, f"{count} x {text}" if count > 1 else text, f"{bytes_text(total):>8}", f"{bytes_text(held):>8}"]
-        for (name, text), (count, total, held) in rows.items()
+        [row.name, row.sharding(with_mesh=len(meshes) > 1), f"{bytes_text(row.total):>8}", f"{bytes_text(row.held):>8}"]
+        for row in rows
     ]
-    sums = [bytes_text(sum(row[column] for row in rows.values())) for column in (1, 2)]
+    sums = bytes_text(sum(row.total for row in rows)), bytes_text(sum(row.held for row in rows))
     cells.append(["total", "", *(f"{text:>8}" for text in sums)])
     sharding = f"sharding on {meshes.pop()}" if len(meshes) == 1 else "sharding"
     return boxed(["parameter", sharding, "global", "per rank"], cells)
+
+
+def module_rows(module: nn.Module) -> list[HoldingRow]:
+    """Return the rows of the table of a module."""
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    shardings = {name: _sharding_text(tensor, with_mesh=True) for name, tensor in state.items()}
+    rows: dict[tuple[str, str], HoldingRow] = {}
+    for name, shared in _row_names(shardings).items():
+        key, tensor = (shared, shardings[name]), state[name]
+        before = rows.get(key, HoldingRow(shared, 0, tensor, 0, 0))
+        total, held = before.total + tensor.nbytes, before.held + held_bytes(tensor)
+        rows[key] = before._replace(number=before.number + 1, total=total, held=held)
+    return list(rows.values())
 
 
 def _row_names(shardings: Mapping[str, str]) -> dict[str, str]:

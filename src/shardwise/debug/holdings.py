@@ -9,12 +9,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from ..sharding.layout import Coordinate, Run
 from ..sharding.spec import DTensorSpec
 
+T = TypeVar("T")
 Ranks = tuple[int, ...]
 Runs = tuple[tuple[Run, ...], ...]
 _SHOWN_RUNS = 6
@@ -23,7 +25,8 @@ _SHOWN_RUNS = 6
 def members(spec: DTensorSpec) -> dict[int, Coordinate]:
     """Return the coordinates of the ranks of this process's instance of the mesh."""
     instances = spec.mesh_info.instances.flatten(1).tolist()
-    ranks = next((ranks for ranks in instances if dist.get_rank() in ranks), instances[0])
+    own = dist.get_rank() if dist.is_initialized() else 0  # a spec may outlive its world
+    ranks = next((ranks for ranks in instances if own in ranks), instances[0])
     coordinates = itertools.product(*map(range, spec.mesh_info.sizes))
     return dict(zip(ranks, coordinates, strict=True))
 
@@ -42,7 +45,8 @@ def holdings(spec: DTensorSpec) -> dict[Runs, Ranks]:
 class Grid:
     """A tensor of one or two dims, divided wherever a run of some rank begins or ends.
 
-    `cells[i][j]` are the ranks that hold rows `rows[i]` of columns `columns[j]`; a 1-D tensor is one row.
+    `cells[i][j]` are the ranks that hold rows `rows[i]` of columns `columns[j]`; a 1-D tensor is one row. Some rows and
+    columns may be left out.
     """
 
     rows: tuple[Run, ...]
@@ -50,14 +54,19 @@ class Grid:
     cells: tuple[tuple[Ranks, ...], ...]
 
 
-def grid(spec: DTensorSpec) -> Grid:
-    """Return the grid of a tensor of one or two dims."""
+def grid(spec: DTensorSpec, most: int | None = None) -> Grid:
+    """Return the grid of a tensor of one or two dims; of many rows or columns the first ones and the last."""
     shards = {runs: ranks for runs, ranks in holdings(spec).items() if runs}
     if spec.ndim == 1:
         shards = {(((0, 1),), *runs): ranks for runs, ranks in shards.items()}
-    rows, columns = (_segments([runs[dim] for runs in shards]) for dim in (0, 1))
+    rows, columns = (shown(_segments([runs[dim] for runs in shards]), most) for dim in (0, 1))
     cells = tuple(tuple(_holders(shards, row, column) for column in columns) for row in rows)
     return Grid(rows, columns, cells)
+
+
+def shown(items: Sequence[T], most: int | None) -> tuple[T, ...]:
+    """Return all items, or the first ones and the last if there are more than `most`."""
+    return tuple(items) if most is None or len(items) <= most else (*items[: most - 1], items[-1])
 
 
 def _segments(runs_of_shards: Sequence[Sequence[Run]]) -> tuple[Run, ...]:

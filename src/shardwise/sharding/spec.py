@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.symbols import specialized
 from ..errors import LayoutError
+from .drawn import Drawn
 from .from_placements import default_order, in_mesh_order, resolve_placements, to_placements, with_order
 from .layout import Coordinate, Factor, Layout, dim_axes
 from .memory_order import TensorMeta as TensorMeta
@@ -43,7 +44,7 @@ class _Arguments:
     shard_order: ShardOrder
 
 
-class DTensorSpec:
+class DTensorSpec(Drawn):
     """Mesh, placements, shard order and `TensorMeta` of a distributed tensor.
 
     `layout` says which elements each rank holds. A few layouts, made by views of uneven shards, cannot be written as a

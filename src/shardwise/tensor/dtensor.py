@@ -36,6 +36,7 @@ from ..dispatch.watch import mark_exposed
 from ..errors import InputError, MeshError
 from ..overrides.install import install_overrides
 from ..sharding.base import DTensorBase
+from ..sharding.drawn import Drawn
 from ..sharding.layout import Coordinate
 from ..sharding.mesh import current_mesh, mesh_info_of
 from ..sharding.placement import (
@@ -276,6 +277,8 @@ class DTensor(ChangingShape):
         grad = f", grad_fn=<{type(self.grad_fn).__name__}>" if self.grad_fn is not None else ""
         grad = grad or (", requires_grad=True" if self.requires_grad else "")
         return f"DTensor({self._spec!r} on {self._spec.mesh_info!r}{grad}, local={self._local_tensor!r})"
+
+    _repr_html_ = Drawn._repr_html_
 
     # ---- wrapper and shard stay together ----------------------------------------------------------------------
 

@@ -1,0 +1,10 @@
+"""The report: one page, in one file, about how a model is sharded and what a step of it communicates.
+
+report          the public `report`, and the `Report` that it returns
+step            runs the step: what it communicates, and the modules that it calls
+holders         the parameters and buffers, and the bytes that each rank holds of them
+findings        what a user should look at: the warnings
+sections        the parts of the page: mesh, parameters, communication, timeline, explanations
+tables          tables that sort and filter
+page            the page, from page.html, page.css and page.js
+"""

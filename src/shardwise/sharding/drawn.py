@@ -1,0 +1,23 @@
+"""The drawings of tensors, specs and plans in notebooks; `shardwise.debug` makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+_draw: Callable[[object], str] | None = None
+
+
+class Drawn:
+    """Draws itself in notebooks."""
+
+    __slots__ = ()
+
+    def _repr_html_(self: object) -> str | None:
+        """The drawing, for a notebook; None where nothing draws."""
+        return None if _draw is None else _draw(self)
+
+
+def draw_in_notebooks(draw: Callable[[object], str]) -> None:
+    """Let values draw themselves by this function."""
+    global _draw
+    _draw = draw
