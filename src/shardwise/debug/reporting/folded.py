@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from ..explaining.records import Communication, Total
 
+_PATH = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")
+
 
 class Folded(NamedTuple):
     """Collectives that are alike: the first of them, how much they communicate together, and their modules."""
@@ -31,9 +33,19 @@ def fold(communications: Sequence[Communication]) -> list[Folded]:
     return [_folded(group) for group in groups.values()]
 
 
-def starred(path: str) -> str:
-    """Return a path, or a text with paths, with stars for the numbers of modules: `blocks.*.up`."""
-    return re.sub(r"(?<=\.)\d+(?=\.|\b)", "*", path)
+def starred(text: str) -> str:
+    """Return a text with stars for the numbers of layers in the paths of modules.
+
+    >>> starred("MLP.layers.3.1"), starred("GPT.blocks.0")      # the last number may be a position in a layer
+    ('MLP.layers.*.1', 'GPT.blocks.*')
+    """
+    return _PATH.sub(lambda path: _starred_path(path[0].split(".")), text)
+
+
+def _starred_path(parts: list[str]) -> str:
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    layers = {place for place in numbers if place == numbers[0] or place < len(parts) - 1}
+    return ".".join("*" if place in layers else part for place, part in enumerate(parts))
 
 
 def _folded(group: Sequence[Communication]) -> Folded:
