@@ -64,12 +64,12 @@ def test_strict_counts_warnings(capsys):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("no_colon", "is no MODULE:FUNCTION"),
+        ("no_colon", "names no function"),
         ("no.such.module:step", "there is no module no.such.module"),
         ("no/such/file.py:step", "there is no file"),
-        (f"{PROGRAM}:no_such", "has no no_such"),
-        (f"{PROGRAM}:not_a_function", "is a int, not a function"),
-        (f"{PROGRAM}:needs_more", "has 2 parameters"),
+        (f"{PROGRAM}:no_such", "has no 'no_such'"),
+        (f"{PROGRAM}:not_a_function", "is no function"),
+        (f"{PROGRAM}:needs_more", "needs 2 arguments"),
     ],
 )
 def test_wrong_usage(function, message, capsys):

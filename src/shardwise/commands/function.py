@@ -15,6 +15,8 @@ from .command import UsageError
 
 HELP = "a function of your program: package.module:function, or path/to/program.py:function"
 
+_MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 
 def load_function(text: str) -> Callable[..., Any]:
     """Return the function that `package.module:function` or `path/to/program.py:function` names."""
@@ -32,9 +34,13 @@ def load_function(text: str) -> Callable[..., Any]:
 
 
 def call_with_mesh(function: Callable[..., Any], mesh: object) -> Any:
-    """Call a function with the mesh, or without it if it takes no arguments."""
-    takes = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.KEYWORD_ONLY]
-    return function(mesh) if takes else function()
+    """Call a function with the mesh, or without it if it needs no arguments."""
+    needs = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty and p.kind not in _MANY]
+    if len(needs) > 1:
+        raise UsageError(f"{function.__name__} needs {len(needs)} arguments: it may need one, the mesh")
+    if needs and mesh is None:
+        raise UsageError(f"{function.__name__} needs an argument, the mesh: add --mesh dp=2,tp=4")
+    return function(mesh) if needs else function()
 
 
 def _module(name: str) -> ModuleType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 
 from torch import nn
 
@@ -12,8 +13,9 @@ from ..debug.reporting.report import Report, report, report_of
 from ..debug.reporting.step import run_step
 from ..sharding.mesh import DeviceMesh
 from .command import Command
+from .function import HELP, call_with_mesh, load_function
 from .mesh import add_mesh_argument
-from .program import Function, add_program_argument, call, load_function, program_mesh
+from .program_mesh import program_mesh
 from .progress import Progress
 
 _EXAMPLES = """
@@ -25,7 +27,7 @@ torchrun --nproc-per-node 4 -m shardwise report train:step --mesh dp=2,tp=2
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_program_argument(parser, "a function that runs a step, or returns a model or a function that runs one")
+    parser.add_argument("function", help=f"{HELP}; it runs a step, or returns a model or a function that runs a step")
     text = "a mesh of simulated ranks, or of torchrun's, for the function; without it the function makes its own world"
     add_mesh_argument(parser, required=False, help=text)
     parser.add_argument(
@@ -51,9 +53,9 @@ def _run(given: argparse.Namespace) -> int:
     return int(given.strict and any(warning.severity != "note" for warning in found.warnings))
 
 
-def _report(function: Function, mesh: DeviceMesh | None, title: str) -> Report:
+def _report(function: Callable[..., object], mesh: DeviceMesh | None, title: str) -> Report:
     """Return the report of what the function does; if it returns a model or a step, of that."""
-    step = run_step(call, (function, mesh), {})
+    step = run_step(call_with_mesh, (function, mesh), {})
     if isinstance(step.result, nn.Module) or callable(step.result):
         return report(step.result, title=title)
     return report_of(step, title)
