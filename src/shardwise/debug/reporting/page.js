@@ -114,7 +114,7 @@ function drawTimeline(data) {
     const every = step(width);
     for (let tick = Math.ceil(from / every) * every; tick <= to; tick += every) {
       parts.push(make("line", { x1: at(tick), x2: at(tick), y1: TOP - 5, y2: height, class: "grid" }));
-      parts.push(make("text", { x: at(tick) + 3, y: 14 }, time(tick)));
+      if (at(tick) + 50 < NAMES + width) parts.push(make("text", { x: at(tick) + 3, y: 14 }, time(tick)));
     }
     data.lanes.forEach((lane, i) => {
       parts.push(make("rect", { x: 0, y: tops[i], width: NAMES + width + 10, height: LANE, class: i % 2 ? "lane odd" : "lane" }));

@@ -88,7 +88,7 @@ class Report:
             "held per rank": bytes_text(max(memory.values(), default=0)),
             "collectives": str(total.count),
             "received per rank": bytes_text(total.bytes),
-            "modelled time": seconds_text(total.seconds) if total.count else "0",
+            "communication time": seconds_text(total.seconds) if total.count else "0",
             "warnings": str(len(self.warnings)),
         }
 

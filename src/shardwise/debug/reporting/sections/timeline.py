@@ -22,15 +22,15 @@ def timeline(spans: Sequence[Span], *, modelled: bool) -> Markup:
     if not spans:
         return tag("p", "Nothing was recorded.", class_="fine")
     ranks = sorted({span.rank for span in spans})
-    shown = set(ranks[:_MOST_RANKS])
-    drawn = [span for span in spans if span.rank in shown][:_MOST_SPANS]
+    shown = ranks[: max(1, min(_MOST_RANKS, _MOST_SPANS * len(ranks) // len(spans)))]
+    drawn = [span for span in spans if span.rank in set(shown)]
     begin, end = min(span.start for span in spans), max(span.end for span in spans)
     buttons = [
         tag("button", text, type="button", data_timeline=action, aria_label=label)
         for text, action, label in (("-", "out", "zoom out"), ("+", "in", "zoom in"), ("all", "all", "show all"))
     ]
     legend = tag("div", *(tag("span", kind_markup(kind)) for kind in KINDS), class_="legend")
-    more = f" The first {_MOST_RANKS} of {len(ranks)} ranks are drawn." if len(ranks) > len(shown) else ""
+    more = f" Drawn: {len(shown)} of {len(ranks)} ranks." if len(ranks) > len(shown) else ""
     how = "modelled" if modelled else "measured on this rank"
     lead = f"{seconds_text(end - begin)}, {how}.{more} Keys: + and - zoom, arrows move, 0 shows all."
     return join(

@@ -1,0 +1,46 @@
+"""The pictures of the report in docs/: `python -m tests.debug.screenshots` makes them again."""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from shardwise import P, distribute_tensor, init_device_mesh, simulate
+from shardwise.debug import report
+from tests.debug.browser import browser, problems, screenshot, use_scheme
+
+ROOT = Path(__file__).parents[2]
+
+
+def write_page(path: Path) -> None:
+    """The report of one training step of the GPT of the examples."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    import train
+
+    with simulate(8):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        model = train.distribute(train.GPT(width=128, heads=8, layers=4), mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        [batch] = train.batches(1, 8, 48)
+        tokens, targets = (distribute_tensor(part, mesh, P("dp")) for part in batch)
+        report(train.train_step, path, model, optimizer, tokens, targets, title="GPT: one training step")
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder, browser(1280, 1240) as driver:
+        page = Path(folder) / "page.html"
+        write_page(page)
+        driver.get(page.as_uri())
+        for scheme, section, name in (
+            ("light", "overview", "report.png"),
+            ("dark", "communication", "report_dark.png"),
+        ):
+            use_scheme(driver, scheme)
+            driver.execute_script("document.getElementById(arguments[0]).scrollIntoView()", section)
+            screenshot(driver, ROOT / "docs" / name)
+        assert not problems(driver)
+
+
+if __name__ == "__main__":
+    main()
