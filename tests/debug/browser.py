@@ -30,6 +30,8 @@ ARGUMENTS = (
 def browser(width: int = 1280, height: int = 1000) -> Iterator[Any]:
     """A driver of Chromium, with a new profile."""
     webdriver = pytest.importorskip("selenium.webdriver")
+    from selenium.common.exceptions import WebDriverException
+
     program, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if program is None or driver is None:
         pytest.skip("chromium and chromium-driver are not installed")
@@ -39,7 +41,10 @@ def browser(width: int = 1280, height: int = 1000) -> Iterator[Any]:
         for argument in (*ARGUMENTS, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
             options.add_argument(argument)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-        found = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+        try:
+            found = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+        except WebDriverException as error:
+            pytest.skip(f"chromium does not start on this machine: {error.msg}")
         try:
             found.get("about:blank")
             requested(found)  # what the browser itself has loaded
