@@ -156,6 +156,12 @@ FOUND = {
         "x7 = x6.movedim(0, -1)",
         "x8 = F.scaled_dot_product_attention(x7, x7, x7, is_causal=True)",
     ),
+    "the second derivative of layer_norm in half precision": (
+        "x1 = leaf((1, 5), torch.float16, [Shard(0)], seed=591, grad=True)",
+        "x2 = F.layer_norm(x1, [5])",
+        "x3 = torch.autograd.grad(x2.mean() + (x2 * 0.5).sum(), x1, create_graph=True)[0]",
+        "x4 = torch.autograd.grad((x3 ** 2).sum(), x1)[0]",
+    ),
     "windows that leave gaps, of a sharded tensor": (
         "x0 = leaf((2, 2, 3), torch.float32, [Shard(1)], seed=316)",
         "x1 = x0.unfold(2, 1, 2)",

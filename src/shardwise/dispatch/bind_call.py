@@ -28,7 +28,7 @@ from ..sharding.spec import TensorMeta
 from .arguments import Argument, Where
 from .local_call import tensors_in
 from .propagate import Operand, Result
-from .result_meta import NoRule, cache_form, cached_results, form_key, result_metas, with_real_dtypes
+from .result_meta import NoRule, cache_form, cached_results, form_key, result_metas, with_dtypes, with_real_dtypes
 from .result_strides import with_real_strides
 
 Place = tuple[Where, int | None]
@@ -133,6 +133,8 @@ class _Binding:
             raise NoRule(f"the rule of {self.func} does not fit the shapes of this call") from error
         if cached is None:
             cache_form(resolved, key, self.bound, self.outputs)
+        if resolved.op.cpu_dtypes is not None and self.mesh_info.device_type == "cpu":
+            self.outputs = with_dtypes(self.outputs, resolved.op.cpu_dtypes(self.call))
         operands, places = self._operands()
         by_layout = resolved.layout_rule(self.call, [operand.layout for operand in operands])
         if by_layout is not None:

@@ -101,6 +101,16 @@ def with_real_dtypes(op: ResolvedOp, args: Sequence[object], kwargs: dict[str, o
     return pytree.tree_unflatten(list(map(_with_dtype_of, flat, real)), tree)
 
 
+def with_dtypes(outputs: Any, dtypes: Sequence[torch.dtype]) -> Any:
+    """The results, as tensors without data, with these dtypes."""
+    flat, tree = pytree.tree_flatten(outputs)
+    made = [
+        torch.empty_strided(output.shape, output.stride(), dtype=dtype, device="meta")
+        for output, dtype in zip(flat, dtypes, strict=True)
+    ]
+    return pytree.tree_unflatten(made, tree)
+
+
 def _small(value: object) -> object:
     return contiguous_meta([min(n, 1) for n in value.shape], value.dtype) if isinstance(value, TensorMeta) else value
 

@@ -6,6 +6,7 @@ ops need the elements that are normalized together on one rank.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -177,14 +178,7 @@ def layer_norm(call: LocalCall, cut: Cut) -> KernelRun:
     result = _scaled((x - center) * rstd, call["weight"])
     if call["bias"] is not None:
         result = result + call["bias"]
-    return result.to(call.dtypes[0]), *(x.to(_statistic_dtype(call)) for x in (center, rstd))
-
-
-def _statistic_dtype(call: LocalCall) -> torch.dtype:
-    """The dtype in which the op saves statistics: on CPU that of its input, unless its parameters have another."""
-    x, parameters = call["input"], (call["weight"], call["bias"])
-    mixed = any(p is not None and p.dtype != x.dtype for p in parameters)
-    return x.dtype if x.device.type == "cpu" and not mixed else call.dtypes[1]
+    return cast_results((result, center, rstd), call.dtypes)
 
 
 def rms_norm(call: LocalCall, cut: Cut) -> KernelRun:
@@ -213,20 +207,25 @@ def rms_norm_backward(call: LocalCall, cut: Cut) -> KernelRun:
     return cast_results(found, call.dtypes)
 
 
-# On CPU layer norm saves statistics in another dtype than its metadata have, so it runs on empty shards too.
+def _dtypes_on_cpu(call: Call) -> tuple[torch.dtype, ...]:
+    """Statistics have the dtype of the input, or that of the weights if it is wider; on a GPU, float32 always."""
+    given = [call.arg(name) for name in ("input", "weight", "bias")]
+    wide = functools.reduce(torch.promote_types, [tensor.dtype for tensor in given if tensor is not None])
+    return given[0].dtype, wide, wide
+
+
 define(
     "aten::native_layer_norm",
     _layer_rule("{x}, {w}, {w} -> {x}, {s}, {s} ; reduce none"),
     kernels={"k": Kernel(layer_norm, traffic=TRAFFIC, joint=True)},
     keeps_sizes=True,
-    takes_empty=True,
+    cpu_dtypes=_dtypes_on_cpu,
 )
 define(
     "aten::native_layer_norm_backward",
     _layer_rule("{x}, {x}, {s}, {s}, {w}, {w} -> {x}, {w}, {w} ; linear 0"),
     kernels={"k": Kernel(layer_norm_backward, traffic=TRAFFIC, joint=True)},
     keeps_sizes=True,
-    takes_empty=True,
     derivative_makes_tensors=True,
 )
 define(

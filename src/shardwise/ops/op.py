@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict
 
+import torch
 from torch import Tensor
 
 from .._torch.ops import OpOverload
@@ -105,6 +106,8 @@ class Op:
     override: Override | None = None
     """What runs on distributed tensors instead of the op, above autograd."""
 
+    cpu_dtypes: Callable[[Call], Sequence[torch.dtype]] | None = None
+    """The dtypes of the results on the CPU, where metadata have those of other devices."""
     gradient_of: str | None = None
     """The argument whose gradient the result is. The op does not read it, and the rule does not mention it. Autograd
     will bring the gradient to the layout of this argument, and the choice of a plan counts what that costs."""
@@ -155,6 +158,7 @@ class Facts(TypedDict, total=False):
     python: Function
     put: Put
     override: Override
+    cpu_dtypes: Callable[[Call], Sequence[torch.dtype]]
     gradient_of: str
     reads_numbers: bool
     reads_shape_only: bool
