@@ -162,6 +162,10 @@ FOUND = {
         "x3 = torch.autograd.grad(x2.mean() + (x2 * 0.5).sum(), x1, create_graph=True)[0]",
         "x4 = torch.autograd.grad((x3 ** 2).sum(), x1)[0]",
     ),
+    "as_strided that leaves the memory of a sharded tensor": (
+        "x2 = leaf((3,), torch.float32, [Shard(0)], seed=903)",
+        "x6 = torch.as_strided(x2, (2, 2), (1, 1), 1)",
+    ),
     "windows that leave gaps, of a sharded tensor": (
         "x0 = leaf((2, 2, 3), torch.float32, [Shard(1)], seed=316)",
         "x1 = x0.unfold(2, 1, 2)",

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._torch.symbols import has_symbols
 from ..errors import InputError
 from ..ops.registry import resolve
 from ..ops.resolve import ResolvedOp
@@ -36,8 +37,21 @@ def on_storage(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
                 f"{op.func} of a view of {tensor._spec!r} reaches memory that the tensor does not hold",
                 "call it on the tensor that owns the memory",
             )
+        _require_memory(op, tensor, given["size"], given["stride"], offset - begin)
     given |= {"self": tensor, "storage_offset": offset - begin}
     return tuple(given[name] for name in op.names)
+
+
+def _require_memory(op: ResolvedOp, tensor: DTensorBase, size: Any, stride: Any, offset: int) -> None:
+    """Raise an error, as PyTorch does, if elements lie behind the memory of a tensor."""
+    if has_symbols((size, stride, offset)) or 0 in size:
+        return
+    end = 1 + offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if end > tensor.numel():
+        raise RuntimeError(
+            f"{op.func}: size {list(size)} and stride {list(stride)} reach element {end - 1}, "
+            f"but {tensor._spec!r} has {tensor.numel()} elements"
+        )
 
 
 def _whole(op: ResolvedOp, tensor: Tensor) -> Any:
