@@ -11,6 +11,7 @@ modes         explicit, implicit_replication, strict_ops
 training      accumulate_gradients, bucket_gradients; erase: record a step, and run plain local code from then on
 modules       distribute_module, shard_parameters, replicate; parallel styles and plans are in shardwise.parallel,
               fully_shard in shardwise.fsdp
+proving       verify: a program on simulated ranks, compared with one device tensor by tensor
 take-over     install: shardwise in the place of torch.distributed.tensor, also `python -m shardwise.run program.py`
 inspecting    debug: draw, show, explain, report, CommDebugMode
 extending     register_sharding, local_map; shardwise.rules.explain shows the rule of an op
@@ -41,6 +42,7 @@ from .tensor.creation import distribute_tensor, empty, full, ones, rand, randn, 
 from .tensor.dtensor import DTensor, plan
 from .tensor.gradient_buckets import bucket_gradients
 from .tensor.leaf_gradient import accumulate_gradients
+from .verifying import verify
 from .world import RankTensor, simulate
 
 __all__ = [
@@ -79,6 +81,7 @@ __all__ = [
     "accumulate_gradients",
     "bucket_gradients",
     "erase",
+    "verify",
     "explicit",
     "implicit_replication",
     "strict_ops",
@@ -101,7 +104,7 @@ never_traced(
         *("overrides.batch_rules", "overrides.composites", "overrides.data_parallel", "overrides.derivatives"),
         *("overrides.install", "overrides.out_arguments", "overrides.replaced", "overrides.safetensors_writer"),
         *("overrides.state_dicts", "parallel.converters", "parallel.last_input", "random", "rules", "run"),
-        *("sharding", "tensor", "testing", "world"),
+        *("sharding", "tensor", "testing", "verifying", "world"),
     )
 )
 _DTensorSpec = DTensorSpec  # by this name, other parts of PyTorch import it from torch.distributed.tensor

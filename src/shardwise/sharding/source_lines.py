@@ -58,3 +58,17 @@ def in_mesh_code() -> bool:
 def is_library(path: str) -> bool:
     """Whether a file is part of shardwise, of PyTorch, or of Python itself."""
     return path.startswith(_LIBRARIES) or (path.startswith(_PYTHON) and "site-packages" not in path)
+
+
+def called_by_user() -> bool:
+    """Whether the user's code called the function that asks, directly or through PyTorch, and not shardwise."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and _is_torch(frame.f_code.co_filename):
+        if frame.f_code.co_filename == _MESH:
+            return False
+        frame = frame.f_back
+    return not _is_library(frame.f_code.co_filename)
+
+
+def _is_torch(path: str) -> bool:
+    return not path.startswith(_LIBRARIES[0]) and _is_library(path)

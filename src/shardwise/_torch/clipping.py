@@ -1,0 +1,35 @@
+"""Clipping of gradients: the norm that they are clipped by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+
+__all__ = ["watching_clipping"]
+
+
+@contextmanager
+def watching_clipping(seen: Callable[[Tensor], None]) -> Iterator[None]:
+    """Call `seen` with the total norm whenever gradients are about to be clipped by it.
+
+    `clip_grad_norm_` and the public `clip_grads_with_norm_` both end in `clip_grad._clip_grads_with_norm_`; the first
+    looks it up in its module, the second is that function under a public name.
+    """
+    original = clip_grad._clip_grads_with_norm_
+
+    def clipping(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
+        seen(total_norm)
+        original(parameters, max_norm, total_norm, *args, **kwargs)
+
+    clip_grad._clip_grads_with_norm_ = clipping
+    torch.nn.utils.clip_grads_with_norm_ = clipping
+    try:
+        yield
+    finally:
+        clip_grad._clip_grads_with_norm_ = original
+        torch.nn.utils.clip_grads_with_norm_ = original

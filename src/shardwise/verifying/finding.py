@@ -1,0 +1,82 @@
+"""Finding where a run on ranks first departs from the reference.
+
+Whether there is a difference is decided by tensors that must agree. Where it begins is told by activations, which may
+look different for good reasons; so one of them counts only if nothing computed from it is right again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .comparing import MUST_AGREE, Comparison, Outcome
+from .recording import Key
+
+_FORWARD = ("input", "output")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A tensor that differs."""
+
+    key: Key
+    outcome: Outcome
+
+
+def find(comparison: Comparison) -> list[Found]:
+    """Return the tensors that differ, in the order in which they are computed; none if all that must agree does."""
+    keys = list(comparison.reference.seen)
+    must = [key for key in keys if key.kind in MUST_AGREE and comparison.outcome(key).status == "differs"]
+    if not must:
+        return []
+    step = must[0].step
+    if must[0].kind == "initial":
+        return [Found(key, comparison.outcome(key)) for key in must]
+    of_step = [key for key in keys if key.step == step]
+    before = of_step[: of_step.index(must[0])]
+    first = _first_forward(comparison, before, must[0]) or _first_gradient(comparison, before, must)
+    found = [Found(key, comparison.outcome(key)) for key in must]
+    return [Found(first, comparison.outcome(first)), *found] if first is not None else found
+
+
+def _first_forward(comparison: Comparison, before: list[Key], bad: Key) -> Key | None:
+    """Return the first activation of the forward pass that is wrong, or None if the forward pass is right."""
+    forward = [key for key in before if key.kind in _FORWARD]
+    if bad.kind != "loss" or not forward:
+        return None
+    wrong = [key for key in forward if comparison.outcome(key).status == "differs"]
+    wrong = [key for key in wrong if not _healed(comparison, key, forward)]
+    at = forward.index(wrong[0]) if wrong else len(forward)
+    first = wrong[0] if wrong else None
+    # A part of a sum is fine until something else than the sum is computed from it.
+    while at > 0 and comparison.outcome(forward[at - 1]).status == "partial":
+        at -= 1
+        first = forward[at]
+    return first
+
+
+def _healed(comparison: Comparison, key: Key, forward: list[Key]) -> bool:
+    """Whether a module around the one of this tensor returns the right output."""
+    around = [
+        other
+        for other in forward[forward.index(key) + 1 :]
+        if other.kind == "output" and key.path != other.path and _inside(key.path, other.path)
+    ]
+    return any(comparison.outcome(other).status == "same" for other in around)
+
+
+def _first_gradient(comparison: Comparison, before: list[Key], must: list[Key]) -> Key | None:
+    """Return the first activation whose gradient is wrong, if all gradients of parameters behind it are, too."""
+    if must[0].kind != "gradient":
+        return None
+    wrong = {key.path for key in must if key.kind == "gradient" and key.step == must[0].step}
+    known = {key.path for key in comparison.reference.seen if key.kind == "gradient" and key.step == must[0].step}
+    for key in before:
+        if key.kind == "output gradient" and comparison.outcome(key).status == "differs":
+            behind = {path for path in known if _inside(path, key.path)}
+            if behind and behind <= wrong:
+                return key
+    return None
+
+
+def _inside(path: str, module: str) -> bool:
+    return not module or path == module or path.startswith(module + ".")

@@ -1,0 +1,103 @@
+"""Numbers of ranks in a program for local tensors: `dist.get_rank()` is each rank's own number.
+
+Simulated ranks run in lockstep, so a rank's number is one integer with a value for each rank, as sizes that differ are
+(`world/rank_int.py`). Slices and arithmetic work with it. A branch cannot: no one branch is that of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._torch.symint import NumberNode, make_symint
+from ..erasing.source_lines import called_by_user
+from ..errors import WorldError
+from ..world import groups_of
+from ..world.rank_int import RankIntNode
+from .ranks import Axes
+
+__all__ = ["rank_numbers"]
+
+
+class RankNumberNode(RankIntNode):
+    """The node of a rank's number. Unlike a size it has no general case: every comparison is that of each rank."""
+
+    __slots__ = ()
+
+    def wrap_int(self, number: int) -> RankNumberNode:
+        return RankNumberNode((number,) * len(self.values))
+
+    def apply(self, operation: Callable[..., Any]) -> RankNumberNode:
+        return RankNumberNode(tuple(map(operation, self.values)))
+
+    def combine(self, operation: Callable[..., Any], other: NumberNode) -> RankNumberNode:
+        return RankNumberNode(tuple(map(operation, self.values, self._values_of(other))))
+
+    def compare(self, operation: Callable[..., bool], other: NumberNode) -> RankNumberNode:
+        return RankNumberNode(tuple(map(operation, self.values, self._values_of(other))))
+
+    def value(self, what: str) -> int:
+        first = self.values[0]
+        if any(value != first for value in self.values):
+            raise WorldError(
+                f"the program needs one number of a rank, or branches on it, but simulated ranks run in lockstep: {self}",
+                "slice with it (x[rank * n : (rank + 1) * n], x.narrow, x.select) or compute with it "
+                "(x * (rank == 0)), or let shardwise.distribute_tensor(x, mesh, placements).to_local() take the shard",
+            )
+        return first
+
+
+def _number(values: list[int]) -> int | torch.SymInt:
+    return values[0] if len(set(values)) == 1 else make_symint(RankNumberNode(tuple(values)))
+
+
+@contextmanager
+def rank_numbers(axes: Axes) -> Iterator[None]:
+    """Let the user's code read each rank's own number. PyTorch and shardwise go on to see those of rank 0."""
+    places = axes.coordinates()
+
+    def number_in(group: Any) -> int | torch.SymInt:
+        groups = groups_of(group.group_name if group is not None else dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        found = {rank: ranks.index(rank) for ranks in groups for rank in ranks}
+        return _number([found.get(rank, -1) for rank in range(len(places))])
+
+    def get_rank(group: Any = None) -> Any:
+        return number_in(group) if called_by_user() else originals["get_rank"](group)
+
+    def get_local_rank(self: DeviceMesh, mesh_dim: int | str | None = None) -> Any:
+        if not called_by_user():
+            return originals["get_local_rank"](self, mesh_dim)
+        return number_in(self.get_group(mesh_dim) if self.ndim > 1 or mesh_dim is not None else self.get_group())
+
+    def get_coordinate(self: DeviceMesh) -> Any:
+        if not called_by_user():
+            return originals["get_coordinate"](self)
+        return [number_in(self.get_group(dim)) for dim in range(self.ndim)]
+
+    originals: dict[str, Callable[..., Any]] = {
+        "get_rank": dist.get_rank,
+        "get_local_rank": DeviceMesh.get_local_rank,
+        "get_coordinate": DeviceMesh.get_coordinate,
+        "mesh_rank": DeviceMesh.get_rank,
+    }
+
+    def mesh_rank(self: DeviceMesh) -> Any:
+        return number_in(None) if called_by_user() else originals["mesh_rank"](self)
+
+    _set(get_rank, get_local_rank, get_coordinate, mesh_rank)
+    try:
+        yield
+    finally:
+        _set(*originals.values())
+
+
+def _set(get_rank: Any, get_local_rank: Any, get_coordinate: Any, mesh_rank: Any) -> None:
+    dist.get_rank = dist.distributed_c10d.get_rank = get_rank
+    DeviceMesh.get_local_rank = get_local_rank  # type: ignore[method-assign]
+    DeviceMesh.get_coordinate = get_coordinate  # type: ignore[method-assign]
+    DeviceMesh.get_rank = mesh_rank  # type: ignore[method-assign]
