@@ -8,12 +8,14 @@ from .recording import Key, Recording
 _REDUCE = 'torch.distributed.all_reduce({what}, group=mesh.get_group("{axis}"))'
 
 
-def advice(key: Key, cause: Cause, needed: tuple[str, ...], found: Recording, common: float | None) -> tuple[str, str]:
+def advice(
+    key: Key, cause: Cause, axes: tuple[str, ...], found: Recording, *, common: float | None, before: Key | None
+) -> tuple[str, str]:
     """Return why a tensor probably differs, and what to write instead.
 
-    `needed` are the axes without which nothing differs; `common` is the factor by which all gradients differ, if they do.
+    `axes` are those on which the difference depends; `common` is the factor by which all gradients differ, if they do;
+    `before` is the tensor that was computed right before.
     """
-    axes = needed or cause.axes
     over = " and ".join(axes) or "the mesh"
     if key.kind == "initial":
         return _initial(key, cause, over)
@@ -30,7 +32,7 @@ def advice(key: Key, cause: Cause, needed: tuple[str, ...], found: Recording, co
             f"ranks updated this buffer from what they hold themselves, so replicas drift apart over {over}",
             f"reduce what the update is computed from: {_all_reduce('statistics', axes)}",
         )
-    return _forward(key, cause, axes, over)
+    return _forward(key, cause, axes, over, before)
 
 
 def _all_reduce(what: str, axes: tuple[str, ...]) -> str:
@@ -55,7 +57,7 @@ def _missing(key: Key, found: Recording) -> tuple[str, str]:
 
 
 def _norm(cause: Cause, over: str) -> tuple[str, str]:
-    if cause.pattern in ("root", "ranks differ", "sum", "average"):
+    if cause.pattern in ("root", "ranks differ", "sum", "average") or cause.factor < 1:
         return (
             f"each rank computes the norm of the gradients that it holds itself, without those of other ranks of {over}",
             "sum the squares over the axes that shard parameters before the square root, or keep gradients DTensors: "
@@ -86,9 +88,13 @@ def _gradient(
             f"average them: {_all_reduce(name, axes)}; {name} /= {_sizes(axes)}",
         )
     if cause.pattern == "factor" and cause.factor > 1:
+        if not axes:
+            return (
+                f"{'all gradients are' if common else 'this gradient is'} scaled in a way that does not depend on the mesh",
+                "look at the scale of the loss: a division by the number of microbatches or tokens is missing",
+            )
         return (
-            f"{_times(axes)}this gradient was summed over {over} once too often: it was summed already, or it is the same "
-            "on all ranks and not a part of a sum",
+            f"this gradient was summed twice over {over}, or it is the same on all ranks and not a part of a sum",
             f"remove one of the reductions over {over}"
             + (f", or divide the loss by {_sizes(axes)} once" if common is not None else ""),
         )
@@ -109,10 +115,6 @@ def _gradient(
     )
 
 
-def _times(axes: tuple[str, ...]) -> str:
-    return f"{' x '.join(axes)} times too large: " if axes else ""
-
-
 def _sizes(axes: tuple[str, ...]) -> str:
     return " / ".join(f'mesh["{axis}"].size()' for axis in axes) or "the size of the axis"
 
@@ -130,7 +132,7 @@ def _parameter(cause: Cause, over: str) -> tuple[str, str]:
     )
 
 
-def _forward(key: Key, cause: Cause, axes: tuple[str, ...], over: str) -> tuple[str, str]:
+def _forward(key: Key, cause: Cause, axes: tuple[str, ...], over: str, before: Key | None) -> tuple[str, str]:
     if cause.pattern == "sum":
         return (
             f"ranks of {over} hold parts of a sum (Partial), and the program goes on as if each held the sum",
@@ -161,8 +163,9 @@ def _forward(key: Key, cause: Cause, axes: tuple[str, ...], over: str) -> tuple[
         return "elements are sharded or gathered in another order", "use the same layout for sharding and for gathering"
     if cause.pattern == "rows":
         return f"only some rows are wrong: the shards of {over} are uneven, or offset", "compute offsets from global indices"
+    last = f"the {before.kind} of {before.path or 'the model'}" if before is not None else "what this is computed from"
     return (
-        f"what this is computed from is right, so the code in between does not do on ranks of {over} what it does on one "
-        "device: a missing or repeated collective, a wrong dim, an index or mask that is not that of the local shard",
-        "compare the shapes and indices of this line with those on one device; DTensors do this for you",
+        f"{last} is right, so the code from there to here does not do on ranks of {over} what it does on one device: a "
+        "missing or repeated collective, a wrong dim, an index or mask that is not that of the local shard",
+        "compare the shapes and indices of these lines with those on one device; DTensors do this for you",
     )

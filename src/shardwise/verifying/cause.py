@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -43,11 +43,19 @@ def find_cause(got: Ranks, want: Ranks, close: Close, axes: Axes) -> Cause:
             return Cause("shape", f"has shape {list(one.shape)} instead of {list(other.shape)}")
     if any(bool((one.isnan() & ~other.isnan()).any()) for one, other in pairs if one.is_floating_point()):
         return _not_a_number(pairs)
-    for find in (_as_factor, _as_missing_reduction, _as_differing_ranks, _as_zeros, _as_rows, _as_permuted):
+    for find in (_as_factor, _as_zeros, _as_missing_reduction, _as_differing_ranks, _as_rows, _as_permuted):
         found = find(got, want, close, axes)
         if found is not None:
             return found
-    return Cause("other", f"differs {_by(pairs)}")
+    factor = float(pairs[0][0] / pairs[0][1]) if pairs[0][1].numel() == 1 and bool(pairs[0][1]) else 1.0
+    return Cause("other", f"differs {_by(pairs)}", factor=factor)
+
+
+def narrowed(cause: Cause, axes: Axes) -> Cause:
+    """Return a cause that speaks of these axes alone."""
+    if cause.pattern != "factor":
+        return cause
+    return replace(cause, text=factor_text(cause.factor, axes), axes=axes.names)
 
 
 # ---- factors ---------------------------------------------------------------------------------------------------------
@@ -57,6 +65,8 @@ def _as_factor(got: Ranks, want: Ranks, close: Close, axes: Axes) -> Cause | Non
     factor = _common_factor(got, want, close)
     if factor is None:
         return None
+    if want.first().numel() == 1 and not products(abs(factor), axes):
+        return None  # any two numbers have a factor: it says something if it is made of sizes
     names = tuple(dict.fromkeys(name for sets in products(abs(factor), axes) for name in sets))
     return Cause("factor", factor_text(factor, axes), names, factor)
 

@@ -22,7 +22,8 @@ from .tolerance import Tolerances, closeness, largest
 MUST_AGREE = ("initial", "loss", "value", "gradient", "norm", "clipped gradient", "parameter", "buffer")
 _OF_STATE = ("initial", "gradient", "clipped gradient", "parameter", "buffer")
 
-Status = Literal["same", "partial", "differs"]
+Status = Literal["same", "suspect", "differs", "unknown"]
+"""A tensor is suspect if it is the reference only after a reduction, or in another order: the program may know that."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Comparison:
         self._indices: dict[str, Ranks] = {}
         """Of a parameter that is local: which elements of the reference each rank holds."""
         self._scales: dict[int, float] = {}
+        self._calls = _calls(reference), _calls(found)
 
     def outcome(self, key: Key) -> Outcome:
         """Compare the tensor of this key."""
@@ -56,6 +58,8 @@ class Comparison:
     def _compare(self, key: Key) -> Outcome:
         if key not in self.found.seen:
             return self._missing(key)
+        if key.kind not in MUST_AGREE and not self._called_alike(key):
+            return Outcome("unknown")
         close = closeness(self.tolerances.of(key))
         reference = held(self.reference.seen[key].value, self.axes, close).first()
         got = held(self.found.seen[key].value, self.axes, close)
@@ -69,21 +73,28 @@ class Comparison:
     def _missing(self, key: Key) -> Outcome:
         value = self.reference.seen[key].value
         if key.kind != "gradient" or key.path not in self.found.names or self.found.error or not largest(value):
-            return _SAME  # of another module or parameter, which has no twin
+            return Outcome("unknown")  # of another module or parameter, which has no twin
         return Outcome("differs", Cause("missing", "is None on the ranks: nothing that they compute depends on it"))
+
+    def _called_alike(self, key: Key) -> bool:
+        """Whether a module is called as often in both runs; with microbatches on ranks alone it is not."""
+        alone, on_ranks = (calls.get((key.step, key.path)) for calls in self._calls)
+        return alone == on_ranks or self.found.error is not None
 
     # ---- activations, losses, norms -------------------------------------------------------------------------------
 
     def _activation(self, got: Ranks, reference: Tensor, close: Close, *, partial: bool) -> Outcome:
         distribution = explain(got, reference, close, partial=partial)
         if distribution is not None:
+            if distribution.permuted and distribution.whole:
+                return Outcome("suspect", Cause("permuted", "has the elements of the reference in another order"))
             if not distribution.partial:
                 return Outcome("same", None, distribution)
             total = 'Partial("sum")' in dict(distribution.placements).values()
             how = "sum" if total else "average"
             over = " and ".join(distribution.partial)
             text = f"is each rank's own {'part' if total else 'value'}: only the {how} over {over} is the reference"
-            return Outcome("partial", Cause("sum" if total else "average", text, distribution.partial), distribution)
+            return Outcome("suspect", Cause("sum" if total else "average", text, distribution.partial), distribution)
         want = _likely(got, reference)
         if want is None:
             shapes = sorted({tuple(value.shape) for value in got.values.values()})
@@ -137,6 +148,15 @@ class Comparison:
         if all(value.shape == reference.shape for value in got.values.values()):
             return Ranks(got.axes, dict.fromkeys(got.values, reference))
         return _likely(got, reference)
+
+
+def _calls(recording: Recording) -> dict[tuple[int, str], int]:
+    """Return how often each module is called in each step."""
+    found: dict[tuple[int, str], int] = {}
+    for key in recording.seen:
+        if key.kind == "output":
+            found[key.step, key.path] = max(found.get((key.step, key.path), 0), key.call + 1)
+    return found
 
 
 def _indices(got: Ranks, reference: Tensor, close: Close) -> Ranks | None:

@@ -34,6 +34,11 @@ class Distribution:
         """The axes over which the reference is the average of what ranks hold."""
         return tuple(axis for axis, how in self.placements if how == 'Partial("avg")')
 
+    @property
+    def whole(self) -> bool:
+        """Whether every rank holds all elements."""
+        return not any(how.startswith("Shard") for _, how in self.placements)
+
     def __str__(self) -> str:
         return ", ".join(f"{how} over {axis}" for axis, how in self.placements if how != "Replicate()")
 
@@ -41,8 +46,6 @@ class Distribution:
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     'Partial("sum")': lambda stacked: stacked.sum(0),
     'Partial("avg")': lambda stacked: stacked.double().mean(0),
-    'Partial("max")': lambda stacked: stacked.amax(0),
-    'Partial("min")': lambda stacked: stacked.amin(0),
 }
 
 
@@ -51,8 +54,7 @@ def explain(ranks: Ranks, reference: Tensor, close: Close, *, partial: bool) -> 
 
     Sums and averages are considered if `partial`. They come after replicas and shards: a tensor is rarely Partial.
     """
-    levels = [(), ('Partial("sum")', 'Partial("avg")'), tuple(_REDUCTIONS)] if partial else [()]
-    for reductions in levels:
+    for reductions in ((), ('Partial("sum")', 'Partial("avg")')) if partial else ((),):
         # The order matters where two axes shard one dim: the inner one is put together first.
         for order in itertools.permutations(reversed(ranks.axes)):
             for found, placements in _leaves(ranks, order, reference, close, reductions, ()):

@@ -20,6 +20,8 @@ class Found:
 
     key: Key
     outcome: Outcome
+    before: Key | None = None
+    """The tensor that was computed right before, and is right."""
 
 
 def find(comparison: Comparison) -> list[Found]:
@@ -35,7 +37,10 @@ def find(comparison: Comparison) -> list[Found]:
     before = of_step[: of_step.index(must[0])]
     first = _first_forward(comparison, before, must[0]) or _first_gradient(comparison, before, must)
     found = [Found(key, comparison.outcome(key)) for key in must]
-    return [Found(first, comparison.outcome(first)), *found] if first is not None else found
+    if first is None:
+        return found
+    earlier = [key for key in of_step[: of_step.index(first)] if comparison.outcome(key).status == "same"]
+    return [Found(first, comparison.outcome(first), earlier[-1] if earlier else None), *found]
 
 
 def _first_forward(comparison: Comparison, before: list[Key], bad: Key) -> Key | None:
@@ -48,9 +53,11 @@ def _first_forward(comparison: Comparison, before: list[Key], bad: Key) -> Key |
     at = forward.index(wrong[0]) if wrong else len(forward)
     first = wrong[0] if wrong else None
     # A part of a sum is fine until something else than the sum is computed from it.
-    while at > 0 and comparison.outcome(forward[at - 1]).status == "partial":
-        at -= 1
-        first = forward[at]
+    for key in reversed(forward[:at]):
+        status = comparison.outcome(key).status
+        if status not in ("suspect", "unknown"):
+            break
+        first = key if status == "suspect" else first
     return first
 
 

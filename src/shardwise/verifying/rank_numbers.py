@@ -1,7 +1,8 @@
 """Numbers of ranks in a program for local tensors: `dist.get_rank()` is each rank's own number.
 
 Simulated ranks run in lockstep, so a rank's number is one integer with a value for each rank, as sizes that differ are
-(`world/rank_int.py`). Slices and arithmetic work with it. A branch cannot: no one branch is that of all ranks.
+(`world/rank_int.py`). Slices, arithmetic and `torch.manual_seed` work with it. A branch cannot: no one branch is that of
+all ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from .._torch.symint import NumberNode, make_symint
 from ..erasing.source_lines import called_by_user
 from ..errors import WorldError
 from ..world import groups_of
-from ..world.rank_int import RankIntNode
+from ..world.generators import seed_ranks
+from ..world.rank_int import RankIntNode, values_of
 from .ranks import Axes
 
 __all__ = ["rank_numbers"]
@@ -89,11 +91,21 @@ def rank_numbers(axes: Axes) -> Iterator[None]:
     def mesh_rank(self: DeviceMesh) -> Any:
         return number_in(None) if called_by_user() else originals["mesh_rank"](self)
 
+    manual_seed = torch.manual_seed
+
+    def seed(value: int) -> torch.Generator:
+        seeds = values_of(value)
+        seed_ranks(torch.default_generator, seeds)
+        return manual_seed(value if seeds is None else seeds[0])
+
     _set(get_rank, get_local_rank, get_coordinate, mesh_rank)
+    torch.manual_seed = torch.random.manual_seed = seed
     try:
         yield
     finally:
         _set(*originals.values())
+        torch.manual_seed = torch.random.manual_seed = manual_seed
+        seed_ranks(torch.default_generator, None)
 
 
 def _set(get_rank: Any, get_local_rank: Any, get_coordinate: Any, mesh_rank: Any) -> None:

@@ -123,7 +123,7 @@ class Recorder:
 
     def _inputs(self, path: str, inputs: object, line: Line) -> None:
         for item, tensor in enumerate(_tensors(inputs)):
-            if self.all_inputs or self._known.get(id(tensor), (None, 0))[1:] != (tensor._version,):
+            if self.all_inputs or self._known.get(id(tensor), (None, -1))[1] != tensor._version:
                 self.add("input", path, tensor, line=line, call=self._calls[path], item=item)
 
     def _outputs(self, path: str, output: object, line: Line) -> None:

@@ -13,9 +13,10 @@ from ..errors import InputError
 from ..sharding.mesh import DeviceMesh
 from ..sharding.placement import Placement
 from .advice import advice
+from .cause import narrowed
 from .comparing import Comparison
 from .finding import Found, find
-from .program import Initial, Program, run_alone, run_on_ranks
+from .program import Program, run_alone, run_on_ranks
 from .ranks import Axes
 from .recording import Recording
 from .report import Difference, Report
@@ -129,7 +130,7 @@ class _Verification:
                 raise found.error
             said = (str(found.error).splitlines() or [""])[0]
             self.notes.append(f"after that the program raised {type(found.error).__name__}: {said}")
-        needed, text = self._needed(differing[0]) if differing and isolate else ((), "")
+        needed, text = self._needed(differing[0]) if differing and isolate else (None, "")
         notes = [*self.notes, *self._untwinned(found)]
         return Report(
             tuple(self._difference(one, found, differing, needed) for one in differing),
@@ -141,23 +142,22 @@ class _Verification:
         )
 
     def _needed(self, first: Found) -> tuple[tuple[str, ...], str]:
-        """Return the axes without which the difference is not there, and a sentence that says so."""
+        """Return the axes on which the difference depends, and a sentence that says so."""
         large = [name for name, size in zip(self.axes.names, self.axes.sizes, strict=True) if size > 1]
-        if len(large) < 2:
-            return tuple(large), ""
-        gone: list[str] = []
-        for name in large:
-            self.progress(f"with {name}=1")
-            sizes = tuple(
-                1 if other == name else size for other, size in zip(self.axes.names, self.axes.sizes, strict=True)
-            )
-            if not self._differs(replace(self.axes, sizes=sizes), first.key.step + 1):
-                gone.append(name)
-        if not gone:
-            return (), f"it differs also with any one of {', '.join(large)} of size 1"
-        rest = [name for name in large if name not in gone]
-        text = f"with {' or '.join(f'{name}=1' for name in gone)} nothing differs"
-        return tuple(gone), text + (f"; with {' or '.join(f'{name}=1' for name in rest)} it still does" if rest else "")
+        steps = first.key.step + 1
+        gone = [name for name in large if not self._differs(self._with_size_1([name]), steps)]
+        if gone:
+            rest = [f"{name}=1" for name in large if name not in gone]
+            text = f"with {' or '.join(f'{name}=1' for name in gone)} nothing differs"
+            return tuple(gone), text + (f"; with {' or '.join(rest)} it still does" if rest else "")
+        if self._differs(self._with_size_1(large), steps):
+            return (), "it differs on a mesh of one rank, too: it does not depend on the mesh"
+        return tuple(large), f"it differs with any one of {', '.join(large)} of size 1, but not with all of size 1"
+
+    def _with_size_1(self, names: list[str]) -> Axes:
+        self.progress(f"with {', '.join(f'{name}=1' for name in names)}")
+        pairs = zip(self.axes.names, self.axes.sizes, strict=True)
+        return replace(self.axes, sizes=tuple(1 if name in names else size for name, size in pairs))
 
     def _differs(self, axes: Axes, steps: int) -> bool:
         program = replace(self.program, steps=max(steps, 1))
@@ -169,12 +169,15 @@ class _Verification:
         return bool(find(Comparison(reference, found, self.tolerances, axes)))
 
     def _difference(
-        self, one: Found, found: Recording, differing: list[Found], needed: tuple[str, ...]
+        self, one: Found, found: Recording, differing: list[Found], needed: tuple[str, ...] | None
     ) -> Difference:
         seen = self.reference.seen[one.key]
         cause = one.outcome.cause
         assert cause is not None, "a tensor that differs has a cause"
-        why, fix = advice(one.key, cause, needed, found, _common_factor(differing))
+        if needed is not None:
+            cause = narrowed(cause, Axes(needed, tuple(map(self.axes.size, needed))))
+        axes = cause.axes if needed is None else needed
+        why, fix = advice(one.key, cause, axes, found, common=_common_factor(differing), before=one.before)
         line = found.seen[one.key].line if one.key in found.seen else seen.line
         path = one.key.path or "output"
         return Difference(path, one.key.kind, one.key.step, f"{line}: {line.text}", cause.text, why, fix)

@@ -1,12 +1,15 @@
-"""The random number generator that an op draws from."""
+"""The random number generator that an op draws from, and its state on ranks that were seeded differently."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
-__all__ = ["generator_for"]
+__all__ = ["generator_for", "seed_ranks", "states_of_ranks"]
+
+_states: dict[int, list[torch.Tensor]] = {}
+"""By the id of a generator: the state of each rank, where they were seeded differently."""
 
 
 def generator_for(arguments: Iterable[object], device: torch.device) -> torch.Generator:
@@ -19,3 +22,16 @@ def generator_for(arguments: Iterable[object], device: torch.device) -> torch.Ge
     module = torch.get_device_module(device)
     index = module.current_device() if device.index is None else device.index
     return module.default_generators[index]
+
+
+def seed_ranks(generator: torch.Generator, seeds: Sequence[int] | None) -> None:
+    """Give each rank a seed of its own. With None they share the generator's state again, as they do by default."""
+    _states.pop(id(generator), None)
+    if seeds is not None:
+        _states[id(generator)] = [torch.Generator(generator.device).manual_seed(seed).get_state() for seed in seeds]
+
+
+def states_of_ranks(generator: torch.Generator, ranks: int) -> list[torch.Tensor] | None:
+    """Return the states of ranks that were seeded differently, to be read and replaced; None if they were not."""
+    states = _states.get(id(generator)) if _states else None
+    return states if states is not None and len(states) == ranks else None

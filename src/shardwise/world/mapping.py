@@ -16,7 +16,7 @@ import torch
 
 from ..errors import WorldError
 from .agreement import agreed
-from .generators import generator_for
+from .generators import generator_for, states_of_ranks
 from .rank_int import values_of
 from .rank_op import RankOp
 from .rank_tensor import RankTensor, wrap
@@ -112,7 +112,7 @@ _drawing = threading.RLock()  # another thread's draw between two ranks' draws w
 def _map_random(op: RankOp, calls: list[Call]) -> list[object]:
     """Call a random op on every rank as if each were a process with the same seed: all start from one state.
 
-    Rank 0 draws last. It holds the largest shard, so the generator ends where it ends for rank 0.
+    Ranks that were seeded differently (`seed_ranks`) start from their own. Rank 0 draws last. It holds the largest shard, so the generator ends where it ends for rank 0.
     """
     row, by_name = calls[0]
     arguments = [*row, *by_name.values()]
@@ -123,9 +123,12 @@ def _map_random(op: RankOp, calls: list[Call]) -> list[object]:
     results = []
     with _drawing:
         state = generator.get_state()
-        for row, by_name in reversed(calls):
-            generator.set_state(state)
+        own = states_of_ranks(generator, len(calls))
+        for rank, (row, by_name) in reversed(list(enumerate(calls))):
+            generator.set_state(state if own is None else own[rank])
             results.append(op.call(*row, **by_name))
+            if own is not None:
+                own[rank] = generator.get_state()
     return results[::-1]
 
 
