@@ -61,12 +61,12 @@ def test_the_right_program_raises_no_alarm(name):
     assert report.first is None
 
 
-# ---- gradients that are not reduced, or too often ----------------------------------------------------------------------
+# ---- gradients that are not reduced, or too often --------------------------------------------------------------------
 
 
 @bug("norm.weight", "the gradient of norm.weight", "only the sum over tp is the reference", 'mesh.get_group("tp")')
 def norm_weight_under_sequence_parallel(broken):
-    """torchtitan 2387, 4054, 4245: each rank's norm sees some positions, and its weight's gradient is not reduced."""
+    """Torchtitan 2387, 4054, 4245: each rank's norm sees some positions, and its weight's gradient is not reduced."""
 
     def apply(model, mesh):
         model.norm.register_forward_pre_hook(lambda _, args: scatter(args[0], 1, mesh))
@@ -192,7 +192,7 @@ def input_gradient_of_a_column_layer_not_reduced(broken):
     return shardwise.verify(MLP, apply, (X, Y), loss=mse, **TP)
 
 
-# ---- norms of gradients -----------------------------------------------------------------------------------------------
+# ---- norms of gradients ----------------------------------------------------------------------------------------------
 
 
 def _tensor_parallel(model, mesh):
@@ -240,12 +240,12 @@ def clipping_by_the_local_norm(broken):
     return shardwise.verify(MLP, _tensor_parallel, (X, Y), step=step, **TP)
 
 
-# ---- losses ------------------------------------------------------------------------------------------------------------
+# ---- losses ----------------------------------------------------------------------------------------------------------
 
 
 @bug("loss", "the loss")
 def loss_parallel_with_another_log_softmax(broken):
-    """pytorch 190746: log_softmax over the local classes alone."""
+    """Pytorch 190746: log_softmax over the local classes alone."""
 
     def apply(model, mesh):
         parallelize_module(model, mesh, {"": ColwiseParallel(use_local_output=False)})
@@ -290,12 +290,12 @@ def mean_over_an_uneven_batch(broken):
     return shardwise.verify(MLP, lambda model, mesh: None, batch, step=step, place=place, **DP)
 
 
-# ---- activations --------------------------------------------------------------------------------------------------------
+# ---- activations -----------------------------------------------------------------------------------------------------
 
 
 @bug("behind", "only the sum over tp is the reference", "Partial", "x.redistribute(placements=[Replicate()])")
 def partial_through_to_local_and_from_local(broken):
-    """pytorch 172932: the local part of a sum is taken for the sum."""
+    """Pytorch 172932: the local part of a sum is taken for the sum."""
 
     class Behind(nn.Module):
         def forward(self, x):
@@ -333,7 +333,9 @@ def partial_through_to_local_and_from_local(broken):
 def forgotten_all_reduce_behind_a_row_layer(broken):
     def apply(model, mesh):
         parallelize_module(
-            model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Partial() if broken else None)}
+            model,
+            mesh,
+            {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Partial() if broken else None)},
         )
 
     return shardwise.verify(MLP, apply, (X, Y), loss=mse, **TP)
@@ -391,7 +393,7 @@ def fused_projection_sharded_as_one_block(broken):
         blocks = [weight] if broken else weight.chunk(3)
         model.qkv.weight = nn.Parameter(torch.cat([shard_of(block, 0, mesh, "tp") for block in blocks]))
         keep_shard(model.out, "weight", 1, mesh, "tp")
-        model.heads = 1
+        model.heads //= mesh["tp"].size()
         group = mesh.get_group("tp")
         model.register_forward_pre_hook(lambda _, args: SumBackward.apply(args[0], group))
         model.out.register_forward_hook(lambda _, __, output: SumForward.apply(output, group))
@@ -467,7 +469,7 @@ def causal_mask_not_that_of_the_local_queries(broken):
     return shardwise.verify(Model, apply, (X, Y), step=step, place=place, mesh=(2,), names=("cp",))
 
 
-# ---- random numbers and state ------------------------------------------------------------------------------------------
+# ---- random numbers and state ----------------------------------------------------------------------------------------
 
 
 @bug("dropout", "zero in other places", "dropout draws another mask")

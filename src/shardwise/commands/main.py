@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ..errors import ShardwiseError
 from .command import Command, UsageError
 
-NAMES = ("explain", "report", "plan", "draw", "rules", "doctor")
+NAMES = ("verify", "explain", "report", "plan", "draw", "rules", "doctor")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,7 +20,7 @@ def advice(
     if key.kind == "initial":
         return _initial(key, cause, over)
     if cause.pattern == "missing":
-        return _missing(key, found)
+        return _missing(key)
     if key.kind == "norm" or (key.kind == "value" and "norm" in key.path):
         return _norm(cause, over)
     if key.kind in ("gradient", "clipped gradient", "output gradient"):
@@ -35,13 +35,33 @@ def advice(
     return _forward(key, cause, axes, over, before)
 
 
+def advice_without_mesh(key: Key, cause: Cause) -> tuple[str, str]:
+    """Return what to say of a difference that is there on a mesh of one rank, too."""
+    if cause.pattern == "factor" and key.kind == "gradient":
+        return (
+            "gradients are scaled on ranks in a way that does not depend on the mesh",
+            "look at the scale of the loss: is it divided by the number of microbatches, or of tokens, once?",
+        )
+    if cause.pattern == "missing":
+        return _missing(key)
+    if key.kind == "parameter":
+        return _parameter(cause, "the mesh")
+    return (
+        "no communication is at fault: on ranks the program computes something else than on one device",
+        "look at what apply() changes in the model, and at code that runs on ranks only (`if mesh is not None`)",
+    )
+
+
 def _all_reduce(what: str, axes: tuple[str, ...]) -> str:
     return "; ".join(_REDUCE.format(what=what, axis=axis) for axis in axes or ("tp",))
 
 
 def _initial(key: Key, cause: Cause, over: str) -> tuple[str, str]:
     if cause.pattern == "shape":
-        return "the local shard is no part of the parameter", "shard with shardwise.distribute_tensor(p, mesh, placements)"
+        return (
+            "the local shard is no part of the parameter",
+            "shard with shardwise.distribute_tensor(p, mesh, placements)",
+        )
     return (
         f"the parameter does not start from the same values on ranks that differ over {over}",
         "seed all ranks alike before the model is built (torch.manual_seed(seed), without the rank), or broadcast it: "
@@ -49,9 +69,9 @@ def _initial(key: Key, cause: Cause, over: str) -> tuple[str, str]:
     )
 
 
-def _missing(key: Key, found: Recording) -> tuple[str, str]:
+def _missing(key: Key) -> tuple[str, str]:
     return (
-        f"`{key.path}` is not used, or what is computed from it is detached: a collective that autograd does not record?",
+        f"`{key.path}` is not used, or what is computed from it is detached, as by a collective without autograd",
         "use collectives that autograd records: DTensor.redistribute, or torch.distributed.nn.functional",
     )
 
@@ -59,7 +79,7 @@ def _missing(key: Key, found: Recording) -> tuple[str, str]:
 def _norm(cause: Cause, over: str) -> tuple[str, str]:
     if cause.pattern in ("root", "ranks differ", "sum", "average") or cause.factor < 1:
         return (
-            f"each rank computes the norm of the gradients that it holds itself, without those of other ranks of {over}",
+            f"each rank computes the norm of the gradients that it holds itself, without those of others over {over}",
             "sum the squares over the axes that shard parameters before the square root, or keep gradients DTensors: "
             "torch.nn.utils.clip_grad_norm_ then computes the norm of the global gradients",
         )
@@ -77,8 +97,8 @@ def _gradient(
     name = f"model.{key.path}.grad" if key.kind != "output gradient" else "gradient"
     if cause.pattern in ("sum", "ranks differ") and key.kind != "output gradient":
         return (
-            f"the parameter is replicated over {over}, but each rank uses it on other data (a shard of the batch, of the "
-            "sequence or of features): without a reduction, replicas get different gradients and drift apart",
+            f"the parameter is replicated over {over}, but each rank uses it on other data (a shard of the batch, of "
+            "the sequence or of features): without a reduction, replicas get different gradients and drift apart",
             f"reduce it after backward: {_all_reduce(name, axes)}; or make the parameter a DTensor: "
             "distribute_module(module, mesh), SequenceParallel() for a norm",
         )
@@ -88,11 +108,6 @@ def _gradient(
             f"average them: {_all_reduce(name, axes)}; {name} /= {_sizes(axes)}",
         )
     if cause.pattern == "factor" and cause.factor > 1:
-        if not axes:
-            return (
-                f"{'all gradients are' if common else 'this gradient is'} scaled in a way that does not depend on the mesh",
-                "look at the scale of the loss: a division by the number of microbatches or tokens is missing",
-            )
         return (
             f"this gradient was summed twice over {over}, or it is the same on all ranks and not a part of a sum",
             f"remove one of the reductions over {over}"
@@ -126,8 +141,8 @@ def _parameter(cause: Cause, over: str) -> tuple[str, str]:
             "update it from values that are the same on all ranks: no rank-dependent learning rate, noise or condition",
         )
     return (
-        "gradients agree, but the update does not: weight decay, learning rate or the update itself is applied in another "
-        "way, or twice",
+        "gradients agree, but the update does not: weight decay, learning rate or the update itself is applied in "
+        "another way, or twice",
         "run one optimizer step for each parameter: is a parameter in two groups, or does a hook write it as well?",
     )
 
@@ -136,15 +151,17 @@ def _forward(key: Key, cause: Cause, axes: tuple[str, ...], over: str, before: K
     if cause.pattern == "sum":
         return (
             f"ranks of {over} hold parts of a sum (Partial), and the program goes on as if each held the sum",
-            f"reduce it before it is used: {_all_reduce('x', cause.axes)}; or x.redistribute(placements=[Replicate()]) before "
-            "to_local(), and from_local(x, mesh, [Partial()]) for what is a part",
+            f"reduce it before it is used: {_all_reduce('x', cause.axes)}; or "
+            "x.redistribute(placements=[Replicate()]) before to_local(), and from_local(x, mesh, [Partial()]) for "
+            "what is a part",
         )
     if cause.pattern == "average":
         return f"each rank of {over} holds its own average", f"average it: {_all_reduce('x', cause.axes)}"
     if cause.pattern == "zeros":
         return (
             f"dropout draws another mask on ranks of {over}: they have different seeds, or draw for their local shard",
-            "seed all ranks alike (torch.manual_seed(seed), without the rank), or apply dropout to a DTensor: it draws by global index",
+            "seed all ranks alike (torch.manual_seed(seed), without the rank), or apply dropout to a DTensor: it draws "
+            "by global index",
         )
     if cause.pattern == "factor" and cause.factor > 1:
         return f"this was summed over {over} once too often", f"remove one reduction over {over}"
@@ -154,15 +171,18 @@ def _forward(key: Key, cause: Cause, axes: tuple[str, ...], over: str, before: K
         )
     if key.kind == "loss":
         return (
-            f"ranks of {over} compute the loss of other data than they should, or weigh it differently: a mean of means is no "
-            "mean where ranks hold different numbers of rows or targets",
+            f"ranks of {over} compute the loss of other data than they should, or weigh it differently: a mean of "
+            "means is no mean where ranks hold different numbers of rows or targets",
             "sum the loss over all ranks and divide by the global count: "
             f"{_all_reduce('total', axes)}; {_all_reduce('count', axes)}; loss = total / count",
         )
     if cause.pattern == "permuted":
         return "elements are sharded or gathered in another order", "use the same layout for sharding and for gathering"
     if cause.pattern == "rows":
-        return f"only some rows are wrong: the shards of {over} are uneven, or offset", "compute offsets from global indices"
+        return (
+            f"only some rows are wrong: the shards of {over} are uneven, or offset",
+            "compute offsets from global indices",
+        )
     last = f"the {before.kind} of {before.path or 'the model'}" if before is not None else "what this is computed from"
     return (
         f"{last} is right, so the code from there to here does not do on ranks of {over} what it does on one device: a "

@@ -118,7 +118,7 @@ def factor_text(factor: float, axes: Axes) -> str:
     return f"is {size:.6g} times {said}"
 
 
-# ---- reductions and ranks ---------------------------------------------------------------------------------------------
+# ---- reductions and ranks --------------------------------------------------------------------------------------------
 
 
 def _as_missing_reduction(got: Ranks, want: Ranks, close: Close, axes: Axes) -> Cause | None:
@@ -165,7 +165,8 @@ def _as_differing_ranks(got: Ranks, want: Ranks, close: Close, axes: Axes) -> Ca
     text = f"should be the same on all ranks, but differs over {' and '.join(differing)}, by up to {apart:.3g}"
     if right:
         shown = ", ".join(_at(got.axes, at) for at in right[:4])
-        text += f"; only {shown}{' and others' if len(right) > 4 else ''} hold{'s' if len(right) == 1 else ''} the reference"
+        more, verb = " and others" if len(right) > 4 else "", "holds" if len(right) == 1 else "hold"
+        text += f"; only {shown}{more} {verb} the reference"
     return Cause("ranks differ", text, differing)
 
 
@@ -204,7 +205,11 @@ def _as_zeros(got: Ranks, want: Ranks, close: Close, axes: Axes) -> Cause | None
         both = (one != 0) & (other != 0)
         if not bool(both.any()) or not close(one[both], other[both]):
             return None
-    return Cause("zeros", f"is zero in other places than the reference ({moved} elements), and right elsewhere") if moved else None
+    return (
+        Cause("zeros", f"is zero in other places than the reference ({moved} elements), and right elsewhere")
+        if moved
+        else None
+    )
 
 
 def _as_rows(got: Ranks, want: Ranks, close: Close, axes: Axes) -> Cause | None:

@@ -98,7 +98,8 @@ class Comparison:
         want = _likely(got, reference)
         if want is None:
             shapes = sorted({tuple(value.shape) for value in got.values.values()})
-            text = f"has shape {' or '.join(str(list(s)) for s in shapes)} on ranks, and {list(reference.shape)} on one device"
+            listed = " or ".join(str(list(shape)) for shape in shapes)
+            text = f"has shape {listed} on ranks, and {list(reference.shape)} on one device"
             return Outcome("differs", Cause("shape", text))
         return Outcome("differs", find_cause(got, want, close, self.axes))
 
@@ -179,7 +180,7 @@ def _indices(got: Ranks, reference: Tensor, close: Close) -> Ranks | None:
     return Ranks(got.axes, found)
 
 
-# ---- what local tensors probably are -----------------------------------------------------------------------------------
+# ---- what local tensors probably are ---------------------------------------------------------------------------------
 
 
 def _likely(got: Ranks, reference: Tensor) -> Ranks | None:

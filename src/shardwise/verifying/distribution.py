@@ -78,7 +78,9 @@ def _leaves(
         return
     axis, rest = order[0], order[1:]
     if ranks.equal_along(axis, close):
-        yield from _leaves(ranks.along(axis, _first), rest, reference, close, reductions, (*done, (axis, "Replicate()")))
+        yield from _leaves(
+            ranks.along(axis, _first), rest, reference, close, reductions, (*done, (axis, "Replicate()"))
+        )
     for dim in _growing_dims(ranks, axis, reference):
         joined = ranks.along(axis, lambda line, dim=dim: torch.cat(line, dim))  # type: ignore[misc]
         yield from _leaves(joined, rest, reference, close, reductions, (*done, (axis, f"Shard({dim})")))

@@ -9,9 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .comparing import MUST_AGREE, Comparison, Outcome
-from .recording import Key
+from .recording import Key, Kind
 
 _FORWARD = ("input", "output")
+_PHASES: dict[Kind, int] = {
+    "initial": 0, "input": 1, "output": 1, "loss": 2, "output gradient": 3, "gradient": 4, "value": 5, "norm": 5,
+    "clipped gradient": 6, "parameter": 7, "buffer": 8,
+}  # fmt: skip
+"""The order of the kinds in a step: a program may return its loss after the optimizer has run."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class Found:
 
 def find(comparison: Comparison) -> list[Found]:
     """Return the tensors that differ, in the order in which they are computed; none if all that must agree does."""
-    keys = list(comparison.reference.seen)
+    keys = sorted(comparison.reference.seen, key=lambda key: (key.step, _PHASES[key.kind]))
     must = [key for key in keys if key.kind in MUST_AGREE and comparison.outcome(key).status == "differs"]
     if not must:
         return []

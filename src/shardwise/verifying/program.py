@@ -58,7 +58,7 @@ class Initial:
     noise: dict[str, Tensor]
 
 
-# ---- on one device -----------------------------------------------------------------------------------------------------
+# ---- on one device ---------------------------------------------------------------------------------------------------
 
 
 def run_alone(program: Program, eps: float = 0.0, noise_seed: int = 0) -> tuple[Recording, Initial]:
@@ -94,7 +94,7 @@ class FloatDtypes(OwnMode):
         return result
 
 
-# ---- on simulated ranks ------------------------------------------------------------------------------------------------
+# ---- on simulated ranks ----------------------------------------------------------------------------------------------
 
 
 def run_on_ranks(program: Program, axes: Axes, initial: Initial) -> Recording:
@@ -134,7 +134,7 @@ def _start_from(model: nn.Module, initial: Initial) -> None:
                     tensor.add_(replicate(initial.noise[name]))
 
 
-# ---- both --------------------------------------------------------------------------------------------------------------
+# ---- both ------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -196,9 +196,12 @@ def _run_step(
     if program.loss is not None:
         loss = program.loss(output, *arguments)
     else:
-        loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
-        if loss is None or loss.dim():
-            raise InputError("the model returns no loss", "pass loss=, a function of the model's output and the targets")
+        returned = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+        if returned is None or returned.dim():
+            raise InputError(
+                "the model returns no loss", "pass loss=, a function of the model's output and the targets"
+            )
+        loss = returned
     loss.backward()
     return loss.detach()
 
@@ -226,7 +229,7 @@ def _cast(tensor: Tensor, program: Program) -> Tensor:
     return tensor.to(program.device, program.dtype if floating else tensor.dtype)
 
 
-# ---- parameters --------------------------------------------------------------------------------------------------------
+# ---- parameters ------------------------------------------------------------------------------------------------------
 
 
 def _named_state(model: nn.Module) -> list[tuple[str, Tensor]]:

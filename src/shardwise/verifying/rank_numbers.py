@@ -1,8 +1,8 @@
 """Numbers of ranks in a program for local tensors: `dist.get_rank()` is each rank's own number.
 
 Simulated ranks run in lockstep, so a rank's number is one integer with a value for each rank, as sizes that differ are
-(`world/rank_int.py`). Slices, arithmetic and `torch.manual_seed` work with it. A branch cannot: no one branch is that of
-all ranks.
+(`world/rank_int.py`). Slices, arithmetic and `torch.manual_seed` work with it. A branch cannot: no one branch is that
+of all ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RankNumberNode(RankIntNode):
         first = self.values[0]
         if any(value != first for value in self.values):
             raise WorldError(
-                f"the program needs one number of a rank, or branches on it, but simulated ranks run in lockstep: {self}",
+                f"the program branches on the number of a rank, but simulated ranks run in lockstep: {self}",
                 "slice with it (x[rank * n : (rank + 1) * n], x.narrow, x.select) or compute with it "
                 "(x * (rank == 0)), or let shardwise.distribute_tensor(x, mesh, placements).to_local() take the shard",
             )
@@ -99,7 +99,7 @@ def rank_numbers(axes: Axes) -> Iterator[None]:
         return manual_seed(value if seeds is None else seeds[0])
 
     _set(get_rank, get_local_rank, get_coordinate, mesh_rank)
-    torch.manual_seed = torch.random.manual_seed = seed
+    torch.manual_seed = torch.random.manual_seed = seed  # type: ignore[assignment]
     try:
         yield
     finally:

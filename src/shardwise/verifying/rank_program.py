@@ -1,7 +1,7 @@
 """Running a program for one rank's local tensors on all simulated ranks: plain tensors become per-rank tensors.
 
-A process has tensors of its own. In a simulated world a plain tensor belongs to all ranks at once, so three things would
-go wrong in code that is written for local tensors, and are put right by `RankProgram` while the code runs:
+A process has tensors of its own. In a simulated world a plain tensor belongs to all ranks at once, so three things
+would go wrong in code that is written for local tensors. `RankProgram` puts them right while the code runs:
 
 - a tensor made by the user's code is per rank, so that ranks may write different values into it;
 - ops on plain tensors take numbers that differ between ranks, such as a rank (`rank_numbers`);

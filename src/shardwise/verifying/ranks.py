@@ -66,14 +66,17 @@ class Ranks:
             one.shape == line[0].shape and close(one, line[0]) for line in self.lines(axis).values() for one in line[1:]
         )
 
+    def without_axes_of_size_1(self) -> Ranks:
+        """Return the same grid without axes on which there is one rank."""
+        found = self
+        for axis in self.axes:
+            if all(len(line) == 1 for line in found.lines(axis).values()):
+                found = found.along(axis, lambda line: line[0])
+        return found
+
     def first(self) -> Tensor:
         """Return the tensor of the first rank."""
         return self.values[min(self.values)]
-
-
-def filled(axes: Axes, value: Tensor) -> Ranks:
-    """Return the ranks that all hold the same."""
-    return Ranks(axes.names, dict.fromkeys(axes.coordinates(), value))
 
 
 def held(value: Tensor, axes: Axes, close: Close) -> Ranks:
@@ -83,9 +86,10 @@ def held(value: Tensor, axes: Axes, close: Close) -> Ranks:
     do not.
     """
     if isinstance(value, DTensor):
-        return _of_dtensor(value, axes, close)
+        return _of_dtensor(value, axes, close).without_axes_of_size_1()
     if isinstance(value, RankTensor) and len(value.shards) == len(axes.coordinates()):
-        return Ranks(axes.names, dict(zip(axes.coordinates(), map(_wide, value.shards), strict=True)))
+        grid = Ranks(axes.names, dict(zip(axes.coordinates(), map(_wide, value.shards), strict=True)))
+        return grid.without_axes_of_size_1()
     return Ranks((), {(): _wide(value.shards[0] if isinstance(value, RankTensor) else value)})
 
 

@@ -21,7 +21,17 @@ from .._torch.pytree import tree_leaves
 from ..erasing.source_lines import Line, users_line
 
 Kind = Literal[
-    "initial", "input", "output", "loss", "value", "output gradient", "gradient", "norm", "clipped gradient", "parameter", "buffer"
+    "initial",
+    "input",
+    "output",
+    "loss",
+    "value",
+    "output gradient",
+    "gradient",
+    "norm",
+    "clipped gradient",
+    "parameter",
+    "buffer",
 ]
 
 # Wrappers put these into the paths of the modules inside.
@@ -75,7 +85,7 @@ class Recorder:
         self._order: dict[str, int] = {}
         self._clipped = False
         self._known: dict[int, tuple[Tensor, int]] = {}
-        """Outputs of modules in this step, with their versions when they were recorded. They are kept alive, so that ids stay."""
+        """Outputs of modules in this step, with their versions when recorded. Kept alive, so that ids stay valid."""
         self.made.tied = _tied(model)
         self.made.names = {name for name, _ in self._state()}
 
@@ -112,7 +122,9 @@ class Recorder:
         self._calls.clear()
         self._known.clear()
 
-    def add(self, kind: Kind, path: str, value: object, *, line: Line | None = None, call: int = 0, item: int = 0) -> None:
+    def add(
+        self, kind: Kind, path: str, value: object, *, line: Line | None = None, call: int = 0, item: int = 0
+    ) -> None:
         """Record a tensor."""
         if isinstance(value, (int, float)):
             value = torch.tensor(float(value), dtype=torch.float64)

@@ -72,7 +72,9 @@ class Report:
         lines = [
             f"compared {where}: {len(self.differences)} differ",
             "",
-            f"first, in step {first.step}: {first.what()}" if first.step >= 0 else f"before the first step: {first.what()}",
+            f"first, in step {first.step}: {first.what()}"
+            if first.step >= 0
+            else f"before the first step: {first.what()}",
         ]
         for name, text in (
             ("line", first.line), ("how", first.how), ("why", first.why), ("depends", self.needed), ("fix", first.fix)
@@ -87,7 +89,9 @@ class Report:
 
 
 def _entry(name: str, text: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=f"  {name:8} ", subsequent_indent=" " * 11, break_long_words=False)
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=f"  {name:8} ", subsequent_indent=" " * 11, break_long_words=False
+    )
 
 
 def _notes(notes: tuple[str, ...]) -> list[str]:

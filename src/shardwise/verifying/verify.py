@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..sharding.mesh import DeviceMesh
 from ..sharding.placement import Placement
-from .advice import advice
+from .advice import advice, advice_without_mesh
 from .cause import narrowed
 from .comparing import Comparison
 from .finding import Found, find
@@ -70,7 +70,7 @@ def verify(
     optimizer    function of the parameters that returns an optimizer; None for a program without.
     dtype        what parameters and inputs are cast to, so that rounding is far smaller than any mistake. With None,
                  and where the model cannot run in it, they keep their own.
-    distinct     whether parameters with equal elements (a bias of zeros) get some noise, since they would hide mistakes.
+    distinct     whether parameters with equal elements (a bias of zeros) get some noise: they would hide mistakes.
     isolate      whether to run again with one axis of size 1 after the other, to tell on which the difference depends.
 
     Ranks run in lockstep, so the program may slice with `mesh.get_local_rank()` or `dist.get_rank()`, but not branch on
@@ -141,30 +141,37 @@ class _Verification:
             tuple(notes),
         )
 
-    def _needed(self, first: Found) -> tuple[tuple[str, ...], str]:
-        """Return the axes on which the difference depends, and a sentence that says so."""
+    def _needed(self, first: Found) -> tuple[tuple[str, ...] | None, str]:
+        """Return the axes on which the difference depends, and a sentence that says so; None if runs do not tell."""
         large = [name for name, size in zip(self.axes.names, self.axes.sizes, strict=True) if size > 1]
         steps = first.key.step + 1
-        gone = [name for name in large if not self._differs(self._with_size_1([name]), steps)]
-        if gone:
-            rest = [f"{name}=1" for name in large if name not in gone]
-            text = f"with {' or '.join(f'{name}=1' for name in gone)} nothing differs"
-            return tuple(gone), text + (f"; with {' or '.join(rest)} it still does" if rest else "")
-        if self._differs(self._with_size_1(large), steps):
+        alone = self._differs(self._with_size_1(large), steps)
+        if alone:
             return (), "it differs on a mesh of one rank, too: it does not depend on the mesh"
-        return tuple(large), f"it differs with any one of {', '.join(large)} of size 1, but not with all of size 1"
+        without = {name: self._differs(self._with_size_1([name]), steps) for name in large} if len(large) > 1 else {}
+        gone = [name for name, differs in without.items() if differs is False]
+        if len(large) == 1 and alone is False:
+            gone = large
+        if not gone:
+            return None, ""
+        rest = [f"{name}=1" for name, differs in without.items() if differs]
+        text = f"with {' or '.join(f'{name}=1' for name in gone)} nothing differs"
+        return tuple(gone), text + (f"; with {' or '.join(rest)} it still does" if rest else "")
 
     def _with_size_1(self, names: list[str]) -> Axes:
         self.progress(f"with {', '.join(f'{name}=1' for name in names)}")
         pairs = zip(self.axes.names, self.axes.sizes, strict=True)
         return replace(self.axes, sizes=tuple(1 if name in names else size for name, size in pairs))
 
-    def _differs(self, axes: Axes, steps: int) -> bool:
+    def _differs(self, axes: Axes, steps: int) -> bool | None:
+        """Whether a run on another mesh differs; None if the program does not run on it."""
         program = replace(self.program, steps=max(steps, 1))
         try:
             found = run_on_ranks(program, axes, self.initial)
         except Exception:
-            return True  # the program does not run on this mesh, which says nothing
+            return None
+        if found.error is not None:
+            return None
         reference = _until(self.reference, program.steps)
         return bool(find(Comparison(reference, found, self.tolerances, axes)))
 
@@ -177,7 +184,10 @@ class _Verification:
         if needed is not None:
             cause = narrowed(cause, Axes(needed, tuple(map(self.axes.size, needed))))
         axes = cause.axes if needed is None else needed
-        why, fix = advice(one.key, cause, axes, found, common=_common_factor(differing), before=one.before)
+        if needed == ():
+            why, fix = advice_without_mesh(one.key, cause)
+        else:
+            why, fix = advice(one.key, cause, axes, found, common=_common_factor(differing), before=one.before)
         line = found.seen[one.key].line if one.key in found.seen else seen.line
         path = one.key.path or "output"
         return Difference(path, one.key.kind, one.key.step, f"{line}: {line.text}", cause.text, why, fix)
@@ -186,7 +196,9 @@ class _Verification:
         """Name what was not compared, and parameters that are tied on one side only."""
         notes = []
         apart = [
-            " and ".join(sorted(group)) for group in self.reference.tied if not any(group <= other for other in found.tied)
+            " and ".join(sorted(group))
+            for group in self.reference.tied
+            if not any(group <= other for other in found.tied)
         ]
         if apart:
             notes.append(f"tied on one device, but not on ranks: {'; '.join(apart)}")

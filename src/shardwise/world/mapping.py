@@ -112,7 +112,8 @@ _drawing = threading.RLock()  # another thread's draw between two ranks' draws w
 def _map_random(op: RankOp, calls: list[Call]) -> list[object]:
     """Call a random op on every rank as if each were a process with the same seed: all start from one state.
 
-    Ranks that were seeded differently (`seed_ranks`) start from their own. Rank 0 draws last. It holds the largest shard, so the generator ends where it ends for rank 0.
+    Ranks that were seeded differently (`seed_ranks`) start from their own. Rank 0 draws last. It holds the largest
+    shard, so the generator ends where it ends for rank 0.
     """
     row, by_name = calls[0]
     arguments = [*row, *by_name.values()]
