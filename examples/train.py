@@ -136,6 +136,25 @@ def compare(alone: list[float], shared: list[float]) -> str:
     return "\n".join(["  step     one device    sharded  difference", *lines, last])
 
 
+def check() -> dict[str, object]:
+    """Return arguments of `shardwise.verify`, for `python -m shardwise verify examples/train.py:check`."""
+
+    def step(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: object, optimizer: torch.optim.Optimizer) -> Tensor:
+        return train_step(model, optimizer, *batch)
+
+    return {
+        "build_model": lambda: GPT(width=16, length=12, dropout=0.1),
+        "apply": distribute,
+        "batch": lambda step: batches(step + 1, 5, 12)[step],
+        "step": step,
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
+        "place": P("dp"),
+        "mesh": (2, 4),
+        "names": ("dp", "tp"),
+        "steps": 2,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simulate", type=int, default=8, metavar="RANKS", help="simulated ranks, without torchrun")

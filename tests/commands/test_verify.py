@@ -75,12 +75,12 @@ def test_a_report_and_another_mesh(program, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["{}:missing"], "has no function 'missing'"),
+        (["{}:missing"], "has no 'missing'"),
         (["{}:number"], "returned a int"),
         (["{}"], "names no function"),
-        (["no_such_module_at_all:check"], "no module 'no_such_module_at_all'"),
-        (["{}:good", "--mesh", "dp"], "name=size"),
-        (["{}:report", "--steps", "1"], "returned a report"),
+        (["no_such_module_at_all:check"], "no module no_such_module_at_all"),
+        (["{}:good", "--mesh", "dp"], "write --mesh dp=2,tp=4"),
+        (["{}:report", "--steps", "1"], "to use --mesh and --steps"),
     ],
 )
 def test_wrong_usage(program, arguments, said, capsys):

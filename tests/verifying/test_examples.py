@@ -1,85 +1,37 @@
-"""The example programs compute on ranks what they compute on one device."""
+"""The example programs compute on ranks what they compute on one device, as the command line finds."""
 
-import argparse
-import importlib.util
-import sys
+import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
-import shardwise
-from shardwise import P
+from shardwise.commands.main import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def load(name: str) -> ModuleType:
-    """Import an example program, without running it."""
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.mark.parametrize("program", ["train.py:check", "llama.py:check", "llama.py:check_experts"])
+def test_an_example_is_right(program, capsys):
+    code = main(["verify", f"{EXAMPLES}/{program}", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert code == 0, report["differences"][:1]
+    assert report["compared"] > 200
 
 
-def letters_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_an_example_with_a_mistake_is_not(axis, capsys, monkeypatch):
+    """A hook scales what one module returns, on a mesh with that axis alone."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import llama
 
+    def parallelize(model, mesh, options, original=llama.parallelize):
+        model = original(model, mesh, options)
+        size = mesh[axis].size()
+        model.get_submodule("blocks.1.mlp.down").register_forward_hook(lambda _, __, output: output * size)
+        return model
 
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=3e-3)
-
-
-def clipped_step(model, batch, mesh, optimizer):
-    loss = letters_loss(model(batch[0]), batch[1])
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_train(dropout):
-    train = load("train")
-    report = shardwise.verify(
-        lambda: train.GPT(width=16, heads=4, layers=2, length=12, dropout=dropout),
-        train.distribute,
-        train.batches(1, 5, 12)[0],
-        step=clipped_step,
-        optimizer=adamw,
-        place=P("dp"),
-        mesh=(2, 4),
-        names=("dp", "tp"),
-        steps=2,
-    )
-    assert report.ok, str(report)
-
-
-def llama_options(**changed) -> argparse.Namespace:
-    defaults = {"width": 16, "layers": 2, "heads": 4, "kv_heads": 2, "experts": 0, "length": 8, "rows": 5, "steps": 1}
-    return argparse.Namespace(**defaults | changed)
-
-
-@pytest.mark.parametrize(("sizes", "experts"), [((1, 2, 2, 2), 0), ((2, 1, 2, 2), 4)], ids=["dense", "experts"])
-def test_llama(sizes, experts):
-    llama = load("llama")
-    options = llama_options(experts=experts)
-    report = shardwise.verify(
-        lambda: llama.Llama(options),
-        lambda model, mesh: llama.parallelize(model, mesh, options),
-        llama.batches(options, "cpu")[0],
-        step=clipped_step,
-        optimizer=adamw,
-        place=lambda batch, mesh: tuple(llama.place(x, mesh) for x in batch),
-        mesh=sizes,
-        names=llama.AXES,
-        steps=2,
-    )
-    assert report.ok, str(report)
+    monkeypatch.setattr(llama, "parallelize", parallelize)
+    assert main(["verify", "llama:check", "--steps", "1", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["first"] == "blocks.1.mlp.down"
+    assert report["differences"][0]["how"] == f"is {axis} times too large (2 is the size of {axis})"

@@ -1,7 +1,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
+from shardwise.comm.groups import adopt
 from shardwise.errors import WorldError
 from shardwise.world import RankTensor, groups_of, map_ranks, rank_int, register_group, simulate
 
@@ -201,10 +203,9 @@ def test_process_group_functions() -> None:
     assert torch.equal(share.shards[1], x.shards[1] * 6)
     dist.barrier()
     for refused in (
-        lambda: dist.all_gather([x.clone() for _ in range(6)], x),
         lambda: dist.reduce(x, 0),
         lambda: dist.send(x, 1),
-        lambda: dist.all_to_all_single(x.clone(), x),
+        lambda: dist.gather(x, [x.clone() for _ in range(6)]),
     ):
         with pytest.raises(WorldError, match="not available in a simulated world"):
             refused()
@@ -216,3 +217,65 @@ def test_the_world_group_is_known_by_name_and_as_an_object() -> None:
     x = make(2)
     y = ops.all_reduce(x, "sum", name)
     torch.testing.assert_close(y.shards[0], torch.stack(x.shards).sum(0))
+
+
+# ---- the functions of torch.distributed with lists of tensors --------------------------------------------------------
+
+
+@pytest.fixture
+def rows():
+    """The process groups of a mesh of 2 x 3 ranks, and their ranks."""
+    mesh = dist.init_device_mesh("cpu", (2, 3), mesh_dim_names=("outer", "rows"))
+    map_ranks(lambda rank: torch.zeros(()))
+    adopt(mesh)
+    return mesh.get_group("rows"), PARTITIONS["rows"]
+
+
+def test_all_gather(rows):
+    group, parallel = rows
+    x = make(2, 3)
+    out = [torch.empty_like(x) for _ in range(3)]
+    dist.all_gather(out, x, group=group)
+    for ranks in parallel:
+        for rank in ranks:
+            for place, peer in enumerate(ranks):
+                assert torch.equal(out[place].shards[rank], x.shards[peer])
+    apart(x, *out)
+
+
+def test_reduce_scatter(rows):
+    group, parallel = rows
+    xs = [make(2) for _ in range(3)]
+    out = torch.empty_like(xs[0])
+    dist.reduce_scatter(out, xs, group=group)
+    for ranks in parallel:
+        for place, rank in enumerate(ranks):
+            torch.testing.assert_close(out.shards[rank], sum(xs[place].shards[peer] for peer in ranks))
+
+
+def test_all_to_all_of_lists(rows):
+    group, parallel = rows
+    xs = [make(2) for _ in range(3)]
+    outs = [torch.empty_like(xs[0]) for _ in range(3)]
+    dist.all_to_all(outs, xs, group=group)
+    single = torch.empty(6, dtype=torch.float64)
+    single = map_ranks(lambda rank: single.clone())
+    dist.all_to_all_single(single, torch.cat(xs), group=group)
+    for ranks in parallel:
+        for place, rank in enumerate(ranks):
+            for peer_place, peer in enumerate(ranks):
+                assert torch.equal(outs[peer_place].shards[rank], xs[place].shards[peer])
+                assert torch.equal(single.shards[rank].view(3, 2)[peer_place], xs[place].shards[peer])
+
+
+def test_functional_collectives_by_their_public_functions(rows):
+    group, parallel = rows
+    x = make(3, 2).requires_grad_()
+    total = functional.all_reduce(x, "sum", group)
+    for ranks in parallel:
+        for rank in ranks:
+            torch.testing.assert_close(total.detach().shards[rank], sum(x.detach().shards[peer] for peer in ranks))
+
+
+def test_a_barrier_waits_for_nothing():
+    dist.barrier()

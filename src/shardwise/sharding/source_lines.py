@@ -60,14 +60,19 @@ def is_library(path: str) -> bool:
     return path.startswith(_LIBRARIES) or (path.startswith(_PYTHON) and "site-packages" not in path)
 
 
-def called_by_user() -> bool:
-    """Whether the user's code called the function that asks, directly or through PyTorch, and not shardwise."""
+def called_by_user(*, directly: bool = False) -> bool:
+    """Whether the user's code called the function that asks, directly or else through PyTorch, and not shardwise."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and _is_torch(frame.f_code.co_filename):
+    while not directly and frame.f_back is not None and _is_torch(frame.f_code.co_filename):
         if frame.f_code.co_filename == _MESH:
             return False
         frame = frame.f_back
     return not _is_library(frame.f_code.co_filename)
+
+
+def is_users(path: str) -> bool:
+    """Whether a file is the user's."""
+    return not _is_library(path)
 
 
 def _is_torch(path: str) -> bool:

@@ -33,28 +33,37 @@ def find(comparison: Comparison) -> list[Found]:
     """Return the tensors that differ, in the order in which they are computed; none if all that must agree does."""
     keys = sorted(comparison.reference.seen, key=lambda key: (key.step, _PHASES[key.kind]))
     must = [key for key in keys if key.kind in MUST_AGREE and comparison.outcome(key).status == "differs"]
-    if not must:
-        return []
-    step = must[0].step
-    if must[0].kind == "initial":
-        return [Found(key, comparison.outcome(key)) for key in must]
-    of_step = [key for key in keys if key.step == step]
-    before = of_step[: of_step.index(must[0])]
-    first = _first_forward(comparison, before, must[0]) or _first_gradient(comparison, before, must)
     found = [Found(key, comparison.outcome(key)) for key in must]
+    if must and must[0].kind == "initial":
+        return found
+    if must:
+        step = must[0].step
+    elif comparison.found.error is not None:  # perhaps because of a difference in the step that it ended
+        step = max(key.step for key in comparison.found.seen)
+    else:
+        return []
+    of_step = [key for key in keys if key.step == step]
+    before = of_step[: of_step.index(must[0])] if must else of_step
+    first = None
+    if not must or must[0].kind == "loss":
+        first = _first_forward(comparison, [key for key in before if key.kind in _FORWARD], surely=bool(must))
+    elif must[0].kind == "gradient":
+        first = _first_gradient(comparison, before, must)
     if first is None:
         return found
     earlier = [key for key in of_step[: of_step.index(first)] if comparison.outcome(key).status == "same"]
     return [Found(first, comparison.outcome(first), earlier[-1] if earlier else None), *found]
 
 
-def _first_forward(comparison: Comparison, before: list[Key], bad: Key) -> Key | None:
-    """Return the first activation of the forward pass that is wrong, or None if the forward pass is right."""
-    forward = [key for key in before if key.kind in _FORWARD]
-    if bad.kind != "loss" or not forward:
-        return None
+def _first_forward(comparison: Comparison, forward: list[Key], *, surely: bool) -> Key | None:
+    """Return the first activation of the forward pass that is wrong, or None if the forward pass is right.
+
+    A tensor that is merely suspect counts if it is followed by one that differs, `surely` by the loss.
+    """
     wrong = [key for key in forward if comparison.outcome(key).status == "differs"]
     wrong = [key for key in wrong if not _healed(comparison, key, forward)]
+    if not wrong and not surely:
+        return None
     at = forward.index(wrong[0]) if wrong else len(forward)
     first = wrong[0] if wrong else None
     # A part of a sum is fine until something else than the sum is computed from it.
@@ -78,8 +87,6 @@ def _healed(comparison: Comparison, key: Key, forward: list[Key]) -> bool:
 
 def _first_gradient(comparison: Comparison, before: list[Key], must: list[Key]) -> Key | None:
     """Return the first activation whose gradient is wrong, if all gradients of parameters behind it are, too."""
-    if must[0].kind != "gradient":
-        return None
     wrong = {key.path for key in must if key.kind == "gradient" and key.step == must[0].step}
     known = {key.path for key in comparison.reference.seen if key.kind == "gradient" and key.step == must[0].step}
     for key in before:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from .._torch.modes import OwnMode
 from .._torch.ops import OpOverload
 from .._torch.pytree import tree_leaves, tree_map
+from ..comm.groups import adopt
+from ..sharding.source_lines import Line, is_users
 from ..errors import InputError
 from ..sharding.mesh import DeviceMesh, init_device_mesh
 from ..sharding.placement import Placement
@@ -34,7 +36,8 @@ class Program:
 
     build_model: Callable[[], nn.Module]
     apply: Callable[[nn.Module, DeviceMesh], nn.Module | None]
-    batch: Batch
+    batches: Sequence[Batch]
+    """One for each step. They are made before any run, so that all runs get the same."""
     loss: Callable[..., Tensor] | None
     place: Callable[[Batch, DeviceMesh], Batch] | Sequence[Placement] | None
     optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer] | None
@@ -103,6 +106,7 @@ def run_on_ranks(program: Program, axes: Axes, initial: Initial) -> Recording:
         stack.enter_context(simulate(len(axes.coordinates())))
         stack.enter_context(_set_up(program))
         mesh = init_device_mesh(program.device, axes.sizes, mesh_dim_names=axes.names)
+        adopt(mesh)  # makes its groups, which code without DTensors uses, too
         stack.enter_context(rank_numbers(axes))
         stack.enter_context(RankProgram())
         model = _built(program)
@@ -171,7 +175,7 @@ def _train(program: Program, model: nn.Module, recorder: Recorder, mesh: DeviceM
             batch = _batch(program, step, mesh)
             result = _run_step(program, model, batch, mesh, optimizer if takes_optimizer else None)
             for name, value in (result if isinstance(result, Mapping) else {"loss": result}).items():
-                recorder.add("loss" if name == "loss" else "value", name, value)
+                recorder.add("loss" if name == "loss" else "value", name, value, line=_line_of(program))
             if optimizer is not None and not takes_optimizer:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -206,9 +210,14 @@ def _run_step(
     return loss.detach()
 
 
+def _line_of(program: Program) -> Line | None:
+    """Return where the user's function that computes the loss begins; None if PyTorch's own does."""
+    code = getattr(inspect.unwrap(program.step or program.loss or program.build_model), "__code__", None)
+    return None if code is None or not is_users(code.co_filename) else Line.at(code.co_filename, code.co_firstlineno)
+
+
 def _batch(program: Program, step: int, mesh: DeviceMesh | None) -> Batch:
-    batch = program.batch(step) if callable(program.batch) else program.batch
-    batch = _map(batch, lambda tensor: _cast(tensor, program))
+    batch = _map(program.batches[step], lambda tensor: _cast(tensor, program))
     if mesh is None:
         return batch
     batch = _map(batch, replicate)

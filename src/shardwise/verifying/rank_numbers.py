@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.symint import NumberNode, make_symint
-from ..erasing.source_lines import called_by_user
+from ..sharding.source_lines import called_by_user
 from ..errors import WorldError
 from ..world import groups_of
 from ..world.generators import seed_ranks
@@ -69,15 +69,15 @@ def rank_numbers(axes: Axes) -> Iterator[None]:
         return _number([found.get(rank, -1) for rank in range(len(places))])
 
     def get_rank(group: Any = None) -> Any:
-        return number_in(group) if called_by_user() else originals["get_rank"](group)
+        return number_in(group) if called_by_user(directly=True) else originals["get_rank"](group)
 
     def get_local_rank(self: DeviceMesh, mesh_dim: int | str | None = None) -> Any:
-        if not called_by_user():
+        if not called_by_user(directly=True):
             return originals["get_local_rank"](self, mesh_dim)
         return number_in(self.get_group(mesh_dim) if self.ndim > 1 or mesh_dim is not None else self.get_group())
 
     def get_coordinate(self: DeviceMesh) -> Any:
-        if not called_by_user():
+        if not called_by_user(directly=True):
             return originals["get_coordinate"](self)
         return [number_in(self.get_group(dim)) for dim in range(self.ndim)]
 
@@ -89,7 +89,7 @@ def rank_numbers(axes: Axes) -> Iterator[None]:
     }
 
     def mesh_rank(self: DeviceMesh) -> Any:
-        return number_in(None) if called_by_user() else originals["mesh_rank"](self)
+        return number_in(None) if called_by_user(directly=True) else originals["mesh_rank"](self)
 
     manual_seed = torch.manual_seed
 

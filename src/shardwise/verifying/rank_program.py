@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .._torch.modes import OwnMode
 from .._torch.ops import OpOverload
 from .._torch.pytree import tree_leaves, tree_map
-from ..erasing.source_lines import called_by_user
+from ..sharding.source_lines import called_by_user
 from ..world import RankTensor, common, replicate
 from ..world.implementation import implementation_of
 from ..world.mapping import by_rank

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .._torch.autograd_graph import in_backward_pass
 from .._torch.clipping import watching_clipping
 from .._torch.pytree import tree_leaves
-from ..erasing.source_lines import Line, users_line
+from ..sharding.source_lines import Line, users_line
 
 Kind = Literal[
     "initial",

@@ -80,8 +80,9 @@ def verify(
     axes = Axes(tuple(names) if names is not None else tuple(f"axis{place}" for place in range(len(sizes))), sizes)
     if len(axes.names) != len(sizes) or len(set(axes.names)) != len(sizes):
         raise InputError(f"mesh={sizes} and names={names}", "give each axis a name of its own")
+    batches = [batch(number) if callable(batch) else batch for number in range(steps)]
     program = Program(
-        build_model, apply, batch, loss, place, optimizer, step, steps, seed, dtype, distinct, device
+        build_model, apply, batches, loss, place, optimizer, step, steps, seed, dtype, distinct, device
     )  # fmt: skip
     return _Verification(program, axes, progress or (lambda _: None)).run(isolate)
 

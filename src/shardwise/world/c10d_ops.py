@@ -5,20 +5,28 @@ They work in place, and return a handle to wait for. Their groups and reduce ops
 
 from __future__ import annotations
 
-from torch import ScriptObject
+from collections.abc import Sequence
+
+from torch import ScriptObject, Tensor
 from torch import distributed as dist
 
 from .._torch.c10d import finished_work
 from . import collectives
 from .functional_ops import parallel_groups, write
 from .rank_tensor import RankTensor
+from .registry import Groups
 
 __all__ = [
     "_allgather_base_",
     "_reduce_scatter_base_",
+    "allgather_",
     "allgather_into_tensor_coalesced_",
     "allreduce_",
+    "alltoall_",
+    "alltoall_base_",
+    "barrier",
     "broadcast_",
+    "reduce_scatter_",
     "reduce_scatter_tensor_coalesced_",
 ]
 
@@ -73,6 +81,65 @@ def reduce_scatter_tensor_coalesced_(
         groups = parallel_groups(x, _unboxed(group))
         write(out, collectives.reduce_scatter(x.shards, _reduce_op(op), groups))
     return finished_work()
+
+
+def allgather_(
+    outs: list[list[RankTensor]], xs: list[RankTensor], group: ScriptObject, *_: object, **__: object
+) -> tuple[list[list[RankTensor]], ScriptObject]:
+    """Copy the tensor of each rank of a group into the tensor at its place in the list: `dist.all_gather`."""
+    for out, x in zip(outs, xs, strict=True):
+        for place, one in enumerate(out):
+            write(one, collectives.broadcast(x.shards, place, parallel_groups(x, _unboxed(group))))
+    return outs, finished_work()
+
+
+def reduce_scatter_(
+    outs: list[RankTensor], xs: list[list[RankTensor]], group: ScriptObject, op: ScriptObject, *_: object, **__: object
+) -> tuple[list[RankTensor], ScriptObject]:
+    """Reduce the tensor at each place of the list for the rank at that place: `dist.reduce_scatter`."""
+    for out, tensors in zip(outs, xs, strict=True):
+        groups = parallel_groups(out, _unboxed(group))
+        reduced = [collectives.all_reduce(x.shards, _reduce_op(op), groups) for x in tensors]
+        write(out, _at_own_place(reduced, groups))
+    return outs, finished_work()
+
+
+def alltoall_(
+    outs: list[RankTensor], xs: list[RankTensor], group: ScriptObject, *_: object, **__: object
+) -> tuple[list[RankTensor], ScriptObject]:
+    """Send the tensor at each place of the list to the rank at that place: `dist.all_to_all`."""
+    groups = parallel_groups(xs[0], _unboxed(group))
+    for place, out in enumerate(outs):
+        write(out, _at_own_place([collectives.broadcast(x.shards, place, groups) for x in xs], groups))
+    return outs, finished_work()
+
+
+def alltoall_base_(
+    out: RankTensor,
+    x: RankTensor,
+    group: ScriptObject,
+    receive: Sequence[int],
+    send: Sequence[int],
+    *_: object,
+    **__: object,
+) -> ScriptObject:
+    """Send rows from each rank to each rank of its group: `dist.all_to_all_single`."""
+    write(out, collectives.all_to_all(x.shards, receive, send, parallel_groups(x, _unboxed(group))))
+    return finished_work()
+
+
+def barrier(*_: object, **__: object) -> ScriptObject:
+    """Do nothing: simulated ranks run in lockstep."""
+    return finished_work()
+
+
+def _at_own_place(columns: Sequence[Sequence[Tensor]], groups: Groups) -> list[Tensor]:
+    """Return, for each rank, its entry of the column at its place in its group."""
+    found = list(columns[0])
+    for ranks in groups:
+        for place, rank in enumerate(ranks):
+            found[rank] = columns[place][rank]
+    return found
 
 
 def _unboxed(group: ScriptObject) -> dist.ProcessGroup:

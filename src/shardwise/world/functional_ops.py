@@ -21,6 +21,7 @@ from .rank_tensor import RankTensor, wrap
 from .registry import Groups, current_world, groups_of
 
 __all__ = [
+    "_wrap_tensor_autograd",
     "all_gather_into_tensor",
     "all_gather_into_tensor_coalesced",
     "all_gather_into_tensor_out",
@@ -74,6 +75,11 @@ def write(x: RankTensor, values: Sequence[torch.Tensor]) -> RankTensor:
     """Copy each rank's value into the memory of its shard."""
     for shard, value in zip(x.shards, values, strict=True):
         shard.copy_(value.view_as(shard))
+    return x
+
+
+def _wrap_tensor_autograd(x: RankTensor) -> RankTensor:
+    """Return the tensor: PyTorch's functions wrap it in one that waits, and here there is nothing to wait for."""
     return x
 
 

@@ -42,8 +42,8 @@ def implementation_of(func: OpOverload) -> Implementation:
     if namespace in _COMMUNICATING:
         raise WorldError(
             f"{func} is not available in a simulated world",
-            "use the functional collectives (torch.ops._c10d_functional), or dist.all_reduce, broadcast, "
-            "all_gather_into_tensor or reduce_scatter_tensor",
+            "use the functional collectives (torch.ops._c10d_functional), or dist.all_reduce, broadcast, all_gather, "
+            "reduce_scatter, all_to_all and those of them that end in _tensor or _single",
         )
     op = describe(func)
     if op.writes:
