@@ -32,8 +32,8 @@ def _run(given: argparse.Namespace) -> int:
             returned = verify(**{"progress": progress, **returned, **_changed(given)})
         elif given.mesh or given.steps:
             raise UsageError(
-                f"{given.function} returned a {type(returned).__name__}: let it return the arguments of shardwise.verify "
-                "as a dict to use --mesh and --steps"
+                f"{given.function} returned a {type(returned).__name__}: "
+                "let it return the arguments of shardwise.verify as a dict to use --mesh and --steps"
             )
     if not isinstance(returned, Report):
         raise UsageError(

@@ -67,13 +67,8 @@ def called_by_user(*, directly: bool = False) -> bool:
         if frame.f_code.co_filename == _MESH:
             return False
         frame = frame.f_back
-    return not _is_library(frame.f_code.co_filename)
-
-
-def is_users(path: str) -> bool:
-    """Whether a file is the user's."""
-    return not _is_library(path)
+    return not is_library(frame.f_code.co_filename)
 
 
 def _is_torch(path: str) -> bool:
-    return not path.startswith(_LIBRARIES[0]) and _is_library(path)
+    return not path.startswith(_LIBRARIES[0]) and is_library(path)

@@ -15,10 +15,10 @@ from .._torch.modes import OwnMode
 from .._torch.ops import OpOverload
 from .._torch.pytree import tree_leaves, tree_map
 from ..comm.groups import adopt
-from ..sharding.source_lines import Line, is_users
 from ..errors import InputError
 from ..sharding.mesh import DeviceMesh, init_device_mesh
 from ..sharding.placement import Placement
+from ..sharding.source_lines import Line, is_library
 from ..tensor.creation import distribute_tensor
 from ..world import RankTensor, replicate, simulate
 from .rank_numbers import rank_numbers
@@ -213,7 +213,7 @@ def _run_step(
 def _line_of(program: Program) -> Line | None:
     """Return where the user's function that computes the loss begins; None if PyTorch's own does."""
     code = getattr(inspect.unwrap(program.step or program.loss or program.build_model), "__code__", None)
-    return None if code is None or not is_users(code.co_filename) else Line.at(code.co_filename, code.co_firstlineno)
+    return None if code is None or is_library(code.co_filename) else Line.at(code.co_filename, code.co_firstlineno)
 
 
 def _batch(program: Program, step: int, mesh: DeviceMesh | None) -> Batch:

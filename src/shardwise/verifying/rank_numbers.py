@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.symint import NumberNode, make_symint
-from ..sharding.source_lines import called_by_user
 from ..errors import WorldError
+from ..sharding.source_lines import called_by_user
 from ..world import groups_of
 from ..world.generators import seed_ranks
 from ..world.rank_int import RankIntNode, values_of
