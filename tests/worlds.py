@@ -20,9 +20,9 @@ def mesh_of(*sizes: int, names: Sequence[str] = NAMES) -> Iterator[DeviceMesh]:
 
 
 @contextmanager
-def fake_group(ranks: int) -> Iterator[None]:
-    """Rank 0 of a process group that moves nothing."""
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+def fake_group(ranks: int, rank: int = 0) -> Iterator[None]:
+    """One rank of a process group that moves nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         yield
     finally:

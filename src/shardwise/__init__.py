@@ -7,6 +7,7 @@ placements    Shard, Replicate, Partial, InterleavedShard, OrderedShard, P
 tensors       DTensor, distribute_tensor; zeros, ones, empty, full, rand, randn, randperm
 meshes        init_device_mesh: the processes that torchrun started, or simulate(8): 8 ranks in this process
 planning      plan, CostModel
+moving        DTensor.redistribute, also to another mesh; transfer, plan_transfer: a model's state to another mesh
 modes         explicit, implicit_replication, strict_ops
 training      accumulate_gradients, bucket_gradients; erase: record a step, and run plain local code from then on
 modules       distribute_module, shard_parameters, replicate; parallel styles and plans are in shardwise.parallel,
@@ -42,6 +43,7 @@ from .tensor.creation import distribute_tensor, empty, full, ones, rand, randn, 
 from .tensor.dtensor import DTensor, plan
 from .tensor.gradient_buckets import bucket_gradients
 from .tensor.leaf_gradient import accumulate_gradients
+from .transferring import plan_transfer, transfer
 from .verifying import verify
 from .world import RankTensor, simulate
 
@@ -78,6 +80,8 @@ __all__ = [
     "simulate",
     "RankTensor",
     "plan",
+    "transfer",
+    "plan_transfer",
     "accumulate_gradients",
     "bucket_gradients",
     "erase",
@@ -104,7 +108,7 @@ never_traced(
         *("overrides.batch_rules", "overrides.composites", "overrides.data_parallel", "overrides.derivatives"),
         *("overrides.install", "overrides.out_arguments", "overrides.replaced", "overrides.safetensors_writer"),
         *("overrides.state_dicts", "parallel.converters", "parallel.last_input", "random", "rules", "run"),
-        *("sharding", "tensor", "testing", "verifying", "world"),
+        *("sharding", "tensor", "testing", "transferring", "verifying", "world"),
     )
 )
 _DTensorSpec = DTensorSpec  # by this name, other parts of PyTorch import it from torch.distributed.tensor

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from shardwise._torch import c10d
-from shardwise._torch.c10d import SavedProcessGroups, finished_work, start_fake_group
+from shardwise._torch.c10d import SavedProcessGroups, finished_work, group_of_members, start_fake_group
+from tests.processes.pool import on_processes
 
 functional = torch.ops._c10d_functional
 
@@ -77,6 +78,27 @@ def test_a_fake_group_has_the_size_asked_for_and_moves_nothing() -> None:
         assert x.tolist() == [1, 1]
     finally:
         saved.restore()
+
+
+def test_a_group_is_made_by_its_members_alone(group) -> None:
+    made = group_of_members([0], "a name of our own")
+    assert made.group_name == "a name of our own"
+    assert dist.get_process_group_ranks(made) == [0]
+    assert dist.get_backend(made) == "gloo"
+    reduced = functional.wait_tensor(functional.all_reduce(torch.ones(2), "sum", "a name of our own"))
+    assert reduced.tolist() == [1, 1]
+
+
+@on_processes
+def test_members_agree_on_a_group_whatever_other_groups_they_have() -> None:
+    for count in range(1 + dist.get_rank()):  # names by the number of groups would differ
+        group_of_members([dist.get_rank()], f"{dist.get_rank()} alone, {count}")
+    if dist.get_rank() != 1:
+        made = group_of_members([3, 0, 2], "three of four")
+        assert dist.get_process_group_ranks(made) == [3, 0, 2]
+        assert made.rank() == [3, 0, 2].index(dist.get_rank())
+        mine = torch.tensor([float(dist.get_rank())])
+        assert functional.wait_tensor(functional.all_reduce(mine, "sum", "three of four")).item() == 5
 
 
 def test_finished_work_can_be_waited_for() -> None:

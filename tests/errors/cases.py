@@ -38,6 +38,7 @@ class World:
         self.y = distribute_tensor(self.whole, self.line, [Shard(0)])
         self.leaf = distribute_tensor(self.whole, self.mesh, [Shard(0), Replicate()]).requires_grad_()
         self.meta = self.x._spec.tensor_meta
+        self.rows = distribute_tensor(self.whole, self.mesh["tp"], [Shard(0)], src_data_rank=None)
         self.partial = distribute_tensor(self.whole, self.mesh, [Partial(), Replicate()])
 
 
@@ -326,23 +327,39 @@ ROWS: dict[str, Row] = {
         "no device_mesh was given",
         "pass one, or call inside a `with mesh:` block",
     ),
-    "another mesh": Row(
-        lambda w: w.x.redistribute(w.line, [Shard(0)]),
+    "from the instances of a submesh to another mesh": Row(
+        lambda w: w.rows.redistribute(w.line, [Shard(0)]),
         errors.MeshError,
-        "redistribute of f32[6@dp, 4] on mesh(dp=2, tp=2) to mesh(all=4): a tensor stays on its mesh",
-        "give placements only, or full_tensor() and distribute_tensor on the other mesh",
+        "from f32[6@tp, 4] on mesh(tp=2), a submesh with 2 parallel instances, to mesh(all=4): each instance has a "
+        "tensor of its own",
+        "say what they are to each other on the mesh that it was sliced from, e.g. "
+        "DTensor.from_local(x.to_local(), mesh, [Replicate(), *x.placements])",
+    ),
+    "gradients from the instances of a submesh": Row(
+        lambda w: w.leaf.redistribute(w.mesh["tp"], [Shard(0)]),
+        errors.MeshError,
+        "redistribute of f32[6@dp, 4] with gradients to mesh(tp=2), a submesh with 2 parallel instances: each has a "
+        "gradient of its own",
+        "redistribute to the mesh that it was sliced from, and say there how gradients come back: "
+        "to_local(grad_placements=[Partial(), ...])",
+    ),
+    "placements for another mesh": Row(
+        lambda w: w.x.redistribute(w.line, [Shard(0), Replicate()]),
+        errors.PlacementError,
+        "2 placements [Shard(dim=0), Replicate()] for mesh(all=4), which has 1 axis",
+        "give one placement for each axis",
+    ),
+    "a transfer without a state dict": Row(
+        lambda w: shardwise.transfer(None, w.line, [Shard(0)]),
+        errors.InputError,
+        "a transfer without a state dict",
+        "pass source=, the mesh of the ranks that have it, on all ranks",
     ),
     "a text for another mesh": Row(
         lambda w: w.x.redistribute("cpu", [Shard(0), Shard(1)]),
         errors.InputError,
         "device_mesh is a str",
         "pass a DeviceMesh, e.g. init_device_mesh('cpu', (4,))",
-    ),
-    "a plan between meshes": Row(
-        lambda w: shardwise.plan(w.x._spec, w.y._spec),
-        errors.MeshError,
-        ("from f32[6@dp, 4] on mesh(dp=2, tp=2) to f32[6@all, 4] on mesh(all=4): a tensor stays on its mesh"),
-        ("use placements of the tensor's own mesh, or full_tensor() and distribute_tensor on the other one"),
     ),
     "an op on two meshes": Row(
         lambda w: w.x + w.y,

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import (
@@ -291,6 +292,19 @@ def test_a_submesh_has_a_tensor_of_its_own_in_each_instance() -> None:
     assert_same(y.full_tensor(), whole)
     column = distribute_tensor(torch.full((4,), float(dist.get_rank() % 2)), mesh["a"], [Partial()])
     assert_same(column.full_tensor(), torch.full((4,), float(dist.get_rank() % 2)))
+
+
+@pytest.mark.parametrize("ranks", [[2, 0, 3, 1], [[3, 1], [0, 2]], [[0, 2], [1, 3]], [3, 0]], ids=str)
+@on_processes
+def test_ranks_in_any_order(ranks) -> None:
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("a", "b")[: torch.tensor(ranks).dim()])
+    if dist.get_rank() not in mesh.mesh:
+        return
+    for seed in range(12):
+        check(random_case(seed, mesh))
+    whole = torch.arange(12.0).view(6, 2)
+    x = distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim)  # the first rank of the mesh sends
+    assert_same(x.to_local(), cut(whole, mesh, [Shard(0)] * mesh.ndim, mesh.get_coordinate()))
 
 
 @on_processes

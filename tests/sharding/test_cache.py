@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
-from shardwise.comm.cost import CostModel, using_cost_model
+from shardwise.comm.cost import CostModel, links_of, using_cost_model
 from shardwise.comm.groups import adopt
-from shardwise.comm.redistribute import links_of, redistribute_local
+from shardwise.comm.redistribute import redistribute_local
 from shardwise.sharding.cache import Cache
 from shardwise.sharding.mesh import mesh_info_of
 from shardwise.sharding.runtime import WorldCache, WorldState, active_runtime, all_runtimes, runtime_of_world

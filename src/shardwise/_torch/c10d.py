@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch._C import ScriptObject
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed import distributed_c10d
 
-__all__ = ["SavedProcessGroups", "finished_work", "start_fake_group"]
+__all__ = ["SavedProcessGroups", "finished_work", "group_of_members", "start_fake_group"]
 
 _c10d: Any = distributed_c10d  # its private names have no types
 
@@ -89,6 +90,30 @@ def start_fake_group(size: int) -> dist.ProcessGroup:
     sys.excepthook = hook
     group = dist.group.WORLD
     assert group is not None
+    return group
+
+
+def group_of_members(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+    """The group with this name of these ranks, in this order, made by its members alone.
+
+    `dist.new_group` gives groups names that depend on how many groups a process is in, also with
+    `use_local_synchronization`, so that its members can wait for each other under different names. Where the default
+    group is bound to a device, it splits that group's communicator, for which ranks outside would have to be called,
+    too. Relies on `_new_process_group_helper`, and on its look at `bound_device_id`.
+    """
+    world = _c10d._world
+    default = _c10d._get_default_group()
+    backend, store = world.pg_map[default]
+    members = list(ranks)
+    bound = default.bound_device_id
+    default.bound_device_id = None
+    try:
+        place = members.index(default.rank())
+        options = {"timeout": _c10d._get_default_timeout(backend), "device_id": bound, "group_desc": "shardwise"}
+        group, _ = _c10d._new_process_group_helper(len(members), place, members, backend, store, name, **options)
+    finally:
+        default.bound_device_id = bound
+    world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
     return group
 
 

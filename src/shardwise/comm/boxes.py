@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -62,28 +62,111 @@ def members(mesh_sizes: tuple[int, ...], coordinate: Coordinate, axes: Sequence[
     return result
 
 
-def intersection(have: Sequence[tuple[Run, ...]], need: Sequence[tuple[Run, ...]]) -> tuple[Box, ...]:
-    """The boxes in both shards, given the runs of every dim on each side."""
-    by_dim = [_common_runs(one, other) for one, other in zip(have, need, strict=True)]
+class Segment(NamedTuple):
+    """Where a tensor lies in another one along one dim: `length` of its indices from `start` on, at `target_start`."""
+
+    dim: int
+    start: int
+    target_start: int
+    length: int
+
+
+def intersection(
+    have: Sequence[tuple[Run, ...]], need: Sequence[tuple[Run, ...]], segment: Segment | None = None
+) -> tuple[Box, ...]:
+    """The boxes in both shards, given the runs of every dim on each side.
+
+    With a `segment`, the shards are of two tensors: of the needed one, its boxes in that segment.
+    """
+    by_dim = [common_runs(dim, one, other, segment) for dim, (one, other) in enumerate(zip(have, need, strict=True))]
     return tuple(itertools.product(*by_dim)) if all(by_dim) else ()
 
 
+def common_runs(
+    dim: int, have: tuple[Run, ...], need: tuple[Run, ...], segment: Segment | None = None
+) -> Sequence[tuple[int, int, int]]:
+    """What two shards have in common along one dim: offsets in the sender's and the receiver's shard, and lengths."""
+    if segment is None or segment.dim != dim:
+        return _common_runs(have, need, None)
+    return _common_runs(have, need, segment[1:])
+
+
+Placed = list[tuple[int, int, int]]
+"""Runs, each with its offset in the local shard."""
+
+
 @lru_cache(maxsize=65536)
-def _common_runs(have: tuple[Run, ...], need: tuple[Run, ...]) -> list[tuple[int, int, int]]:
+def _common_runs(
+    have: tuple[Run, ...], need: tuple[Run, ...], segment: tuple[int, int, int] | None
+) -> Sequence[tuple[int, int, int]]:
+    start, target_start, length = segment or (0, 0, math.inf)
+    sent = _placed(have, start, start + length, 0)
+    received = _placed(need, target_start, target_start + length, start - target_start)
     result = []
-    i = j = have_offset = need_offset = 0
-    while i < len(have) and j < len(need):
-        (have_start, have_stop), (need_start, need_stop) = have[i], need[j]
-        start, stop = max(have_start, need_start), min(have_stop, need_stop)
-        if start < stop:
-            result.append((have_offset + start - have_start, need_offset + start - need_start, stop - start))
+    i = j = 0
+    while i < len(sent) and j < len(received):
+        (have_start, have_stop, have_offset), (need_start, need_stop, need_offset) = sent[i], received[j]
+        low, high = max(have_start, need_start), min(have_stop, need_stop)
+        if low < high:
+            result.append((have_offset + low - have_start, need_offset + low - need_start, high - low))
         if have_stop <= need_stop:
-            have_offset += have_stop - have_start
             i += 1
         else:
-            need_offset += need_stop - need_start
             j += 1
     return result
+
+
+def _placed(runs: tuple[Run, ...], low: float, high: float, shift: int) -> Placed:
+    """The parts of runs that lie in `[low, high)`, shifted."""
+    result, offset = [], 0
+    for start, stop in runs:
+        first, last = max(start, int(low)), stop if stop <= high else int(high)
+        if first < last:
+            result.append((first + shift, last + shift, offset + first - start))
+        offset += stop - start
+    return result
+
+
+def cut_boxes(boxes: Sequence[Box], low: int, high: int) -> Iterator[Box]:
+    """The elements `[low, high)` of some boxes, counted one box after the other, each in row-major order, as boxes.
+
+    >>> list(cut_boxes([((0, 0, 2), (0, 0, 4))], 3, 6))     # the end of row 0, and the beginning of row 1
+    [((0, 0, 1), (3, 3, 1)), ((1, 1, 1), (0, 0, 2))]
+    """
+    start = 0
+    for box in boxes:
+        size = math.prod(length for _, _, length in box)
+        first, last = max(low - start, 0), min(high - start, size)
+        if first < last:
+            yield from _cut_box(box, first, last)
+        start += size
+
+
+def _cut_box(box: Box, low: int, high: int) -> Iterator[Box]:
+    rows = box[0][2] if box else 1
+    row = math.prod(length for _, _, length in box[1:])
+    if (low, high) == (0, rows * row):
+        yield box
+        return
+    first, last = -(-low // row), high // row  # the rows that are in it from end to end
+    if first > last:
+        yield from _in_row(box, last, low - last * row, high - last * row)
+        return
+    if low < first * row:
+        yield from _in_row(box, first - 1, low - (first - 1) * row, row)
+    if first < last:
+        yield (_rows(box[0], first, last - first), *box[1:])
+    if last * row < high:
+        yield from _in_row(box, last, 0, high - last * row)
+
+
+def _in_row(box: Box, index: int, low: int, high: int) -> Iterator[Box]:
+    for rest in _cut_box(box[1:], low, high):
+        yield (_rows(box[0], index, 1), *rest)
+
+
+def _rows(run: tuple[int, int, int], first: int, count: int) -> tuple[int, int, int]:
+    return run[0] + first, run[1] + first, count
 
 
 def volume(boxes: Sequence[Box]) -> int:

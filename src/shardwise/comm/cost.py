@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..sharding.mesh import MeshInfo
-from ..sharding.runtime import clear_all_caches
+from ..sharding.runtime import WorldCache, clear_all_caches
 
 LOCAL_STEP = 1e-6
 """Seconds of a step without communication: of two plans that cost the same, the one with fewer such steps wins."""
@@ -110,6 +110,9 @@ class CostModel:
     crosses nodes. Uneven shards are gathered and reduced by a native collective on padded shards, or by an exchange
     of exact pieces, whichever costs less:
 
+    A tensor that changes its mesh is exchanged at once, or in rounds in which a rank needs at most `staging` bytes for
+    what it sends and receives.
+
     >>> CostModel(network_p2p=0.1)                # all-to-alls between nodes reach a tenth of the bandwidth
     >>> CostModel(p2p_bandwidth={"tp": 400e9})    # over tp, exchanges are as good as anything
     """
@@ -125,10 +128,19 @@ class CostModel:
     p2p_peer_latency: float | None = None
     p2p_bandwidth: Mapping[str, float] = field(default_factory=dict)
     network_p2p: float | None = None
+    staging: int = 256 << 20
 
     def links_of_group(self, ranks: Sequence[int], world_size: int, device_type: str) -> Links:
         """These costs for a group that belongs to no mesh: its ranks are the one axis, number 0."""
         return self.links(_Group(device_type, ranks, world_size))
+
+    def rates_between(self, source: MeshInfo, target: MeshInfo) -> Rates:
+        """What an exchange between the ranks of two meshes costs: no less than one over the slowest of their axes."""
+        ranks = sorted({*source.ranks, *target.ranks})
+        group = self.links_of_group(ranks, source.world_size, source.device_type)
+        rates = [links.p2p for links in (group, self.links(source), self.links(target))]
+        latency, bandwidth = max(max(each.latency) for each in rates), min(min(each.bandwidth) for each in rates)
+        return Rates((latency,), group.p2p.peer_latency, (bandwidth,))
 
     def links(self, mesh_info: MeshInfo | _Group) -> Links:
         """These costs for the axes of one mesh."""
@@ -208,3 +220,15 @@ def using_cost_model(model: CostModel) -> Iterator[None]:
         yield
     finally:
         set_cost_model(before)
+
+
+_LINKS: WorldCache[MeshInfo, Links] = WorldCache("links of a mesh", 1 << 18)
+
+
+def links_of(mesh_info: MeshInfo) -> Links:
+    """What communication costs on a mesh, by the cost model in use."""
+    cache = _LINKS.of(mesh_info.runtime)
+    found = cache.get(mesh_info)
+    if found is None:
+        found = cache[mesh_info] = _model.links(mesh_info)
+    return found

@@ -30,6 +30,7 @@ from ..sharding.mesh import (
 from ..sharding.once import making
 from ..sharding.runtime import active_runtime
 from ..world import current_world, groups_of, register_group
+from .rank_group import named_group
 
 _waiting: list[Callable[[], None]] = []
 
@@ -150,6 +151,11 @@ def _process_groups(mesh_info: MeshInfo) -> None:
             name = _create(ranks)
         if name is not None:
             mesh_info.groups[axes] = name
+    for axes in mesh_info.groups:
+        ranks_here = next(tuple(ranks) for ranks in mesh_info.rank_groups(axes) if dist.get_rank() in ranks)
+        if ranks_here != tuple(sorted(ranks_here)):
+            # PyTorch's groups have their ranks in ascending order; data would be put together in that order.
+            mesh_info.groups[axes] = named_group(ranks_here)
 
 
 def _existing_groups(mesh_info: MeshInfo) -> dict[tuple[tuple[int, ...], ...], str]:

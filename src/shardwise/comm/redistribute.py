@@ -21,12 +21,13 @@ from .._torch.collectives import wait
 from ..errors import MeshError
 from ..sharding.cache import ENTRY_BYTES
 from ..sharding.memory_order import in_memory_order, memory_order
-from ..sharding.mesh import MeshInfo, require_world
+from ..sharding.mesh import require_world
 from ..sharding.runtime import Runtime, WorldCache, active_runtime, on_activate
 from ..sharding.spec import DTensorSpec
 from .bind_move import bind_move
-from .cost import Links, cost_model
+from .cost import links_of
 from .groups import adopt
+from .mesh_move import bind_mesh_change
 from .move import Move
 from .on_ranks import LocalOp, on_ranks
 from .plan import SpecPlan
@@ -35,7 +36,6 @@ from .planner import make_plan
 SpecPair = tuple[DTensorSpec, DTensorSpec]
 _STEP_BYTES = 512
 
-_LINKS: WorldCache[MeshInfo, Links] = WorldCache("links of a mesh", 1 << 18)
 _PLANS: WorldCache[SpecPair, SpecPlan] = WorldCache(
     "redistribution plans", 8 << 20, lambda pair, plan: ENTRY_BYTES + _STEP_BYTES * len(plan.plan.steps)
 )
@@ -122,21 +122,12 @@ def _make_plan(source: DTensorSpec, target: DTensorSpec) -> SpecPlan:
     mesh_info = source.mesh_info
     if mesh_info is not target.mesh_info:
         raise MeshError(
-            f"from {source!r} on {mesh_info!r} to {target!r} on {target.mesh_info!r}: a tensor stays on its mesh",
-            "use placements of the tensor's own mesh, or full_tensor() and distribute_tensor on the other one",
+            f"a plan on one mesh from {source!r} on {mesh_info!r} to {target!r} on {target.mesh_info!r}",
+            "use shardwise.plan, which plans changes of mesh, too",
         )
     groups = frozenset(mesh_info.groups) if mesh_info.adopted else None
     steps = make_plan(source.layout, target.layout, source.dtype.itemsize, links_of(mesh_info), groups)
     return SpecPlan(source, target, steps)
-
-
-def links_of(mesh_info: MeshInfo) -> Links:
-    """What communication costs on a mesh, by the cost model in use."""
-    cache = _LINKS.of(mesh_info.runtime)
-    found = cache.get(mesh_info)
-    if found is None:
-        found = cache[mesh_info] = cost_model().links(mesh_info)
-    return found
 
 
 def moves_between(source: DTensorSpec, target: DTensorSpec) -> tuple[Move, ...]:
@@ -153,6 +144,8 @@ def moves_between(source: DTensorSpec, target: DTensorSpec) -> tuple[Move, ...]:
 
 
 def _bind_plan(source: DTensorSpec, target: DTensorSpec) -> tuple[Move, ...]:
+    if source.mesh_info is not target.mesh_info:
+        return bind_mesh_change(source, target).moves()
     if source.mesh_info.outside:
         return ()
     steps = plan_redistribution(source, target).plan.steps
@@ -190,6 +183,9 @@ def carry_out(moves: tuple[Move, ...], local: Tensor) -> Tensor:
 
 def start_redistribute(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> Callable[[], Tensor]:
     """Begin a redistribution. The last collective is still under way on return; the result of the call waits for it."""
+    if source.mesh_info is not target.mesh_info:
+        with _observed(source, target, local):
+            return _start_mesh_change(local, source, target)
     moves = moves_between(source, target)
     if _observers and moves:
         with _observed(source, target, local):
@@ -210,6 +206,13 @@ def _start(moves: tuple[Move, ...], local: Tensor) -> Callable[[], Tensor]:
         local = wait(local) if communicates else local
         local = finish(local) if finish is not None else local
     return lambda: local
+
+
+def _start_mesh_change(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> Callable[[], Tensor]:
+    require_world()
+    before, begin, after = bind_mesh_change(source, target)
+    complete = begin(carry_out(before, local))
+    return lambda: carry_out(after, complete())
 
 
 def _complete(raw: Tensor, finish: LocalOp | None, after: tuple[Move, ...]) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from .._torch.ops import OpOverload
 from .._torch.symbols import has_symbols, hinted, symbolic
-from ..comm.redistribute import links_of, plan_redistribution
+from ..comm.cost import links_of
+from ..comm.redistribute import plan_redistribution
 from ..errors import InputError
 from ..notation import Bound, local_size
 from ..ops.resolve import ResolvedOp

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..comm.cost import links_of
 from ..comm.estimate import estimate
-from ..comm.redistribute import links_of, redistribute_local, start_redistribute
+from ..comm.redistribute import redistribute_local, start_redistribute
 from ..dispatch.modes import explicit, warning_of_communication
 from ..extend import local_map
 from ..sharding.placement import Placement, Replicate, Shard

@@ -24,7 +24,7 @@ from .._torch.dynamo import real_object
 from .._torch.modes import without_modes
 from ..errors import InputError, MeshError
 from .once import making
-from .runtime import Runtime, runtime_of_world
+from .runtime import Runtime, WorldState, runtime_of_world
 
 if TYPE_CHECKING:
     from .spec import DTensorSpec
@@ -163,10 +163,16 @@ def group_ranks(name: str) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group_named(name)))
 
 
+GROUP_TEXTS: WorldState[dict[str, str]] = WorldState(dict)
+"""What groups that belong to no mesh are called in texts."""
+
+
 def axes_of_group(name: str) -> str:
     """The axes of a group as text, from the last mesh that was adopted with it; the group's name if there is none."""
     found = mesh_of_group(name)
-    return name if found is None else names_text([found[0].names[axis] for axis in found[1]])
+    if found is None:
+        return GROUP_TEXTS.of(runtime_of_world()).get(name, name)
+    return names_text([found[0].names[axis] for axis in found[1]])
 
 
 def mesh_of_group(name: str) -> tuple[MeshInfo, Axes] | None:

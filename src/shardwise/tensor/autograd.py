@@ -35,7 +35,7 @@ def to_spec(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Any:
-    """The same tensor under another spec of its mesh. Differentiable."""
+    """The same tensor under another spec, of its mesh or another one. Differentiable."""
     if exporting() and target._placements is not None:
         return _redistribution(tensor, target, forward_dtype, backward_dtype)
     return _to_spec(tensor, target, async_op, forward_dtype, backward_dtype)
@@ -59,14 +59,16 @@ _redistribution = Redistribution(_to_spec)
 class MoveInGraph:
     """A redistribution as one node of a graph on distributed tensors, which may be run with other sizes."""
 
-    def __init__(self, target: DTensorSpec, dtype: torch.dtype | None) -> None:
+    def __init__(self, source: DTensorSpec, target: DTensorSpec, dtype: torch.dtype | None) -> None:
         self.placements, self.order, self.dtype = target.placements, target.shard_order, dtype
+        self.other_mesh = None if target.mesh_info is source.mesh_info else target.mesh
         self.__name__, self.__module__ = "redistribute", __name__
 
     def __call__(self, tensor: DTensorBase) -> DTensorBase:
         """Redistribute a tensor."""
         meta = contiguous_meta(tensor._spec.shape, tensor._spec.dtype)
-        target = DTensorSpec(tensor._spec.mesh, self.placements, meta, self.order)
+        mesh = tensor._spec.mesh if self.other_mesh is None else self.other_mesh
+        target = DTensorSpec(mesh, self.placements, meta, self.order)
         return _redistributed(tensor, target, False, self.dtype)
 
 
@@ -78,7 +80,7 @@ def local_of(tensor: DTensorBase) -> Tensor:
 
 def _redistributed(tensor: DTensorBase, target: DTensorSpec, async_op: bool, dtype: torch.dtype | None) -> DTensorBase:
     if count_modes() and target._placements is not None:
-        made = call_in_graph(MoveInGraph(target, dtype), tensor)
+        made = call_in_graph(MoveInGraph(tensor._spec, target, dtype), tensor)
         if made is not NotImplemented:
             return made
     local, source = tensor._local_tensor, tensor._spec

@@ -25,6 +25,7 @@ from .._torch.proxies import call_in_graph
 from .._torch.transforms import transforms_active
 from .._torch.wrapper import make_wrapper, no_torch_function, outside_inference_mode
 from ..comm.groups import adopt, before_first_use
+from ..comm.mesh_change import MeshChange, plan_mesh_change
 from ..comm.on_ranks import shard_outside
 from ..comm.plan import SpecPlan
 from ..comm.redistribute import plan_redistribution, redistribute_local
@@ -33,7 +34,7 @@ from ..dispatch.formulas import as_replicated
 from ..dispatch.modes import modes
 from ..dispatch.view_call import ViewCall
 from ..dispatch.watch import mark_exposed
-from ..errors import InputError, MeshError
+from ..errors import InputError
 from ..overrides.install import install_overrides
 from ..sharding.base import DTensorBase
 from ..sharding.drawn import Drawn
@@ -60,6 +61,7 @@ from .from_local import check_plain_tensor, copy_to_replicas, of_members, on_mes
 from .gradient_buckets import CollectedGradient
 from .handed_out import hand_out
 from .leaf_gradient import LeafGradient, reduce_gradient_of
+from .other_mesh import spec_on, target_on
 from .saved import loaded_shard
 from .sources import Replayed, replayed, set_local
 from .transformed import from_local_transformed
@@ -225,22 +227,23 @@ class DTensor(ChangingShape):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """Return the same tensor with other placements on its mesh. Differentiable, twice.
+        """Return the same tensor with other placements, on its mesh or on another one. Differentiable, twice.
+
+        Between meshes, each rank of the target receives exactly what it lacks. All ranks of both meshes call this; a
+        rank that is in one of them alone has an empty local tensor on the other.
 
         With `async_op=True` the last collective is still under way on return, and is waited for on first use.
         `forward_dtype` is the dtype of the communication and of the result, `backward_dtype` that of the communication
         of the gradient, which then takes this tensor's dtype.
         """
         spec = self._spec
-        if device_mesh is not None and device_mesh is not spec.mesh and mesh_info_of(device_mesh) is not spec.mesh_info:
-            raise MeshError(
-                f"redistribute of {spec!r} on {spec.mesh_info!r} to {mesh_info_of(device_mesh)!r}: "
-                "a tensor stays on its mesh",
-                "give placements only, or full_tensor() and distribute_tensor on the other mesh",
-            )
         if placements is None:
             raise InputError("redistribute got no placements", "give one placement for each mesh axis, or P(...)")
-        return to_spec(self, spec.with_placements(placements), async_op, forward_dtype, backward_dtype)
+        if device_mesh is None or device_mesh is spec.mesh:
+            target = spec.with_placements(placements)
+        else:
+            target = target_on(device_mesh, placements, self)
+        return to_spec(self, target, async_op, forward_dtype, backward_dtype)
 
     # ---- what it is -----------------------------------------------------------------------------------------
 
@@ -461,10 +464,22 @@ class _CollectedGradient(DTensor):
 CollectedGradient.kind = _CollectedGradient
 
 
-def plan(source: DTensor | DTensorSpec, target: DTensorSpec | Placements) -> SpecPlan:
-    """What it would take to redistribute a tensor: `print(plan(x, [Replicate()]))` shows steps and bytes."""
+def plan(
+    source: DTensor | DTensorSpec, target: DTensorSpec | Placements, *, device_mesh: DeviceMesh | None = None
+) -> SpecPlan | MeshChange:
+    """What it would take to redistribute a tensor: `print(plan(x, [Replicate()]))` shows steps and bytes.
+
+    With `device_mesh`, the target is on that mesh.
+    """
     spec = source._spec if isinstance(source, DTensor) else source
-    return plan_redistribution(spec, target if isinstance(target, DTensorSpec) else spec.with_placements(target))
+    if not isinstance(target, DTensorSpec):
+        if device_mesh is None or mesh_info_of(device_mesh) is spec.mesh_info:
+            target = spec.with_placements(target)
+        else:
+            target = spec_on(adopt(device_mesh).mesh, target, spec)
+    if target.mesh_info is spec.mesh_info:
+        return plan_redistribution(spec, target)
+    return plan_mesh_change(spec, target)
 
 
 def _is_param(tensor: Tensor) -> bool:

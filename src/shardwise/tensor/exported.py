@@ -37,7 +37,7 @@ from ..sharding.placement import (
     as_placement,
 )
 from ..sharding.runtime import WorldCache, active_runtime
-from ..sharding.spec import DTensorSpec
+from ..sharding.spec import DTensorSpec, contiguous_meta
 
 exporting: Callable[[], bool] = torch.compiler.is_exporting
 """Whether `torch.export` is tracing."""
@@ -189,7 +189,7 @@ class Redistribution:
         self.run = run
         self.op = _define(
             "redistribute(Tensor tensor, str placements, bool keep_strides=False, ScalarType? forward_dtype=None, "
-            "ScalarType? backward_dtype=None) -> Tensor",
+            "ScalarType? backward_dtype=None, str? mesh=None) -> Tensor",
             self._run,
         )
 
@@ -200,8 +200,13 @@ class Redistribution:
         keep_strides: bool = False,
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
+        mesh: str | None = None,
     ) -> Tensor:
-        target = tensor._spec.with_placements(placements_from(placements))
+        if mesh is None:
+            target = tensor._spec.with_placements(placements_from(placements))
+        else:
+            meta = contiguous_meta(tensor._spec.shape, tensor._spec.dtype)
+            target = DTensorSpec(mesh_from(mesh), placements_from(placements), meta)
         if keep_strides:
             target = target.with_meta(tensor._spec.tensor_meta)
         return self.run(tensor, target, False, forward_dtype, backward_dtype)
@@ -215,5 +220,8 @@ class Redistribution:
     ) -> Any:
         """Redistribute by a call of the op, for a program that is being exported."""
         placements = target.placements_alone
+        if target.mesh_info is not tensor._spec.mesh_info:
+            text = mesh_text(target.mesh)
+            return self.op(tensor, text_of(placements), False, forward_dtype, backward_dtype, text)
         keep_strides = tensor._spec.with_placements(placements).tensor_meta.stride != target.tensor_meta.stride
         return self.op(tensor, text_of(placements), keep_strides, forward_dtype, backward_dtype)

@@ -27,6 +27,7 @@ from ...parallel.expert_call import Runner
 from ...random import agreement
 from ...tensor import autograd, creation, leaf_gradient
 from ...tensor.dtensor import DTensor
+from ...transferring.running import TransferRun
 
 
 class Purpose(NamedTuple):
@@ -112,6 +113,7 @@ def _table() -> tuple[tuple[object, str, Find], ...]:
         (ExpertAxis, "all_to_all", _same("experts")),
         (creation, "_scatter_from", _same("distribute")),
         (local_view, "_take_from_first", _same("distribute", "buffers of the first rank")),
+        (TransferRun, "_send", _same("transfer")),
         (agreement, "_ranks_that_differ", _same("agreement")),
         (agreement, "_take_first_state", _same("agreement")),
     )

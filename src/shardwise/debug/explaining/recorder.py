@@ -16,14 +16,14 @@ from torch import Tensor
 from ..._torch.autograd_graph import current_node, next_node_number, node_number
 from ..._torch.modes import OwnMode, without_modes
 from ..._torch.ops import OpOverload
-from ...comm.cost import cost_model
+from ...comm.cost import cost_model, links_of
 from ...comm.groups import ranks_of_group
-from ...comm.redistribute import links_of, observing_redistributions
+from ...comm.redistribute import observing_redistributions
 from ...dispatch.arguments import Args, Kwargs, distributed
 from ...dispatch.observe import observing_ops
 from ...ops.collectives import CollectiveOp, collective_of
 from ...ops.trivial import computes_nothing
-from ...sharding.mesh import MeshInfo, mesh_of_group, names_text
+from ...sharding.mesh import MeshInfo, axes_of_group, mesh_of_group, names_text
 from ...sharding.source_lines import Line
 from ...sharding.spec import DTensorSpec
 from ...tensor.dtensor import DTensor
@@ -155,7 +155,8 @@ class Recorder(OwnMode):
         rates = links.p2p if op.received is None else links.ring
         seconds = rates.seconds(axes, len(ranks[0]) - 1, received)
         name = str(public_op(func)).rpartition(".")[2]
-        return Found(op.kind, name, names, names_text(names) if names else group, len(ranks[0]), received, seconds)
+        over = names_text(names) if names else axes_of_group(group)
+        return Found(op.kind, name, names, over, len(ranks[0]), received, seconds)
 
     def _mesh(self, group: str) -> tuple[MeshInfo, tuple[int, ...]] | None:
         """The mesh and the axes of a group: of the tensors that are worked on, since meshes may share groups."""

@@ -42,6 +42,7 @@ CAUSES = {
     "experts": "tokens travel to their experts, or back",
     "distribute": "data is sent from one rank to the others",
     "agreement": "ranks check that their random generators agree",
+    "transfer": "a model's state goes to another mesh",
     "program": "the program calls a collective itself",
 }
 """The causes of communication, each with what it means."""

@@ -1,0 +1,140 @@
+"""Carrying out a change of mesh on local tensors.
+
+A rank that is in one of the meshes alone has an empty local tensor on the other one. A rank that is in neither takes no
+part, and may call this or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..sharding.layout import Coordinate
+from ..sharding.memory_order import in_memory_order, memory_order
+from ..sharding.mesh import MeshInfo
+from ..sharding.spec import DTensorSpec
+from ..world import RankTensor
+from .bind_move import bind_move
+from .groups import adopt
+from .mesh_change import MeshChange, needing_axes, plan_mesh_change
+from .move import Move
+from .on_ranks import on_ranks, shard_outside
+from .rank_group import group_over
+from .streaming import Load, Slice, copy_own, start_round
+from .transport import identity, reduce_locally
+
+
+class MeshMove(NamedTuple):
+    """A change of mesh in three parts: moves on the source mesh, the exchange, and moves on the target mesh."""
+
+    before: tuple[Move, ...]
+    begin: Callable[[Tensor], Callable[[], Tensor]]
+    """Starts the exchange; the result waits for it, and returns the local tensor on the target mesh."""
+    after: tuple[Move, ...]
+
+    def moves(self) -> tuple[Move, ...]:
+        """The same as moves, with the exchange as one of them."""
+        return (*self.before, Move(lambda local: self.begin(local)(), False, None), *self.after)
+
+
+def bind_mesh_change(source: DTensorSpec, target: DTensorSpec) -> MeshMove:
+    """The moves that bring a tensor from one mesh to another."""
+    for spec in (source, target):
+        if not spec.mesh_info.adopted:
+            adopt(spec.mesh)
+    change = plan_mesh_change(source, target)
+    steps = () if source.mesh_info.outside else change.reduction.steps
+    before = tuple(bind_move(step, source.mesh_info, source.dtype) for step in steps)
+    after: tuple[Move, ...] = ()
+    order = memory_order(target.tensor_meta)
+    if order is not None and not target.mesh_info.outside and not change.keeps_shards:
+        order = order._replace(expanded=tuple(dim for dim in order.expanded if source.stride[dim] == 0))
+        after = (Move(on_ranks(target.mesh_info, lambda at, local: in_memory_order(local, order)), False, None),)
+    return MeshMove(before, (lambda local: lambda: local) if change.keeps_shards else partial(_begin, change), after)
+
+
+def _begin(change: MeshChange, local: Tensor) -> Callable[[], Tensor]:
+    shards = shards_here(local, change.pair.source)
+    device = local.device if shards else torch.device(change.pair.source.device_type)
+    results = _allocate(change, device)
+    stacked = _stacked(change, results) if change.op else {}
+    loads = [
+        Load(route, shards, {rank: each[index] for rank, each in stacked.items()} if change.op else results)
+        for index, route in enumerate(change.routes)
+    ]
+    under_way = [] if device.type == "meta" else _send(loads, change, device)
+
+    def complete() -> Tensor:
+        for finish in under_way:
+            finish()
+        for rank, operands in stacked.items():
+            results[rank].copy_(reduce_locally(operands, change.op, change.divisor))
+        return _joined(results, change.target)
+
+    return complete
+
+
+def _send(loads: Sequence[Load], change: MeshChange, device: torch.device) -> list[Callable[[], None]]:
+    """Run all rounds but the last to their end; the result is to finish that one, if there is one."""
+    for load in loads:
+        copy_own(load)
+    last: list[Callable[[], None]] = []
+    if change.exchanges and not change.pair.outside:
+        group = group_over(change.pair.ranks)
+        for turn in range(change.rounds):
+            while last:
+                last.pop()()  # and its buffers are free
+            slices = [Slice(load, turn, change.rounds) for load in loads]
+            last.append(start_round(slices, group, change.source.dtype, device))
+    return last
+
+
+def _allocate(change: MeshChange, device: torch.device) -> dict[int, Tensor]:
+    """Memory for the shards of the target. Ranks that get nothing of a Partial one hold its identity."""
+    spec, ops = change.target, dict(change.target.layout.partial)
+    found = {}
+    for rank, at in places_here(spec.mesh_info):
+        made = torch.empty(spec.layout.local_shape(at), dtype=spec.dtype, device=device)
+        axis = _filled_axis(spec, at)
+        found[rank] = made if axis is None else made.fill_(identity(spec.dtype, ops[axis]))
+    return found
+
+
+def _filled_axis(spec: DTensorSpec, at: Coordinate) -> int | None:
+    """The Partial axis whose identity a rank holds in the place of the value: the outermost, which is reduced last."""
+    return next((axis for axis in needing_axes(spec) if at[axis]), None)
+
+
+def _stacked(change: MeshChange, results: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Memory for all operands of the ranks that reduce them."""
+    spec, count = change.target, len(change.routes)
+    reducing = (rank for rank, at in places_here(spec.mesh_info) if _filled_axis(spec, at) is None)
+    return {rank: results[rank].new_empty((count, *results[rank].shape)) for rank in reducing}
+
+
+def places_here(mesh_info: MeshInfo) -> list[tuple[int, Coordinate]]:
+    """The ranks of a mesh that this process runs, and their coordinates."""
+    if mesh_info.simulated:
+        return list(zip(mesh_info.ranks, mesh_info.coordinates, strict=True))
+    return [] if mesh_info.outside else [(dist.get_rank(), mesh_info.coordinate)]
+
+
+def shards_here(local: Tensor, mesh_info: MeshInfo) -> dict[int, Tensor]:
+    """The local shards of the ranks of a mesh that this process runs."""
+    if isinstance(local, RankTensor):
+        return dict(zip(mesh_info.ranks, local.shards, strict=True))
+    return {} if mesh_info.outside else {dist.get_rank(): local}
+
+
+def _joined(shards: dict[int, Tensor], spec: DTensorSpec) -> Tensor:
+    mesh_info = spec.mesh_info
+    if not shards:
+        return shard_outside(spec.ndim, spec.dtype, torch.device(mesh_info.device_type))
+    kinds = (mesh_info.device_type, "meta")
+    moved = [shard if shard.device.type in kinds else shard.to(mesh_info.device_type) for shard in shards.values()]
+    return RankTensor(moved) if mesh_info.simulated else moved[0]

@@ -1,0 +1,127 @@
+"""The route of a tensor from one mesh to another, from what is known of both meshes.
+
+A submesh such as `mesh["tp"]` has parallel instances, each with a tensor of its own. Where every instance of the source
+shares its ranks with instances of the target alone, each tensor stays apart: there are as many parts as instances.
+Otherwise all ranks are one part, and the instances of the source are taken as replicas of one tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from .._torch.device_mesh import listed
+from ..sharding.layout import Layout
+from ..sharding.mesh import MeshInfo
+from ..sharding.runtime import WorldCache
+from .boxes import Segment
+from .routes import Holding, Route
+
+RankSet = frozenset[int]
+
+
+@dataclass(frozen=True, eq=False)
+class MeshPair:
+    """Two meshes of one world, and the ranks of each part. There is one for each pair, so that it is its own key."""
+
+    source: MeshInfo
+    target: MeshInfo
+    parts: tuple[tuple[RankSet, RankSet], ...]
+    """For each part its ranks in the source mesh, and those in the target mesh."""
+
+    @cached_property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each part, in both meshes."""
+        return tuple(tuple(sorted(have | need)) for have, need in self.parts)
+
+    @property
+    def outside(self) -> bool:
+        """Whether this process is in neither mesh."""
+        return self.source.outside and self.target.outside
+
+    @property
+    def merges(self) -> bool:
+        """Whether instances of the source, which may hold different tensors, are taken as replicas of one."""
+        return self.source.instances.shape[0] > len(self.parts)
+
+    @property
+    def copies(self) -> bool:
+        """Whether a tensor of the source becomes one in each of several instances of the target."""
+        return self.target.instances.shape[0] > len(self.parts)
+
+
+_PAIRS: WorldCache[tuple[MeshInfo, MeshInfo], MeshPair] = WorldCache("pairs of meshes", 1 << 20)
+
+
+def mesh_pair(source: MeshInfo, target: MeshInfo) -> MeshPair:
+    """The pair of two meshes."""
+    cache = _PAIRS.of(source.runtime)
+    found = cache.get((source, target))
+    if found is None:
+        found = cache[source, target] = MeshPair(source, target, _parts(source, target))
+    return found
+
+
+def _parts(source: MeshInfo, target: MeshInfo) -> tuple[tuple[RankSet, RankSet], ...]:
+    whole = (frozenset(source.ranks), frozenset(target.ranks))
+    have = [frozenset(ranks) for ranks in listed(source.instances.flatten(1))]
+    need = [frozenset(ranks) for ranks in listed(target.instances.flatten(1))]
+    if len(have) == 1:
+        return (whole,)
+    parts = [(ranks, frozenset[int]().union(*(other for other in need if other & ranks))) for ranks in have]
+    apart = sum(len(others) for _, others in parts) == len(whole[1]) and all(others for _, others in parts)
+    alike = len({len(ranks | others) for ranks, others in parts}) == 1  # in one collective of simulated ranks
+    return tuple(parts) if apart and alike else (whole,)
+
+
+# ---- routes ---------------------------------------------------------------------------------------------------------
+
+
+class RouteKey(NamedTuple):
+    """What a route depends on. Layouts are without Partial axes; `sending` and `needing` pick coordinates."""
+
+    source: Layout
+    target: Layout
+    sending: tuple[tuple[int, int], ...] = ()
+    """(axis, index): only ranks of the source mesh with this index on the axis send."""
+    needing: tuple[int, ...] = ()
+    """Only ranks of the target mesh with index 0 on these axes receive."""
+    segment: Segment | None = None
+
+
+_ROUTES: WorldCache[tuple[MeshPair, RouteKey], Route] = WorldCache("routes", 64 << 20, lambda key, route: route.nbytes)
+
+
+def route_of(pair: MeshPair, key: RouteKey) -> Route:
+    """The route of a tensor between two meshes."""
+    cache = _ROUTES.of(pair.source.runtime)
+    found = cache.get((pair, key))
+    if found is None:
+        found = cache[pair, key] = _make_route(pair, key)
+    return found
+
+
+def _make_route(pair: MeshPair, key: RouteKey) -> Route:
+    have = _holdings(pair.source, key.source, key.sending, tuple(ranks for ranks, _ in pair.parts))
+    need = [(axis, 0) for axis in key.needing]
+    needed = _holdings(pair.target, key.target, tuple(need), tuple(ranks for _, ranks in pair.parts))
+    return Route(zip(have, needed, strict=True), key.segment)
+
+
+_Where = tuple[tuple[int, int], ...]
+_HOLDINGS: WorldCache[tuple[MeshInfo, Layout, _Where, tuple[RankSet, ...]], list[Holding]] = WorldCache(
+    "holdings", 16 << 20, lambda key, found: 256 * (1 + len(key[0].ranks))
+)
+
+
+def _holdings(mesh_info: MeshInfo, layout: Layout, where: _Where, parts: tuple[RankSet, ...]) -> list[Holding]:
+    """What the ranks of each part hold, of those with the given indices on some axes."""
+    cache, key = _HOLDINGS.of(mesh_info.runtime), (mesh_info, layout, where, parts)
+    found = cache.get(key)
+    if found is None:
+        every = zip(mesh_info.ranks, mesh_info.coordinates, strict=True)
+        places = [(rank, at) for rank, at in every if all(at[axis] == index for axis, index in where)]
+        found = [Holding.of(layout, (place for place in places if place[0] in ranks)) for ranks in parts]
+        cache[key] = found
+    return found
