@@ -14,7 +14,7 @@ modules       distribute_module, shard_parameters, replicate; parallel styles an
               fully_shard in shardwise.fsdp
 proving       verify: a program on simulated ranks, compared with one device tensor by tensor
 take-over     install: shardwise in the place of torch.distributed.tensor, also `python -m shardwise.run program.py`
-inspecting    debug: draw, show, explain, report, CommDebugMode
+inspecting    debug: draw, show, explain, report, watch, CommDebugMode
 extending     register_sharding, local_map; shardwise.rules.explain shows the rule of an op
 """
 

@@ -49,6 +49,17 @@ class WorldError(ShardwiseError, RuntimeError):
     """Ranks that disagree, or a call that is not valid in the world it was made in."""
 
 
+class WatchError(WorldError):
+    """Found by `debug.watch`, and raised on all ranks: ranks that do different things, raise, wait forever, or die.
+
+    `ranks` are those that differ from most ranks, raised, or are gone.
+    """
+
+    def __init__(self, problem: str, fix: str = "", ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(f"{problem}\n  {fix}" if fix else problem)
+        self.problem, self.fix, self.ranks = problem, fix, ranks
+
+
 class EraseError(ShardwiseError, RuntimeError):
     """A step that cannot be recorded: its Python code depends on data, or keeps what a replay would not make."""
 

@@ -10,6 +10,8 @@ trace, merge_traces   write what ranks compute and communicate, and when, for ch
 report                writes one page about a step: placements, memory, communication, timeline, reasons, warnings
 show                  draws a tensor, spec, plan, mesh or module in a notebook; after `%load_ext shardwise.debug`
                       meshes and modules draw themselves, as the others do
+watch                 stops all ranks when they do different things, when one raises an error, and when one dies
+unwatched             where one rank may run ops alone, while the others are watched over
 check_local_tensors   finds local tensors that are not what from_local, local_map or a style takes them for
 """
 
@@ -22,6 +24,7 @@ from .local_check import check_local_tensors
 from .picture import draw, visualize_sharding
 from .reporting.report import Report, report
 from .trace import merge_traces, trace
+from .watching import unwatched, watch, watch_from_environment
 
 __all__ = [
     "CommDebugMode",
@@ -37,10 +40,15 @@ __all__ = [
     "report",
     "show",
     "trace",
+    "unwatched",
     "visualize_sharding",
+    "watch",
 ]
 
 
 def _clear_sharding_prop_cache() -> None:
     """Forget all plans of ops: the name that programs for PyTorch call between worlds."""
     active_runtime().clear_caches()
+
+
+watch_from_environment()

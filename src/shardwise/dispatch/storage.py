@@ -42,7 +42,7 @@ def on_storage(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
     return tuple(given[name] for name in op.names)
 
 
-def _require_memory(op: ResolvedOp, tensor: DTensorBase, size: Any, stride: Any, offset: int) -> None:
+def _require_memory(op: ResolvedOp, tensor: DTensorBase, size: Any, stride: Any, offset: Any) -> None:
     """Raise an error, as PyTorch does, if elements lie behind the memory of a tensor."""
     if has_symbols((size, stride, offset)) or 0 in size:
         return

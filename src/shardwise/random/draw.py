@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -55,6 +55,20 @@ def is_exact() -> bool:
     return _exact.get()
 
 
+_before_draw: Callable[[MeshInfo, torch.Generator], None] = check_first_use
+
+
+def observe_draws(by: Callable[[MeshInfo, torch.Generator], None] | None) -> None:
+    """Let a debug tool see the generator before each draw, on processes; None takes it away."""
+    global _before_draw
+
+    def observed(mesh_info: MeshInfo, generator: torch.Generator) -> None:
+        check_first_use(mesh_info, generator)
+        by(mesh_info, generator)  # type: ignore[misc]
+
+    _before_draw = check_first_use if by is None else observed
+
+
 class Draw:
     """The numbers of one call, for a tensor of this global shape, stride and dtype. Using it advances the generator."""
 
@@ -84,7 +98,7 @@ class Draw:
                 "use a generator on that device or on the CPU",
             )
         if not recorded:
-            check_first_use(mesh_info, generator)
+            _before_draw(mesh_info, generator)
 
     def numbers(
         self,

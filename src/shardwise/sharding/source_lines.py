@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+from functools import cache
 from types import FrameType
 
 import torch
@@ -55,9 +56,10 @@ def in_mesh_code() -> bool:
     return False
 
 
+@cache
 def is_library(path: str) -> bool:
     """Whether a file is part of shardwise, of PyTorch, or of Python itself."""
-    return path.startswith(_LIBRARIES) or (path.startswith(_PYTHON) and "site-packages" not in path)
+    return path.startswith((*_LIBRARIES, "<frozen")) or (path.startswith(_PYTHON) and "site-packages" not in path)
 
 
 def called_by_user(*, directly: bool = False) -> bool:

@@ -1,0 +1,84 @@
+"""What a watch over the ranks needs of PyTorch: a store, the calls of collectives, and groups that stop waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+__all__ = ["abort_group", "all_groups", "functional_collectives", "own_store", "store_port", "wrap_op"]
+
+_c10d: Any = distributed_c10d
+
+
+def own_store() -> Any:
+    """The store of the default group, over a connection of its own where the store has connections.
+
+    A thread that waits for a key blocks all others on its connection. Relies on `_get_default_store`.
+    """
+    return _c10d._get_default_store().clone()
+
+
+def store_port() -> int | None:
+    """The port of the server of that store; None for a store without a server. Relies on `underlying_store`."""
+    store = _c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "port", None)
+
+
+def all_groups() -> list[dist.ProcessGroup]:
+    """The process groups of this rank. Relies on the table `_world.pg_map`."""
+    return [*_c10d._world.pg_map]
+
+
+def abort_group(group: Any) -> None:
+    """End what a group has under way, where its backend can: nccl can, gloo returns and goes on waiting."""
+    group.abort()
+
+
+def functional_collectives() -> list[Any]:
+    """The functional collectives, as packets and as overloads: programs call either. Relies on `_c10d_functional`."""
+    found = []
+    for name in (
+        *("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
+        *("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_gather_into_tensor_out"),
+        *("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced", "all_to_all_single", "broadcast", "broadcast_"),
+    ):
+        packet = getattr(torch.ops._c10d_functional, name, None)
+        if packet is not None:
+            found += [packet, packet.default]
+    return found
+
+
+class _Wrapped:
+    """What an op calls in the place of its C++ function. Ops are hashed by what they call, so it has the same hash."""
+
+    __slots__ = ("before", "original")
+
+    def __init__(self, original: Callable[..., object], before: Callable[..., None]) -> None:
+        self.original, self.before = original, before
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        self.before(*args, **kwargs)
+        return self.original(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return hash(self.original)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def wrap_op(op: Any, before: Callable[..., None]) -> Callable[[], None]:
+    """Call a function before each call of an op from Python; returns what undoes that. Relies on `_op` of ops."""
+    original = op._op
+    op._op = _Wrapped(original, before)
+
+    def undo() -> None:
+        op._op = original
+
+    return undo

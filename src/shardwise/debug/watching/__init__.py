@@ -1,0 +1,14 @@
+"""Watch over ranks that disagree, raise, wait forever or die.
+
+watch       switches it on, and the environment variable SHARDWISE_WATCH
+hooks       events: ops, redistributions, collectives, draws of random numbers
+journal     a stream of events for each group, and what each event was in words; `places` finds the user's line
+stream      from events to a rolling fingerprint, and back
+monitor     the thread that publishes, compares and declares; `status`, `board`: what ranks tell each other
+inquiry     what each rank did where they disagree; `words` says it
+stopping    raises an error in a thread wherever that is
+"""
+
+from .watch import unwatched, watch, watch_from_environment
+
+__all__ = ["unwatched", "watch", "watch_from_environment"]

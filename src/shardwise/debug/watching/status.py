@@ -1,0 +1,60 @@
+"""What each rank says about itself, again and again; and what its silence means."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .board import is_alive, this_machine
+
+SILENT = 10.0
+"""Seconds after which a rank of another machine that says nothing counts as gone."""
+
+
+@dataclass
+class Status:
+    """One rank: how far it is in each stream, and since when, and where, it has not gone on."""
+
+    beat: int = 0
+    pid: int = field(default_factory=os.getpid)
+    machine: str = field(default_factory=this_machine)
+    streams: dict[str, list[Any]] = field(default_factory=dict)
+    """The number of events and their fingerprint, by stream."""
+    last: str = ""
+    """The stream of the last collective of an idle rank."""
+    group: list[int] = field(default_factory=list)
+    """The ranks of that collective."""
+    doing: str = ""
+    """The last collective, in words."""
+    idle: float = 0.0
+    """Seconds since the last event."""
+    line: str = ""
+    """The user's line, of a rank that is idle."""
+    waits: bool = False
+    """Whether an idle rank is inside a library, and not in the user's own code."""
+    left: bool = False
+    """Whether it has left the watch."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The status as it is sent."""
+        return asdict(self)
+
+
+class Pulse:
+    """When each rank was last heard of, by this rank's clock."""
+
+    def __init__(self) -> None:
+        self._heard: dict[int, tuple[int, float]] = {}
+
+    def is_gone(self, rank: int, status: Status) -> bool:
+        """Whether a rank has ended without a word."""
+        now = time.monotonic()
+        beat, since = self._heard.get(rank, (-1, now))
+        if beat != status.beat:
+            self._heard[rank] = status.beat, now
+            return False
+        if status.machine and status.machine == this_machine():
+            return not is_alive(status.pid)
+        return now - since > SILENT

@@ -1,0 +1,77 @@
+"""What went wrong, in words."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...errors import WatchError
+
+ALONE = (
+    "Let all ranks make the same calls in the same order. What one rank does alone, such as a log, belongs into "
+    "`with shardwise.debug.unwatched():`"
+)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0, 2-5`."""
+    ordered = sorted(ranks)
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+    return f"{'rank' if len(ordered) == 1 else 'ranks'} {text}"
+
+
+def disagreement(index: int, ranks: Sequence[int], said: Mapping[int, Mapping[str, Any]]) -> WatchError:
+    """Ranks that did different things at one position of their stream."""
+    by_text: dict[str, list[int]] = defaultdict(list)
+    for rank in ranks:
+        by_text[_said(said.get(rank))].append(rank)
+    groups = sorted(by_text.items(), key=lambda item: (len(item[1]), item[1]))
+    lines = [f"  {ranks_text(who)}: {text}" for text, who in groups]
+    few = groups[0][1] if len(groups) > 1 else []
+    problem = f"{ranks_text(ranks)} disagree about call {index + 1} of those they make together:\n" + "\n".join(lines)
+    return WatchError(problem, ALONE, tuple(few))
+
+
+def _said(said: Mapping[str, Any] | None) -> str:
+    if said is None:
+        return "no answer"
+    if said["what"] is None:
+        return f"has not come so far; it is\n      at {said['line']}"
+    return f"{said['what']}\n      at {said['line']}" if said["line"] else said["what"]
+
+
+def raised(failure: Mapping[str, Any]) -> WatchError:
+    """One rank raised an error of its own."""
+    rank = failure["rank"]
+    problem = f"rank {rank} raised {failure['error']}\n      at {failure['line']}"
+    fix = f"All ranks stop, since the others would wait for rank {rank}; its traceback is in its own output"
+    return WatchError(problem, fix, (rank,))
+
+
+def gone(ranks: Sequence[int], why: str = "") -> WatchError:
+    """Ranks have ended without a word."""
+    verb = "is" if len(ranks) == 1 else "are"
+    problem = f"{ranks_text(ranks)} {verb} gone: {why or 'the process was killed, or has ended without an error'}"
+    return WatchError(problem, "Look for its last output, and for the kernel's out-of-memory killer", tuple(ranks))
+
+
+def deadlock(statuses: Mapping[int, Mapping[str, Any]]) -> WatchError:
+    """All ranks wait, each for ranks that wait for something else."""
+    problem = "all ranks wait for each other, in collectives that not all ranks of their groups have begun:\n"
+    return WatchError(problem + waiting(statuses), ALONE, tuple(statuses))
+
+
+def waiting(statuses: Mapping[int, Mapping[str, Any]]) -> str:
+    """Where each rank is: `rank 0: waiting in all_reduce ... at train.py:31`."""
+    by_text: dict[str, list[int]] = defaultdict(list)
+    for rank, status in statuses.items():
+        doing = f"{'waiting in' if status['waits'] else 'in its own code after'} {status['doing'] or 'no collective'}"
+        by_text[f"{doing}\n      at {status['line'] or 'a line that changes'}"].append(rank)
+    return "\n".join(f"  {ranks_text(ranks)}: {text}" for text, ranks in sorted(by_text.items(), key=lambda i: i[1]))

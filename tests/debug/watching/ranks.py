@@ -1,0 +1,100 @@
+"""Four processes that run cases in which one of them differs, one case after the other.
+
+A case ends with process groups whose connections are gone, so each has groups of its own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import sys
+import time
+import traceback
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+RANKS = 4
+LIMIT = 30.0
+"""Seconds after which a case counts as hanging."""
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "pytest"])
+
+
+class Outcome(NamedTuple):
+    """How a case ended on one rank: the type and text of its error, and after how many seconds."""
+
+    error: str
+    text: str
+    seconds: float
+
+
+class Ranks:
+    """The processes, and a pipe to each."""
+
+    def __init__(self) -> None:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.processes, self.pipes = [], []
+        for rank in range(RANKS):
+            here, there = _context.Pipe()
+            process = _context.Process(target=_serve, args=(rank, self.store.port, there, list(sys.path)), daemon=True)
+            process.start()
+            there.close()
+            self.processes.append(process)
+            self.pipes.append(here)
+
+    def run(self, *case: Any) -> list[Outcome | None]:
+        """Run a case on all ranks; None for a rank that died or hung."""
+        for pipe in self.pipes:
+            pipe.send(case)
+        found: list[Outcome | None] = [None] * RANKS
+        waiting, deadline = {pipe: rank for rank, pipe in enumerate(self.pipes)}, time.monotonic() + LIMIT
+        while waiting:
+            ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    found[rank] = Outcome(*pipe.recv())
+                except (EOFError, OSError):
+                    self.processes[rank].join(5.0)
+        return found
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _serve(rank: int, port: int, pipe: Any, path: list[str]) -> None:
+    sys.path[:] = path
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    count = 0
+    while True:
+        try:
+            case = pipe.recv()
+        except EOFError:
+            return
+        count += 1
+        pipe.send(_run(rank, dist.PrefixStore(f"case {count}", store), *case))
+
+
+def _run(rank: int, store: dist.Store, name: str, *arguments: Any) -> tuple[str, str, float]:
+    from tests.debug.watching import bodies
+
+    limit = timedelta(seconds=2 * LIMIT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
+    torch.set_grad_enabled(True)  # an error that interrupts a thread may have interrupted the end of a `no_grad` block
+    start = time.monotonic()
+    try:
+        getattr(bodies, name)(rank, *arguments)
+        return "", "", time.monotonic() - start
+    except BaseException as error:
+        return type(error).__name__, "".join(traceback.format_exception_only(error)), time.monotonic() - start
+    finally:
+        dist.destroy_process_group()
