@@ -5,6 +5,7 @@ A case ends with process groups whose connections are gone, so each has groups o
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import multiprocessing.connection
 import sys
@@ -17,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 RANKS = 4
-LIMIT = 30.0
+LIMIT = 60.0
 """Seconds after which a case counts as hanging."""
 
+_BODIES = "tests.debug.watching.bodies"
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "pytest"])
 
@@ -45,6 +47,9 @@ class Ranks:
             there.close()
             self.processes.append(process)
             self.pipes.append(here)
+        for pipe in self.pipes:
+            assert pipe.poll(4 * LIMIT), "a process does not start"
+            pipe.recv()
 
     def run(self, *case: Any) -> list[Outcome | None]:
         """Run a case on all ranks; None for a rank that died or hung."""
@@ -73,6 +78,8 @@ class Ranks:
 def _serve(rank: int, port: int, pipe: Any, path: list[str]) -> None:
     sys.path[:] = path
     torch.set_num_threads(1)
+    importlib.import_module(_BODIES)
+    pipe.send("ready")
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     count = 0
     while True:
@@ -85,14 +92,12 @@ def _serve(rank: int, port: int, pipe: Any, path: list[str]) -> None:
 
 
 def _run(rank: int, store: dist.Store, name: str, *arguments: Any) -> tuple[str, str, float]:
-    from tests.debug.watching import bodies
-
     limit = timedelta(seconds=2 * LIMIT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
     torch.set_grad_enabled(True)  # an error that interrupts a thread may have interrupted the end of a `no_grad` block
     start = time.monotonic()
     try:
-        getattr(bodies, name)(rank, *arguments)
+        getattr(importlib.import_module(_BODIES), name)(rank, *arguments)
         return "", "", time.monotonic() - start
     except BaseException as error:
         return type(error).__name__, "".join(traceback.format_exception_only(error)), time.monotonic() - start
