@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable
 from typing import NamedTuple
@@ -45,6 +46,20 @@ def functions_that_make_tensors() -> list[Place]:
         *(Place(F, name) for name in pools),
         *(Place(F, f"{name}_with_indices") for name in pools),
         *(Place(module, "forward") for module in recurrent),
+    ]
+
+
+def holders(function: Function) -> list[Place]:
+    """The variables of modules that hold a function: those of programs that imported it by name, too.
+
+    Relies on nothing private: it looks through the modules that are loaded.
+    """
+    return [
+        Place(module, name)
+        for module in list(sys.modules.values())
+        if isinstance(module, types.ModuleType)
+        for name, value in list(vars(module).items())
+        if value is function
     ]
 
 

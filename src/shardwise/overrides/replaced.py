@@ -13,6 +13,9 @@ class Replaced:
     def __init__(self) -> None:
         self._originals: dict[Place, Function] = {}
 
+    def __contains__(self, place: Place) -> bool:
+        return place in self._originals
+
     def replace(self, places: list[Place], wrapped: Callable[[Function], Function]) -> None:
         """Put `wrapped(original)` at these places: one for all the places of a function. Twice is the same as once."""
         wrappers: dict[Function, Function] = {}

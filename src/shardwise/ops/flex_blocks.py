@@ -1,0 +1,71 @@
+"""Which blocks of scores a block mask lists, and those of one rank.
+
+A mask of the global program names blocks of global queries and keys. A rank's queries may begin inside of a block, and
+may lie anywhere in the sequence. The tables of a mask are read once (`block_states`), and a rank looks its queries up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+SKIPPED, MASKED, FULL = 0, 1, 2
+"""What is done with a block: not computed, computed where the mask is true, computed without a look at the mask."""
+
+BlockMask = Any
+"""`torch.nn.attention.flex_attention.BlockMask`."""
+
+_STATES: WeakKeyDictionary[BlockMask, Tensor] = WeakKeyDictionary()
+
+
+def block_states(mask: BlockMask) -> Tensor:
+    """The state of every block, `[batch or 1, heads or 1, blocks of queries, blocks of keys]`."""
+    found = _STATES.get(mask)
+    if found is None:
+        states = MASKED * _listed(mask.kv_num_blocks, mask.kv_indices)
+        if mask.full_kv_num_blocks is not None:
+            states = states.maximum(FULL * _listed(mask.full_kv_num_blocks, mask.full_kv_indices))
+        found = _STATES[mask] = states
+    return found
+
+
+def _listed(counts: Tensor, indices: Tensor) -> Tensor:
+    """1 for each block whose index is among the first `counts` of its row."""
+    blocks = indices.shape[-1]
+    listed = torch.arange(blocks, device=indices.device) < counts.unsqueeze(-1)
+    columns = torch.where(listed, indices, blocks).long()
+    table = torch.zeros((*indices.shape[:-1], blocks + 1), dtype=torch.int8, device=indices.device)
+    return table.scatter_(-1, columns, 1)[..., :blocks]
+
+
+class Blocks(NamedTuple):
+    """The states of blocks of `size` queries and keys, for the batch and the heads of a rank."""
+
+    states: Tensor
+    size: tuple[int, int]
+
+    def of(self, batch: Tensor, heads: Tensor) -> Blocks:
+        """Those of some sequences and heads, by index; a mask may be the same for all."""
+        states = self.states
+        if states.shape[0] > 1:
+            states = states.index_select(0, batch)
+        return self._replace(states=states.index_select(1, heads) if states.shape[1] > 1 else states)
+
+    def columns_seen(self, queries: Tensor, keys: Tensor) -> Tensor | None:
+        """The places among the keys whose blocks some of the queries see; None if that is all of them.
+
+        Queries and keys are positions in the sequence. The host waits for the tables.
+        """
+        rows, columns = queries // self.size[0], keys // self.size[1]
+        seen = (self.states.index_select(2, rows.unique()) != SKIPPED).flatten(0, 2).any(0)[columns]
+        return None if bool(seen.all()) else seen.nonzero().flatten()
+
+    def allowed(self, queries: Tensor, keys: Tensor, by_mask_mod: Callable[[], Tensor]) -> Tensor:
+        """Which scores count, as a bool tensor that broadcasts to `[batch, heads, queries, keys]`."""
+        rows, columns = queries // self.size[0], keys // self.size[1]
+        at = self.states.index_select(2, rows).index_select(3, columns)
+        return (at == FULL) | ((at == MASKED) & by_mask_mod())

@@ -1,0 +1,149 @@
+"""`flex_attention` of distributed tensors: each rank computes its queries, with the user's functions of global indices.
+
+Keys and values are gathered along their positions, or all three go to an all-to-all by heads; see `ops/flex_layouts`.
+A `BlockMask` is that of the global program, and so are the indices that `score_mod` and `mask_mod` get. The tensors
+that these functions hold may be distributed; plain ones are taken as the same on all ranks, like the mask itself.
+
+>>> mask = create_block_mask(lambda b, h, q, k: documents[q] == documents[k], None, None, 2267, 2267, device="cpu")
+>>> flex_attention(q, k, v, block_mask=mask)           # q, k, v: f32[1, 4, 2267@cp, 16]
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn.attention import flex_attention as pytorch
+
+from .._torch.python_functions import Function, Place, holders
+from ..comm.redistribute import redistribute_local
+from ..errors import InputError, MixedTensorError, ShapeError
+from ..ops.captured_tensors import captured_tensors, with_captured
+from ..sharding.base import DTensorBase
+from ..world import RankTensor, common
+from .flex_call import FlexOptions, flex_of_distributed, flex_of_ranks
+from .replaced import Replaced
+
+_replaced = Replaced()
+
+
+def install_flex_attention() -> None:
+    """Let the functions of `torch.nn.attention.flex_attention` take distributed tensors.
+
+    Programs call them by name, and may have imported the names before: these are replaced, too.
+    """
+    for name, wrapped in (("flex_attention", _attending), ("create_block_mask", _gathering_captured)):
+        if Place(pytorch, name) not in _replaced:
+            _replaced.replace(holders(getattr(pytorch, name)), wrapped)
+
+
+def uninstall_flex_attention() -> None:
+    """Put the original functions back."""
+    _replaced.restore()
+
+
+def _attending(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def flex_attention(query: Tensor, *args: Any, **kwargs: Any) -> object:
+        if not isinstance(query, (DTensorBase, RankTensor)):
+            return original(query, *args, **kwargs)
+        bound = signature.bind(query, *args, **kwargs)
+        bound.apply_defaults()
+        return _flex_attention(**bound.arguments)
+
+    return flex_attention
+
+
+def _flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    kernel_options: object = None,
+    return_aux: Any = None,
+) -> object:
+    _check(query, key, value, block_mask, enable_gqa)
+    lse, max_scores = (return_lse, False) if return_aux is None else (return_aux.lse, return_aux.max_scores)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    options = FlexOptions(score_mod, block_mask, scale, (True, lse, max_scores))
+    run = flex_of_distributed if isinstance(query, DTensorBase) else flex_of_ranks
+    found = run(query, key, value, options)
+    if return_aux is not None:
+        aux = pytorch.AuxOutput(
+            lse=found.logsumexp if lse else None, max_scores=found.max_scores if max_scores else None
+        )
+        return found.output, aux
+    return (found.output, found.logsumexp) if return_lse else found.output
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gqa: bool) -> None:
+    """Raise an error for arguments that one device has an error for."""
+    given = {"query": query, "key": key, "value": value}
+    if not all(isinstance(tensor, DTensorBase) == isinstance(query, DTensorBase) for tensor in given.values()):
+        plain = [name for name, tensor in given.items() if not isinstance(tensor, DTensorBase)]
+        raise MixedTensorError(
+            f"flex_attention of DTensors, and of plain tensors as {' and '.join(plain)}",
+            "distribute all three on one mesh: distribute_tensor(x, mesh, placements)",
+        )
+    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in given.items())
+    if not query.dim() == key.dim() == value.dim() == 4:
+        raise ShapeError(f"flex_attention of {shapes}", "pass [batch, heads, positions, features] each")
+    heads, shared = query.shape[1], key.shape[1]
+    fits = (
+        key.shape[:3] == value.shape[:3]
+        and key.shape[3] == query.shape[3]
+        and key.shape[0] in (1, query.shape[0])
+        and (heads == shared or (shared > 0 and heads % shared == 0))
+    )
+    if not fits:
+        raise ShapeError(
+            f"flex_attention of {shapes}",
+            "keys and values have the same positions, queries and keys the same features, and the heads of keys "
+            "divide those of queries",
+        )
+    if heads != shared and not enable_gqa:
+        raise ShapeError(f"flex_attention of {shapes}, whose heads differ", "pass enable_gqa=True")
+    if query.dtype != key.dtype or query.dtype != value.dtype:
+        raise ShapeError(f"flex_attention of {query.dtype}, {key.dtype} and {value.dtype}", "use one dtype")
+    lengths = query.shape[2], key.shape[2]
+    if block_mask is not None and isinstance(query, DTensorBase) and tuple(block_mask.seq_lengths) != lengths:
+        raise ShapeError(
+            f"flex_attention of {shapes} with a block mask for {tuple(block_mask.seq_lengths)} queries and keys",
+            "create the mask for the global lengths of the sequences",
+        )
+
+
+# ---- masks ----------------------------------------------------------------------------------------------------------
+
+
+def _gathering_captured(original: Function) -> Function:
+    """`create_block_mask`, for functions that hold distributed tensors: the mask then holds them in full."""
+
+    @functools.wraps(original)
+    def create_block_mask(mask_mod: Callable[..., Tensor], *args: Any, **kwargs: Any) -> object:
+        if any(isinstance(tensor, (DTensorBase, RankTensor)) for tensor in captured_tensors(mask_mod)):
+            mask_mod = with_captured(mask_mod, _full)
+        return original(mask_mod, *args, **kwargs)
+
+    return create_block_mask
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """A plain tensor with the global values, which are the same on all ranks."""
+    if isinstance(tensor, DTensorBase):
+        spec = tensor._spec
+        if spec.mesh_info.outside:
+            raise InputError(
+                f"create_block_mask with {spec!r} on a rank outside of its mesh", "call it on the ranks of the mesh"
+            )
+        tensor = redistribute_local(tensor._local_tensor, spec, spec.replicated())
+    return common(tensor.detach()) if isinstance(tensor, RankTensor) else tensor
