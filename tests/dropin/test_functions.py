@@ -295,8 +295,3 @@ def test_a_sequence_of_another_length_than_its_order_is_refused():
         _context_parallel_shard(mesh, [local], [2], _HeadTailLoadBalancer(16, 2, "cpu"))
         with context_parallel(mesh), pytest.raises(ShapeError, match="rearranged as one of 16"):
             F.scaled_dot_product_attention(*[local[:, :, :4]] * 3)
-
-
-def test_flex_attention_is_refused():
-    with pytest.raises(InputError, match="context parallel of flex_attention"):
-        _ContextParallel(seq_dim=2, attention_type=_ContextParallel.AttentionType.FLEX)

@@ -109,8 +109,10 @@ PLACEMENTS: list[tuple[tuple[int, ...], Any, dict[str, int]]] = [
 ]
 
 
-@pytest.mark.parametrize("method", ["gather", None])
-@pytest.mark.parametrize(("sizes", "placements", "shape"), PLACEMENTS)
+@pytest.mark.parametrize(
+    ("sizes", "placements", "shape", "method"),
+    [(*case, "gather") for case in PLACEMENTS] + [(*case, "heads") for case in (PLACEMENTS[0], PLACEMENTS[9])],
+)
 def test_any_sharding_equals_one_device(sizes, placements, shape, method):
     tensors = inputs(**shape)
     with ranks(*sizes) as mesh, attention_over_sequence(method):

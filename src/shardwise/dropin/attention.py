@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 
 from ..comm.groups import adopt
@@ -26,6 +27,7 @@ from ..sharding.runtime import WorldState
 from ..tensor.creation import distribute_tensor
 from ..tensor.dtensor import DTensor
 from ..world import RankTensor
+from .block_masks import rank_block_mask
 from .load_balancers import _HeadTailLoadBalancer, _LoadBalancer
 
 _SEQUENCE_DIM = 2
@@ -134,11 +136,11 @@ def context_parallel(
 
 def _context_parallel_shard(
     mesh: DeviceMesh,
-    buffers: Sequence[Tensor] | Mapping[str, Tensor],
+    buffers: Sequence[Tensor | BlockMask] | Mapping[str, Tensor | BlockMask],
     seq_dims: Sequence[int] | Mapping[str, int],
     load_balancer: _LoadBalancer | None = None,
-) -> list[Tensor]:
-    """This rank's shard of each buffer, rearranged by the load balancer before.
+) -> list[Any]:
+    """This rank's shard of each buffer, rearranged by the load balancer before; of a BlockMask its rows.
 
     Attention over this mesh takes its arguments in the order that was used last.
     """
@@ -147,13 +149,16 @@ def _context_parallel_shard(
         seq_dims = [seq_dims[name] for name in buffers]
         buffers = list(buffers.values())
     assert not isinstance(seq_dims, Mapping)
-    if not all(isinstance(buffer, Tensor) for buffer in buffers):
-        raise InputError("context parallel of a BlockMask", "pass tensors, and use F.scaled_dot_product_attention")
     if buffers:
         mesh_info = adopt(mesh)
         _ARRANGED.of(mesh_info.runtime)[mesh_info] = load_balancer
     pairs = zip(buffers, seq_dims, strict=True)
-    return [_shard(mesh, _rearranged(buffer.detach(), dim, load_balancer), dim) for buffer, dim in pairs]
+    return [
+        rank_block_mask(buffer, mesh, load_balancer)
+        if isinstance(buffer, BlockMask)
+        else _shard(mesh, _rearranged(buffer.detach(), dim, load_balancer), dim)
+        for buffer, dim in pairs
+    ]
 
 
 T = TypeVar("T", bound=Tensor)

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import enum
+import functools
+import inspect
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import InputError
 from ..parallel import ParallelStyle
+from ..sharding.placement import Partial, Replicate, Shard
+from ..tensor.dtensor import DTensor
 from .attention import _Attention
 
 
 class _ContextParallel(ParallelStyle):
-    """The style of a module that calls attention with its arguments: they hold this rank's shard of the sequence."""
+    """The style of a module that calls attention with its arguments: they hold this rank's shard of the sequence.
+
+    `SDPA`: inside, `F.scaled_dot_product_attention` is that of the global sequence. `FLEX`: the module gets all keys
+    and values, and calls `flex_attention` with this rank's mask.
+    """
 
     class AttentionType(enum.Enum):
         """Which attention the module calls."""
@@ -22,11 +30,13 @@ class _ContextParallel(ParallelStyle):
         SDPA = "scaled_dot_product_attention"
 
     def __init__(self, seq_dim: int, attention_type: AttentionType) -> None:
-        if attention_type is not self.AttentionType.SDPA:
-            raise InputError(f"context parallel of {attention_type.value}", "use F.scaled_dot_product_attention")
         self.seq_dim, self.attention_type = seq_dim, attention_type
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self.attention_type is self.AttentionType.FLEX:
+            gathering = functools.partial(_with_all_keys, device_mesh, self.seq_dim)
+            module.register_forward_pre_hook(gathering, with_kwargs=True)
+            return module
         running: list[_Attention] = []
 
         def enter(*_: object) -> None:
@@ -36,3 +46,23 @@ class _ContextParallel(ParallelStyle):
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(lambda *_: running.pop().__exit__(None, None, None), always_call=True)
         return module
+
+
+def _with_all_keys(
+    mesh: DeviceMesh, dim: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a module with the keys and values of all ranks.
+
+    They are its second and third argument. The mask, made by `_context_parallel_shard`, is that of this rank's queries.
+    """
+    names = list(inspect.signature(module.forward).parameters)[1:3]
+    gathered = [_gathered(value, mesh, dim) if i in (1, 2) else value for i, value in enumerate(args)]
+    named = {name: _gathered(kwargs[name], mesh, dim) for name in names if name in kwargs}
+    return tuple(gathered), kwargs | named
+
+
+def _gathered(local: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """The shards of all ranks, whose gradients are summed."""
+    shards = DTensor.from_local(local, mesh, [Shard(dim)] * mesh.ndim)
+    whole = shards.redistribute(placements=[Replicate()] * mesh.ndim)
+    return whole.to_local(grad_placements=[Partial()] * mesh.ndim)

@@ -39,7 +39,7 @@ def _listed(counts: Tensor, indices: Tensor) -> Tensor:
     listed = torch.arange(blocks, device=indices.device) < counts.unsqueeze(-1)
     columns = torch.where(listed, indices, blocks).long()
     table = torch.zeros((*indices.shape[:-1], blocks + 1), dtype=torch.int8, device=indices.device)
-    return table.scatter_(-1, columns, 1)[..., :blocks]
+    return table.scatter(-1, columns, 1)[..., :blocks]
 
 
 class Blocks(NamedTuple):
@@ -69,3 +69,34 @@ class Blocks(NamedTuple):
         rows, columns = queries // self.size[0], keys // self.size[1]
         at = self.states.index_select(2, rows).index_select(3, columns)
         return (at == FULL) | ((at == MASKED) & by_mask_mod())
+
+
+def states_at(states: Tensor, size: tuple[int, int], queries: Tensor, keys: Tensor) -> Tensor:
+    """The states of blocks of the tokens at these positions, in their order: of a rank's rows, or of a rearranged text.
+
+    A new block is skipped if all the blocks that its tokens come from are, and full if all of them are full.
+    """
+    rows, columns = (
+        _origins(at, its, states.shape[dim]) for at, its, dim in ((queries, size[0], 2), (keys, size[1], 3))
+    )
+
+    def count(chosen: Tensor) -> Tensor:
+        return rows @ chosen.float() @ columns.transpose(0, 1)
+
+    seen, not_full = count(states != SKIPPED) > 0, count(states != FULL) > 0
+    return torch.where(seen, torch.where(not_full, MASKED, FULL), SKIPPED).to(torch.int8)
+
+
+def _origins(positions: Tensor, size: int, blocks: int) -> Tensor:
+    """1 where a token of a new block comes from an old block, `[new blocks, old blocks]`."""
+    new = torch.arange(len(positions), device=positions.device) // size
+    found = torch.zeros(-(-len(positions) // size), blocks, device=positions.device)
+    found[new, positions // size] = 1.0
+    return found
+
+
+def lists_of(states: Tensor, state: int) -> tuple[Tensor, Tensor]:
+    """How many blocks of each row have a state, and their indices, first in the list."""
+    chosen = (states == state).to(torch.int32)
+    order = chosen.argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)

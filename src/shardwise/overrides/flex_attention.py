@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -50,13 +50,25 @@ def _attending(original: Function) -> Function:
 
     @functools.wraps(original)
     def flex_attention(query: Tensor, *args: Any, **kwargs: Any) -> object:
-        if not isinstance(query, (DTensorBase, RankTensor)):
+        if not isinstance(query, (DTensorBase, RankTensor)) and not _is_for_rank(query, args, kwargs):
             return original(query, *args, **kwargs)
         bound = signature.bind(query, *args, **kwargs)
         bound.apply_defaults()
         return _flex_attention(**bound.arguments)
 
     return flex_attention
+
+
+class RankBlockMask(pytorch.BlockMask):
+    """A block mask for the queries of one rank and all keys.
+
+    With such a mask, attention of plain tensors on a CPU has gradients, which PyTorch's lacks there.
+    """
+
+
+def _is_for_rank(query: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    mask = kwargs.get("block_mask") if len(args) < 4 else args[3]
+    return type(mask) is RankBlockMask and query.device.type == "cpu"
 
 
 def _flex_attention(

@@ -211,7 +211,7 @@ def _on_each_rank(
 
 
 def flex_of_ranks(query: Any, key: Any, value: Any, options: FlexOptions) -> FlexResult:
-    """Attention of the plain local tensors of all simulated ranks: each rank's own, with its mask and functions."""
+    """Attention of plain local tensors: of this rank, or of all simulated ranks, with their own masks and functions."""
     captured = captured_tensors(options.score_mod, options.mask_mod)
     blocks = options.blocks
 
@@ -227,5 +227,7 @@ def flex_of_ranks(query: Any, key: Any, value: Any, options: FlexOptions) -> Fle
         places = Places(indices[0], indices[1], indices[2], indices[3], shared)
         return attend_locally(query, key, value, places, score_mod, mask_mod, own, options.scale, held)
 
+    if not isinstance(query, RankTensor):
+        return at_rank(0, query, key, value, *captured)
     ranks = len(query.shards)
     return FlexResult(*ForEachRank.apply(at_rank, ranks, query, key, value, *captured))
