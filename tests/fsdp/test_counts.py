@@ -12,10 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import DTensor, RankTensor, Shard, distribute_tensor, init_device_mesh
+from shardwise import DTensor, RankTensor, Shard, distribute_tensor, init_device_mesh, replicate
 from shardwise.debug import CommDebugMode
 from shardwise.errors import InputError
 from shardwise.fsdp import Event, fully_shard, schedule
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tests.fsdp.models import batches, full, loss_of, new_model, shard
 from tests.worlds import fake_group, mesh_of
 
@@ -169,3 +170,31 @@ def bytes_of_rank(rank: int) -> int:
             storage = tensor.shards[rank].untyped_storage()
             storages[storage._cdata] = storage.size()
     return sum(storages.values())
+
+
+@pytest.mark.parametrize("style", ["fully_shard", "hybrid", "replicate", "tensor parallel"])
+def test_an_axis_of_one_rank_communicates_nothing(style: str) -> None:
+    x = torch.randn(8, 16)
+    torch.manual_seed(0)
+    plain = even_block()
+    block = copy.deepcopy(plain)
+    plain(x).sum().backward()
+    with mesh_of(1, 1, 2, names=("a", "b", "c")) as mesh, CommDebugMode() as counted:
+        if style == "fully_shard":
+            fully_shard(block, mesh=mesh["a"], reshard_after_forward=True)
+        elif style == "hybrid":
+            fully_shard(block, mesh=mesh["a", "b"])
+        elif style == "replicate":
+            replicate(block, mesh=mesh["a"])
+        else:
+            parallelize_module(block, mesh["a"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        optimizer = torch.optim.SGD(block.parameters(), 0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            block(x).sum().backward()
+        norm = nn.utils.clip_grad_norm_(block.parameters(), 1e9)
+        for one, other in zip(block.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(full(one.grad), other.grad)
+        optimizer.step()
+        assert float(full(norm)) == pytest.approx(float(nn.utils.get_total_norm([p.grad for p in plain.parameters()])))
+    assert counted.collectives == []

@@ -2,6 +2,7 @@
 
 gloo reduces and scatters by reducing everything to everybody, so there a reduce-scatter is one all-to-all of the
 gradients, packed by one kernel, and a local sum: half of the bytes. Other backends reduce straight from the gradients.
+A group of one rank communicates nothing: what would be sent is copied.
 """
 
 from __future__ import annotations
@@ -23,12 +24,17 @@ def all_gather(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: str) 
     if len({tensor.dtype for tensor in inputs}) > 1:  # a gather moves bytes, so that dtypes share one call
         inputs = [tensor.view(torch.uint8) for tensor in inputs]
         outputs = [tensor.view(torch.uint8) for tensor in outputs]
-    return _waiting(_group(group).allgather_into_tensor_coalesced(list(outputs), list(inputs)), outputs, inputs)
+    process_group = _group(group)
+    if process_group.size() == 1:
+        return _copied(outputs, inputs)
+    return _waiting(process_group.allgather_into_tensor_coalesced(list(outputs), list(inputs)), outputs, inputs)
 
 
 def reduce_scatter(outputs: Sequence[Tensor], inputs: Sequence[Tensor], mean: bool, group: str) -> Wait:
     """Start to sum each input over the ranks, or to average it, and to write this rank's part into its output."""
     process_group = _group(group)
+    if process_group.size() == 1:
+        return _copied(outputs, inputs)
     if inputs[0].device.type == "cpu" and _runs_on_gloo(process_group, inputs[0]):
         return _reduce_by_exchange(outputs, inputs, mean, process_group)
     options: Any = dist.ReduceScatterOptions()
@@ -40,6 +46,8 @@ def reduce_scatter(outputs: Sequence[Tensor], inputs: Sequence[Tensor], mean: bo
 def all_reduce(tensor: Tensor, mean: bool, group: str) -> Wait:
     """Start to sum a tensor over the ranks, or to average it, in place."""
     process_group = _group(group)
+    if process_group.size() == 1:
+        return _nothing
     averages = mean and not _runs_on_gloo(process_group, tensor)
     options: Any = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
@@ -56,6 +64,16 @@ def all_reduce(tensor: Tensor, mean: bool, group: str) -> Wait:
 def _group(name: str) -> Any:
     """The process group of a name; its methods call the ops of `torch.ops.c10d`, which simulated ranks have, too."""
     return group_named(name)
+
+
+def _copied(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Wait:
+    for output, sent in zip(outputs, inputs, strict=True):
+        output.copy_(sent.view(output.shape))
+    return _nothing
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
 
 
 def _waiting(work: Any, *tensors: Sequence[Tensor]) -> Wait:

@@ -123,6 +123,8 @@ def _stack(results: Sequence[Any]) -> LocalResult:
 
 def _perform(pieces: Pieces, request: Request, own: int | list[int]) -> Tensor:
     tensor = request.tensor if isinstance(own, list) else request.tensor.contiguous()
+    if pieces.count == 1 and not isinstance(request, (Fetch, Return)):  # nobody else has anything
+        return tensor.unsqueeze(0) if isinstance(request, Gather) else tensor
     if isinstance(request, Gather):
         gathered = from_wire(wait(all_gather(to_wire(tensor).unsqueeze(0), pieces.count, pieces.group)), tensor.dtype)
         return gathered if pieces.in_order else gathered[pieces.order]
@@ -167,7 +169,10 @@ def _move_rows(pieces: Pieces, request: Fetch | Return, own: int | list[int]) ->
     row = [unit * math.prod(n for d, n in enumerate(shard.shape) if d != request.dim) for shard in shards]
     out = [[rows * size for rows in plan.send_rows] for plan, size in zip(plans, row, strict=True)]
     into = [[rows * size for rows in plan.receive_rows] for plan, size in zip(plans, row, strict=True)]
-    if isinstance(own, list):
+    received: Sequence[Tensor]
+    if pieces.count == 1:
+        received = packed
+    elif isinstance(own, list):
         columns = [[rank_int(column) for column in zip(*splits, strict=True)] for splits in (into, out)]
         received = wait(all_to_all(RankTensor(packed), *columns, pieces.group)).shards
     else:
