@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardwise import init_device_mesh, simulate
+from shardwise.debug import CommDebugMode
 from shardwise.errors import ShardwiseError
 from shardwise.pipeline import Action, schedule, stage_meshes
 from tests.pipeline.models import batches, check, check_local, pipeline_of
@@ -83,3 +87,38 @@ def test_schedules(kind, ranks, chunks):
             for backward, stage, _ in order:
                 held[stage] += -1 if backward else 1
                 assert held[stage] <= stages - stage
+
+
+# ---- counted communication -----------------------------------------------------------------------------------------
+
+
+def messages_of_second_step(mesh):
+    """Kind, axis, whether in the backward pass, and bytes, of the messages between stages."""
+    model, (words,) = pipeline_of(mesh), batches(1)
+    model.step(words[:, :-1], target=words[:, 1:])
+    with CommDebugMode() as counted:
+        model.step(words[:, :-1], target=words[:, 1:])
+    sent = counted.get_comm_counts()[torch.ops.c10d.send]
+    received = counted.get_comm_counts()[torch.ops.c10d.recv_]
+    messages = [each for each in counted.collectives if each.kind in ("send", "receive")]
+    assert (sent, received) == tuple(sum(each.kind == kind for each in messages) for kind in ("send", "receive"))
+    table = counted.generate_comm_debug_tracing_table(noise_level=0)
+    assert "send over pp" in table, table
+    return Counter((each.kind, each.over, each.moment.backward) for each in messages), sum(
+        each.received for each in messages
+    )
+
+
+def test_messages_are_counted_simulated():
+    with mesh_of(2, 2, names=("pp", "tp")) as mesh:
+        found, nbytes = messages_of_second_step(mesh)
+    assert found == {(kind, "pp", back): 3 for kind in ("send", "receive") for back in (False, True)}
+    assert nbytes == 2 * 7 * 5 * 8 * 4  # rows, words, width, bytes of a number; forward and backward
+
+
+@on_processes
+def test_messages_are_counted_on_processes():
+    found, nbytes = messages_of_second_step(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp")))
+    last = dist.get_rank() >= 2
+    assert found == {("send", "pp", last): 3, ("receive", "pp", not last): 3}
+    assert nbytes == 7 * 5 * 8 * 4

@@ -17,6 +17,9 @@ from ..comm.groups import ranks_of_group
 from ..ops.collectives import FUNCTIONAL_NAMESPACES, CollectiveOp
 from ..world import RankTensor, current_world, values_of
 
+_MESSAGES = {"send": "send", "receive": "recv_"}
+"""The ops that stand for messages between simulated ranks, and those of processes."""
+
 
 def public_op(op: object) -> object:
     """Return the packet of an op, from the public namespace if it has one; anything else unchanged."""
@@ -24,6 +27,8 @@ def public_op(op: object) -> object:
     if not isinstance(packet, OpOverloadPacket):
         return op
     namespace, _, name = str(packet).partition(".")
+    if namespace == "shardwise" and name in _MESSAGES:
+        return getattr(torch.ops.c10d, _MESSAGES[name])
     if namespace not in FUNCTIONAL_NAMESPACES:
         return packet
     # What a collective does in place counts as what it does: users name `all_reduce`.

@@ -15,7 +15,9 @@
 │     down │   1 all-reduce over tp     192 B │                                  │
 └──────────┴──────────────────────────────────┴──────────────────────────────────┘
 
-It works on processes and on simulated ranks. A collective of simulated ranks counts once.
+It works on processes and on simulated ranks. A collective of simulated ranks counts once. Messages from rank to rank,
+such as those between the stages of a pipeline, count as `send` and `receive`: on a process its own, among simulated
+ranks those of all stages.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -30,7 +33,8 @@ from torch import Tensor, nn
 from .._torch import pytree
 from .._torch.modes import OwnMode
 from .._torch.ops import OpOverload
-from ..ops.collectives import CollectiveOp, collective_of
+from ..ops.collectives import RECEIVE, SEND, CollectiveOp, collective_of
+from ..pipeline.transfer import is_of_backward
 from ..sharding.mesh import axes_of_group
 from ..sharding.placement import Placement
 from ..tensor.dtensor import DTensor
@@ -92,7 +96,10 @@ class CommDebugMode(OwnMode):
     ) -> None:
         over = axes_of_group(group_of(args, kwargs))
         nbytes = received_bytes(op, args, kwargs, result)
-        collective = Collective(public_op(func), op.kind, over, nbytes, self._calls.now())
+        moment = self._calls.now()
+        if op in (SEND, RECEIVE) and is_of_backward(_tag(args, kwargs)):  # a pipeline's, outside of autograd's pass
+            moment = replace(moment, backward=True)
+        collective = Collective(public_op(func), op.kind, over, nbytes, moment)
         self.collectives.append(collective)
         self.operations[-1] = collective
 
@@ -176,3 +183,9 @@ class CommDebugMode(OwnMode):
     def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
         """Write the tree of modules, with the collectives and ops of each, to a JSON file; levels as for the table."""
         Path(file_name).write_text(json.dumps(json_tree(self._modules(), self.operations, noise_level), indent=4))
+
+
+def _tag(args: Sequence[object], kwargs: dict[str, object]) -> int:
+    """The tag of a message, the last argument of its op."""
+    tag = kwargs.get("tag", args[-1])
+    return tag if isinstance(tag, int) else 0

@@ -4,7 +4,9 @@
 'all-reduce'
 
 The functional collectives return their result. Those in the namespace `c10d`, behind `torch.distributed.all_reduce` and
-others, write it into their first argument. A DTensor as an argument of either is refused.
+others, write it into their first argument. A DTensor as an argument of either is refused. Messages from rank to rank,
+`dist.send` and `dist.recv`, count as well; in a simulated world `shardwise::send` and `shardwise::receive` stand
+for them.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from .._torch.ops import OpOverload
 
 FUNCTIONAL_NAMESPACES = frozenset(("c10d_functional", "_c10d_functional", "_c10d_functional_autograd"))
 _NAMESPACES = FUNCTIONAL_NAMESPACES | {"c10d"}
+_COUNTED = _NAMESPACES | {"shardwise"}
 _WITHOUT_DATA = frozenset(("barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd", "check_for_nan"))
 
 Received = Callable[[int, int, int], int]
@@ -40,7 +43,7 @@ class CollectiveOp:
 
 def collective_of(func: OpOverload) -> CollectiveOp | None:
     """Return the record of a collective; None for other ops."""
-    return _COLLECTIVES.get(func._schema.name) if func.namespace in _NAMESPACES else None
+    return _COLLECTIVES.get(func._schema.name) if func.namespace in _COUNTED else None
 
 
 def collective_names() -> dict[str, str]:
@@ -72,6 +75,10 @@ def _gather(sent: int, got: int, ranks: int) -> int:
 
 def _result(sent: int, got: int, ranks: int) -> int:
     return got
+
+
+def _nothing(sent: int, got: int, ranks: int) -> int:
+    return 0
 
 
 _FUNCTIONAL = {
@@ -108,7 +115,14 @@ _IN_PLACE = {
     "scatter_": CollectiveOp("scatter", _result, writes_first=True),
 }
 
+SEND, RECEIVE = CollectiveOp("send", _nothing, writes_first=True), CollectiveOp("receive", _result, writes_first=True)
+"""A message of one rank, which brings it nothing, and one that it gets. Both have the tensors first."""
+
 _COLLECTIVES = {
+    "c10d::send": SEND,
+    "c10d::recv_": RECEIVE,
+    "shardwise::send": SEND,
+    "shardwise::receive": RECEIVE,
     **{f"{space}::{name}": op for space in FUNCTIONAL_NAMESPACES for name, op in _FUNCTIONAL.items()},
     **{f"c10d::{name}": op for name, op in _IN_PLACE.items()},
 }

@@ -68,7 +68,7 @@ class Pipeline(nn.Module):
                 self.add_module(str(index), stage)
                 if parallelize is not None:
                     parallelize(stage, self.mesh_of(index))
-        self.courier = Mailbox(self.mesh_of) if self.simulated else Courier(self.mesh_of, mesh, axis)
+        self.courier = (Mailbox if self.simulated else Courier)(self.mesh_of, mesh, axis)
 
     def mesh_of(self, stage: int) -> DeviceMesh:
         """Return the mesh of a stage."""
@@ -96,7 +96,7 @@ class Pipeline(nn.Module):
         parameters = [parameter for parameter in self.parameters() if parameter.grad is not None]
         norm = norm_of_all([p.grad for p in parameters if p.grad is not None], norm_type)
         if not self.simulated:
-            group = self.mesh.get_group(self.axis)
+            group = self.courier.groups[False]  # type: ignore[union-attr]
             norm = norm.to(self.mesh.device_type)
             if norm_type == float("inf"):
                 dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
@@ -190,9 +190,8 @@ class _Step:
         if self.losses:
             total = _plain(torch.stack([_plain(loss) for loss in self.losses]).sum())
         if not pipeline.simulated:
-            line = self.courier.line  # type: ignore[union-attr]
-            source = line[self.last % len(line)]
-            dist.broadcast(total, src=source, group=pipeline.mesh.get_group(pipeline.axis))
+            line, groups = self.courier.line, self.courier.groups  # type: ignore[union-attr]
+            dist.broadcast(total, src=line[self.last % len(line)], group=groups[False])
         return total
 
 

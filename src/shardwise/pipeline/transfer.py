@@ -16,16 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import pytree
+from .._torch.collectives import group_named
 from ..errors import InputError
+from ..ops.above_autograd import new_op
 from ..sharding.mesh import DeviceMesh, mesh_info_of
 from ..sharding.placement import Partial, Placement, Replicate
 from ..tensor.dtensor import DTensor
-from ..world import RankTensor
 from .schedule import Action
 
 _LENGTH, _TEXT = 254, 255  # in the place of the number of a tensor: what it takes to receive them
 
-__all__ = ["Courier", "Mailbox", "without_partial"]
+__all__ = ["Courier", "Mailbox", "is_of_backward", "without_partial"]
 
 
 @dataclass(frozen=True)
@@ -76,23 +77,39 @@ def without_partial(value: Any) -> Any:
     return pytree.tree_map_only(DTensor, reduced, value)
 
 
-class Mailbox:
-    """Hands tensors from stage to stage in a simulated world, where one process runs all stages."""
+_send = new_op("send(Tensor local, str group, int tag) -> Tensor", lambda local, group, tag: local.clone())
+_receive = new_op("receive(Tensor local, str group, int tag) -> ()", lambda local, group, tag: None)
 
-    def __init__(self, mesh_of: Callable[[int], DeviceMesh]) -> None:
+
+class Mailbox:
+    """Hands tensors from stage to stage in a simulated world, where one process runs all stages.
+
+    Each tensor goes through two ops of our own, in the place of those that send and receive between processes: a mode
+    that counts communication sees them.
+    """
+
+    def __init__(self, mesh_of: Callable[[int], DeviceMesh], mesh: DeviceMesh, axis: str) -> None:
         self.mesh_of = mesh_of
         self.held: dict[Action, Any] = {}
+        info = mesh_info_of(mesh)
+        self.group = info.groups[info.axis_index(axis),]
 
     def send(self, to: Action, value: Any, key: object) -> None:
         """Leave what an action of another stage needs."""
-        mesh = self.mesh_of(to.stage)
-        self.held[to] = pytree.tree_map_only(
-            Tensor, lambda tensor: described(tensor).wrapped(_copy(tensor), mesh), value
-        )
+        mesh, tag = self.mesh_of(to.stage), _tag(to, 0)
+
+        def sent(tensor: Tensor) -> Tensor:
+            return described(tensor).wrapped(_send(local_of(tensor), self.group, tag), mesh)
+
+        self.held[to] = pytree.tree_map_only(Tensor, sent, value)
 
     def receive(self, to: Action, key: object) -> Any:
         """Take what was left for an action."""
-        return self.held.pop(to)
+        found = self.held.pop(to)
+        for leaf in pytree.tree_leaves(found):
+            if isinstance(leaf, Tensor):
+                _receive(local_of(leaf), self.group, _tag(to, 0))
+        return found
 
     def send_gradients(self, to: Action, gradients: Sequence[Tensor]) -> None:
         """Leave the gradients of what a stage sent."""
@@ -100,16 +117,11 @@ class Mailbox:
 
     def receive_gradients(self, to: Action, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Take the gradients of what a stage sent."""
-        gradients: list[Tensor] = self.held.pop(to)
+        gradients: list[Tensor] = self.receive(to, None)
         return gradients
 
     def finish(self) -> None:
         """Nothing is under way."""
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    local = local_of(tensor)
-    return RankTensor([shard.clone() for shard in local.shards]) if isinstance(local, RankTensor) else local.clone()
 
 
 class Courier:
@@ -125,7 +137,8 @@ class Courier:
         info = mesh_info_of(mesh)
         lines = info.rank_groups((info.axis_index(axis),))
         self.line = next(ranks for ranks in lines if dist.get_rank() in ranks)
-        forward = backward = mesh.get_group(axis)
+        # Not the mesh's own: of equal meshes, the first one's groups are used everywhere.
+        forward = backward = group_named(info.groups[info.axis_index(axis),])
         if dist.get_backend(forward) == "nccl":
             made = [dist.new_group(ranks) for ranks in lines]
             backward = made[lines.index(self.line)]
@@ -196,6 +209,11 @@ class Courier:
             for dense, each in zip(locals_, about, strict=True)
         )
         return [each.wrapped(local, mesh) for each, local in zip(about, strided, strict=True)]
+
+
+def is_of_backward(tag: int) -> bool:
+    """Whether a message with this tag carries gradients."""
+    return bool(tag >> 18 & 1)
 
 
 def _tag(to: Action, index: int) -> int:
