@@ -41,7 +41,8 @@ def test_training_on_processes() -> None:
     follows_one_device(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")))
 
 
-def test_local_tokens_and_averaged_gradients() -> None:
+@pytest.mark.parametrize("experts_first", [True, False])
+def test_local_tokens_and_averaged_gradients(experts_first: bool) -> None:
     """The router is replicated over both axes, the experts over one; gradients of both are averages over all ranks."""
     x = torch.randn(4, 6, 8)
     alone = made("chosen")
@@ -50,7 +51,8 @@ def test_local_tokens_and_averaged_gradients() -> None:
     with mesh_of(2, 2, names=("dp", "ep")) as mesh:
         model = made("chosen")
         parallelize_module(model, mesh["ep"], {"experts": ExpertParallel(gradient_reduction="mean")})
-        replicate(model.experts, mesh=mesh["dp"])
-        replicate(model, mesh=mesh)
+        if experts_first:
+            replicate(model.experts, mesh=mesh["dp"])
+        replicate(model, mesh=mesh)  # experts stay sharded over ep
         loss_of(model(on_ranks(list(x)))).backward()
         assert_same(by_name(model, lambda p: whole(p.grad)), by_name(alone, lambda p: p.grad))

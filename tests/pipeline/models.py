@@ -26,9 +26,14 @@ class Block(nn.Module):
         return x if self.head is None else self.head(x)
 
 
-def stages_of(count: int) -> list[nn.Module]:
+def stages_of(count: int, tied: bool = False) -> list[nn.Module]:
     torch.manual_seed(0)
-    return [Block(index == 0, index == count - 1) for index in range(count)]
+    stages = [Block(index == 0, index == count - 1) for index in range(count)]
+    if tied:
+        assert stages[0].words is not None
+        assert stages[-1].head is not None
+        stages[-1].head.weight = stages[0].words.weight
+    return list(stages)
 
 
 def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
@@ -93,9 +98,9 @@ def check_local(mesh: DeviceMesh) -> None:
         torch.testing.assert_close(full(parameter.grad), reference[int(index)].get_parameter(path).grad)
 
 
-def trained_alone(count: int, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+def trained_alone(count: int, steps: int, tied: bool = False) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of a training on one device, and the parameters after it."""
-    model = nn.ModuleDict({str(index): stage for index, stage in enumerate(stages_of(count))})
+    model = nn.ModuleDict({str(index): stage for index, stage in enumerate(stages_of(count, tied))})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for words in batches(steps):
@@ -108,7 +113,8 @@ def trained_alone(count: int, steps: int) -> tuple[list[float], dict[str, Tensor
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    return losses, {name: parameter.detach() for name, parameter in named}
 
 
 def trained(model: Pipeline, steps: int) -> list[float]:
@@ -129,10 +135,12 @@ def full(parameter: Tensor) -> Tensor:
     return getattr(found, "shards", (found,))[0]
 
 
-def pipeline_of(mesh: DeviceMesh, count: int = 2, microbatches: int = 3, schedule: str = "1f1b") -> Pipeline:
+def pipeline_of(
+    mesh: DeviceMesh, count: int = 2, microbatches: int = 3, schedule: str = "1f1b", tied: bool = False
+) -> Pipeline:
     placements = P("dp") if "dp" in (mesh.mesh_dim_names or ()) else [Replicate()]
     return Pipeline(
-        stages_of(count),
+        stages_of(count, tied),
         mesh,
         "pp",
         tensor_parallel,
@@ -143,9 +151,9 @@ def pipeline_of(mesh: DeviceMesh, count: int = 2, microbatches: int = 3, schedul
     )
 
 
-def check(model: Pipeline, count: int, steps: int) -> None:
+def check(model: Pipeline, count: int, steps: int, tied: bool = False) -> None:
     """Train, and compare losses and parameters with one device."""
-    losses, expected = trained_alone(count, steps)
+    losses, expected = trained_alone(count, steps, tied)
     torch.testing.assert_close(trained(model, steps), losses, rtol=1e-4, atol=1e-5)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(full(parameter), expected[name], rtol=1e-4, atol=1e-4)

@@ -81,9 +81,10 @@ class LocalView:
                 self._hidden.append((each, tensor, local, written))
 
     def _local(self, tensor: DTensor, spec: DTensorSpec | None) -> Tensor:
+        """The local tensor, whose gradients are averaged over the axes of the data that do not shard it."""
         names = tensor._spec.mesh_info.names
         average: list[Placement] = [
-            Partial("avg") if axis in self.data.names else placement
+            Partial("avg") if axis in self.data.names and not placement.is_shard() else placement
             for axis, placement in zip(names, tensor._spec.cotangent().placements, strict=True)
         ]
         local = tensor.to_local(grad_placements=average)

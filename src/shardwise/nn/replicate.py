@@ -58,7 +58,8 @@ def replicate(
 
     Parameters that are DTensors on a mesh with these axes (`parallelize_module(model, mesh, plan)`) stay as they are,
     and the plain ones are replicated on that mesh; such a module takes DTensors. Those on a mesh of other axes
-    (`mesh["tp"]`) are replicated over these as well, and local inputs see them on their own mesh.
+    (`mesh["tp"]`) are replicated over these as well, and local inputs see them on their own mesh. Parameters that one
+    of these axes shards (experts on `mesh["ep"]`, with a mesh `(dp, ep)`) stay sharded over it.
 
     Submodules that were replicated before, perhaps over another mesh, stay as they are.
 

@@ -44,7 +44,7 @@ def is_watched() -> bool:
 _library = torch.library.Library("shardwise", "FRAGMENT")
 
 
-def new_op(signature: str, run: Callable[..., Tensor | tuple[Tensor, ...]]) -> OpOverload:
+def new_op(signature: str, run: Callable[..., Tensor | tuple[Tensor, ...] | None]) -> OpOverload:
     """Define `shardwise::name(...)`: an op of our own, that runs this on local shards."""
     name = signature.partition("(")[0]
     _library.define(signature)

@@ -183,7 +183,7 @@ def redistribute_axis(
         if spec.mesh_info is not axis.mesh_info:
             raise MeshError(
                 f"an input {spec!r} on {spec.mesh_info!r} for a module that was parallelized over {axis.mesh_info!r}",
-                "parallelize the module over the mesh of its inputs; styles act on its axis 'tp'",
+                f"pass the mesh of its inputs to parallelize_module; styles act on its axis {axis.name!r}",
             )
         if len(targets) >= _MAX_TARGETS:
             targets.clear()

@@ -19,6 +19,7 @@ from ..world import RankTensor, current_world
 from .norm import clip_by_norm, norm_of_all
 from .schedule import Action, schedule
 from .stages import stage_meshes
+from .ties import Ties, separate, ties_between
 from .transfer import Courier, Mailbox, without_partial
 
 __all__ = ["Pipeline"]
@@ -44,6 +45,9 @@ class Pipeline(nn.Module):
     `parallelize(stage, submesh)` is called for the stages that are kept. `placements` are those of batches on the mesh
     of a stage; None passes plain tensors. `schedule` is "gpipe" or "1f1b"; with several stages a rank, "1f1b" is
     interleaved. A stage's outputs are the next one's arguments.
+
+    Stages may share parameters (`head.weight = words.weight`). Each stage then has a copy, and `step` gives all copies
+    the sum of their gradients.
     """
 
     def __init__(
@@ -63,12 +67,15 @@ class Pipeline(nn.Module):
         self.mesh, self.axis, self.stage_count = mesh, axis, len(stages)
         self.loss_fn, self.microbatches, self.schedule, self.placements = loss_fn, microbatches, schedule, placements
         self.simulated = current_world() is not None
+        ties = ties_between(stages)
+        separate(stages, ties)
         for index, stage in enumerate(stages):
             if self.simulated or not mesh_info_of(self.mesh_of(index)).outside:
                 self.add_module(str(index), stage)
                 if parallelize is not None:
                     parallelize(stage, self.mesh_of(index))
         self.courier = (Mailbox if self.simulated else Courier)(self.mesh_of, mesh, axis)
+        self.ties = Ties(ties, lambda stage: self._modules.get(str(stage)), self.courier)
 
     def mesh_of(self, stage: int) -> DeviceMesh:
         """Return the mesh of a stage."""
@@ -94,7 +101,8 @@ class Pipeline(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all stages so that their common norm is at most `max_norm`; return the norm."""
         parameters = [parameter for parameter in self.parameters() if parameter.grad is not None]
-        norm = norm_of_all([p.grad for p in parameters if p.grad is not None], norm_type)
+        copies = {id(parameter) for parameter in self.ties.copies()}  # one device counts a shared parameter once
+        norm = norm_of_all([p.grad for p in parameters if p.grad is not None and id(p) not in copies], norm_type)
         if not self.simulated:
             group = self.courier.groups[False]  # type: ignore[union-attr]
             norm = norm.to(self.mesh.device_type)
@@ -126,9 +134,13 @@ class _Step:
         actions = schedule(
             pipeline.schedule, ranks=ranks, stages=pipeline.stage_count, microbatches=pipeline.microbatches
         )
+        if train:
+            pipeline.ties.begin()
         for action in actions:
             if str(action.stage) in pipeline._modules and (train or not action.backward):
                 self._backward(action) if action.backward else self._forward(action)
+        if train:
+            pipeline.ties.sum_gradients(pipeline.microbatches)
         self.courier.finish()
         return self._loss()
 

@@ -103,8 +103,12 @@ class Mailbox:
 
         self.held[to] = pytree.tree_map_only(Tensor, sent, value)
 
-    def receive(self, to: Action, key: object) -> Any:
-        """Take what was left for an action."""
+    def crosses(self, stage: int, other: int) -> bool:
+        """Whether two stages are on different meshes."""
+        return self.mesh_of(stage) is not self.mesh_of(other)
+
+    def receive(self, to: Action, key: object, came_from: int = -1) -> Any:
+        """Take what was left for an action, by the stage at this distance."""
         found = self.held.pop(to)
         for leaf in pytree.tree_leaves(found):
             if isinstance(leaf, Tensor):
@@ -157,16 +161,21 @@ class Courier:
             self._send_one(to, text, _TEXT)
         self._send(to, [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)])
 
-    def receive(self, to: Action, key: object) -> Any:
-        """Wait for what an action needs."""
+    def crosses(self, stage: int, other: int) -> bool:
+        """Whether two stages are on different ranks."""
+        return (stage - other) % len(self.line) != 0
+
+    def receive(self, to: Action, key: object, came_from: int = -1) -> Any:
+        """Wait for what an action needs, from the stage at this distance."""
         if (to.stage, key) not in self.known:
             length = torch.empty(1, dtype=torch.int64, device=self.device)
-            self._receive_one(to, length, -1, _LENGTH).wait()
+            self._receive_one(to, length, came_from, _LENGTH).wait()
             text = torch.empty(int(length.item()), dtype=torch.uint8, device=self.device)
-            self._receive_one(to, text, -1, _TEXT).wait()
+            self._receive_one(to, text, came_from, _TEXT).wait()
             self.known[to.stage, key] = pickle.loads(text.cpu().numpy().tobytes())
         about = self.known[to.stage, key]
-        found = iter(self._receive(to, [leaf for leaf in pytree.tree_leaves(about) if isinstance(leaf, Described)], -1))
+        leaves = [leaf for leaf in pytree.tree_leaves(about) if isinstance(leaf, Described)]
+        found = iter(self._receive(to, leaves, came_from))
         return pytree.tree_map_only(Described, lambda _: next(found), about)
 
     def send_gradients(self, to: Action, gradients: Sequence[Tensor]) -> None:
