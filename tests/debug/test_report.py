@@ -178,6 +178,13 @@ def test_pages_are_well_formed_and_refer_to_nothing(tmp_path):
     assert "Nothing was communicated" in pages[1]
 
 
+def test_the_mesh_of_a_step_without_parameters_is_drawn():
+    with mesh_of(2, 2, names=AXES) as mesh:
+        page = report(lambda: distribute_tensor(torch.ones(4), mesh, P("dp")).sum().full_tensor()).html()
+    assert "mesh(dp=2, tp=2)" in page
+    assert "No parameter is distributed" in page
+
+
 def test_a_module_runs_with_arguments():
     with mesh_of(2, 2, names=AXES) as mesh:
         model = sharded(mesh)

@@ -51,7 +51,7 @@ class Report:
         folded = fold(self.step.communications)
         sections = {
             "Overview": overview(self._figures(), self.warnings),
-            "Placements": placements(self.tensors),
+            "Placements": placements(self.tensors, self.step.meshes),
             "Parameters": parameters(self.tensors),
             "Communication": communication(self.step.communications, folded),
             "Timeline": timeline(self.step.spans, modelled=self.step.modelled),

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...sharding.mesh import MeshInfo
+from ...sharding.runtime import runtime_of_world
 from ..explaining.explain import BYTES_PER_SECOND, FLOPS_PER_SECOND
 from ..explaining.recorder import Recorder
 from ..explaining.records import Communication
@@ -24,6 +27,8 @@ class Step:
     parameters: Mapping[str, Tensor] = field(default_factory=dict)
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     result: object = None
+    meshes: Sequence[MeshInfo] = ()
+    """The meshes over which something was communicated, if their world has not ended."""
 
 
 def run_step(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> Step:
@@ -36,7 +41,14 @@ def run_step(function: Callable[..., object], args: Sequence[object], kwargs: Ma
     found = describe(roots)
     spans = recorder.timeline.spans(FLOPS_PER_SECOND, BYTES_PER_SECOND)
     simulated = recorder.timeline.simulated
-    return Step(recorder.communications, spans, simulated, found.parameters, found.buffers, result)
+    meshes = _meshes(set(recorder.mesh_axes))
+    return Step(recorder.communications, spans, simulated, found.parameters, found.buffers, result, meshes)
+
+
+def _meshes(axes: set[str]) -> list[MeshInfo]:
+    """Return the meshes of the present world with some of these axes."""
+    known = runtime_of_world().meshes.values() if dist.is_initialized() else ()
+    return [info for info in known if info.adopted and axes & set(info.names)]
 
 
 def describe(roots: Mapping[str, nn.Module]) -> Step:

@@ -55,7 +55,7 @@ def _body(each: Folded) -> list[Markup]:
     if first.chosen is not None:
         parts.append(_choices(first.chosen, first.rejected))
     if first.edit:
-        parts.append(tag("p", tag("b", "To avoid it: "), first.edit, class_="edit"))
+        parts.append(tag("p", tag("b", "To avoid it: "), tag("code", first.edit), class_="edit"))
     return parts
 
 

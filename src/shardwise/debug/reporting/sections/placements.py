@@ -16,16 +16,21 @@ _MOST = 12
 _NAMES = 4
 
 
-def placements(tensors: Sequence[Held]) -> Markup:
-    """Return drawings of the meshes, and of one parameter for each combination of placements."""
+def placements(tensors: Sequence[Held], used: Sequence[MeshInfo]) -> Markup:
+    """Return drawings of the meshes, and of one parameter for each combination of placements.
+
+    `used` are the meshes of a step: they are drawn where no parameter has one.
+    """
     meshes: dict[int, MeshInfo] = {}
     alike: dict[tuple[object, ...], list[Held]] = {}
     for each in tensors:
         if each.spec is not None:
             meshes.setdefault(id(each.spec.mesh_info), each.spec.mesh_info)
             alike.setdefault(_kind(each.spec), []).append(each)
-    if not meshes:
-        return tag("p", "No parameter is distributed.", class_="fine")
+    if not alike:
+        drawn_meshes = [tag("figure", mesh_html(mesh)) for mesh in used]
+        none = tag("p", "No parameter is distributed.", class_="fine")
+        return join([tag("div", *drawn_meshes, class_="drawings"), none]) if used else none
     figures = [tag("figure", mesh_html(mesh)) for mesh in meshes.values()]
     groups = sorted(alike.values(), key=lambda group: -sum(each.total for each in group))
     drawn = [_figure(group) for group in groups[:_MOST]]
