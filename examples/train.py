@@ -3,6 +3,8 @@
     python examples/train.py                              8 simulated ranks in this process, as dp x tp = 2 x 4
     torchrun --nproc-per-node 4 examples/train.py         4 processes, as 2 x 2; on GPUs if there are any
 
+    shardwise report examples/train.py:one_step --mesh dp=2,tp=4        writes a page about one training step
+
 The model and its training are plain PyTorch. `PLAN` and `distribute` define how it is sharded.
 """
 
@@ -113,6 +115,15 @@ def train(
         losses.append(train_step(model, optimizer, place(tokens), place(targets)).item())
         progress(bar, len(losses), len(data), losses[-1])
     return losses
+
+
+def one_step(mesh: DeviceMesh) -> Callable[[], Tensor]:
+    """Return a training step on a mesh with axes dp and tp, for `shardwise report`."""
+    model = distribute(GPT(width=128, heads=8, layers=4).to(mesh.device_type), mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    batch = batches(1, 8, 48, mesh.device_type)[0]
+    tokens, targets = (distribute_tensor(x, mesh, P("dp")) for x in batch)
+    return lambda: train_step(model, optimizer, tokens, targets)
 
 
 def progress(title: str, step: int, steps: int, loss: float) -> None:

@@ -80,3 +80,11 @@ def test_wrong_usage(function, message, capsys):
 def test_a_mesh_that_is_missing(capsys):
     assert main(["report", f"{PROGRAM}:build"]) == 2
     assert "add --mesh" in capsys.readouterr().err
+
+
+def test_the_example_is_reported(tmp_path, capsys):
+    example = Path(__file__).parents[2] / "examples" / "train.py"
+    page = tmp_path / "step.html"
+    assert main(["report", f"{example}:one_step", "--mesh", "dp=2,tp=2", "-o", str(page)]) == 0
+    assert "collectives" in capsys.readouterr().out
+    assert "GPT.blocks.*.down" in page.read_text()

@@ -4,9 +4,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-
-from shardwise import P, distribute_tensor, init_device_mesh, simulate
+from shardwise import init_device_mesh, simulate
 from shardwise.debug import report
 from tests.debug.browser import browser, problems, screenshot, use_scheme
 
@@ -20,11 +18,7 @@ def write_page(path: Path) -> None:
 
     with simulate(8):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
-        model = train.distribute(train.GPT(width=128, heads=8, layers=4), mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        [batch] = train.batches(1, 8, 48)
-        tokens, targets = (distribute_tensor(part, mesh, P("dp")) for part in batch)
-        report(train.train_step, path, model, optimizer, tokens, targets, title="GPT: one training step")
+        report(train.one_step(mesh), path, title="GPT: one training step")
 
 
 def main() -> None:
