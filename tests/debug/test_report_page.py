@@ -138,6 +138,12 @@ def test_the_timeline_is_drawn_and_moved_by_keys(fresh):
     assert drawn() != everything
     svg.send_keys("0")
     assert drawn() == everything
+    svg.send_keys("\ue015\ue015")  # down, twice
+    assert " over " in fresh.find_element("id", "timeline-text").text
+    assert len(fresh.find_elements("css selector", "rect.selected")) == 1
+    first = fresh.find_element("css selector", "rect.selected").get_attribute("data-span")
+    svg.send_keys("\ue013")  # up
+    assert fresh.find_element("css selector", "rect.selected").get_attribute("data-span") != first
     span = "document.querySelector('#timeline-drawing rect.span')"
     run(fresh, f"{span}.dispatchEvent(new PointerEvent('pointerover', {{bubbles: true}}))")
     assert fresh.find_element("id", "timeline-text").text.startswith("Rank 0: ")

@@ -81,7 +81,7 @@ function drawTimeline(data) {
   const NAMES = 118, LANE = 20, GAP = 9, TOP = 24, SPACE = "http://www.w3.org/2000/svg";
   const place = document.getElementById("timeline-drawing"), text = document.getElementById("timeline-text");
   const end = data.end || 1;
-  let from = 0, to = end;
+  let from = 0, to = end, selected = -1;
   const tops = [];
   let height = TOP;
   data.lanes.forEach((lane, i) => {
@@ -127,10 +127,11 @@ function drawTimeline(data) {
       const [lane, start, seconds, name] = span;
       if (start + seconds < from || start > to) return;
       const left = Math.max(at(start), NAMES), right = Math.min(at(start + seconds), NAMES + width);
-      if (right - drawn[lane] < 0.4) return;  // nothing of it would be seen
+      if (right - drawn[lane] < 0.4 && i !== selected) return;  // nothing of it would be seen
       drawn[lane] = right;
       const box = { x: left, y: tops[lane] + 3, width: Math.max(right - left, 0.8), height: LANE - 6, rx: 2 };
-      parts.push(make("rect", { ...box, class: `span ${data.kinds[name]}`, "data-span": i }));
+      const chosen = i === selected ? " selected" : "";
+      parts.push(make("rect", { ...box, class: `span ${data.kinds[name]}${chosen}`, "data-span": i }));
     });
     svg.replaceChildren(...parts);
   }
@@ -150,6 +151,19 @@ function drawTimeline(data) {
     to = from + width;
     draw();
   }
+  /* For the keyboard: one collective of the first rank after the other. */
+  const walk = data.spans.map((span, i) => i)
+    .filter((i) => data.lanes[data.spans[i][0]].rank === data.lanes[0].rank && data.lanes[data.spans[i][0]].name !== "compute")
+    .sort((a, b) => data.spans[a][1] - data.spans[b][1]);
+  function select(by) {
+    if (!walk.length) return;
+    const next = selected < 0 && by < 0 ? walk.length - 1 : walk.indexOf(selected) + by;
+    selected = walk[Math.max(0, Math.min(next, walk.length - 1))];
+    const [, start, seconds] = data.spans[selected];
+    if (start < from || start + seconds > to) move(start + seconds / 2 - (to - from) / 2);
+    draw();
+    tell(selected);
+  }
   const actions = { in: () => zoom(0.5), out: () => zoom(2), all: () => move(0, end) };
   for (const button of document.querySelectorAll("[data-timeline]")) {
     button.addEventListener("click", actions[button.dataset.timeline]);
@@ -159,6 +173,8 @@ function drawTimeline(data) {
     const keys = { "+": actions.in, "=": actions.in, "-": actions.out, "0": actions.all };
     keys.ArrowLeft = () => move(from - by);
     keys.ArrowRight = () => move(from + by);
+    keys.ArrowUp = () => select(-1);
+    keys.ArrowDown = () => select(1);
     if (keys[event.key] && !event.ctrlKey && !event.metaKey) { keys[event.key](); event.preventDefault(); }
   });
   svg.addEventListener("pointerover", (event) => {

@@ -32,7 +32,9 @@ def timeline(spans: Sequence[Span], *, modelled: bool) -> Markup:
     legend = tag("div", *(tag("span", kind_markup(kind)) for kind in KINDS), class_="legend")
     more = f" Drawn: {len(shown)} of {len(ranks)} ranks." if len(ranks) > len(shown) else ""
     how = "modelled" if modelled else "measured on this rank"
-    lead = f"{seconds_text(end - begin)}, {how}.{more} Keys: + and - zoom, arrows move, 0 shows all."
+    lead = (
+        f"{seconds_text(end - begin)}, {how}.{more} Keys: + - zoom, ← → move, 0 shows all, ↑ ↓ go through collectives."
+    )
     return join(
         [
             tag("p", lead, class_="lead"),
