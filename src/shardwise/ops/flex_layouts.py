@@ -16,9 +16,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ..comm.cost import Links
+from ..comm.cost import Links, links_of
 from ..comm.estimate import estimate
-from ..comm.redistribute import links_of
 from ..sharding.layout import Dim, Factor, Layout, dim_axes, divides_evenly
 from ..sharding.runtime import WorldCache
 from ..sharding.spec import DTensorSpec

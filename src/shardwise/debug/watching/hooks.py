@@ -56,7 +56,7 @@ class Hooks:
         self._on, self._changing = False, threading.Lock()
         self.failure: Callable[[], BaseException] | None = None
         """Once set, whatever would be an event raises this."""
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._words: dict[int, str] = {}
         self._moves: dict[SpecPair, tuple[int, str]] = {}
         self._collectives: dict[object, tuple[int, str]] = {}
