@@ -72,7 +72,8 @@ class BudgetError(ShardwiseError, AssertionError):
     """More communication than a `shardwise.debug.budget` allows: `fix` explains all that counted."""
 
     def __init__(self, problem: str, explanation: str) -> None:
-        super().__init__(problem, f"\n\n{explanation}")
+        super().__init__(problem, explanation)
+        self.args = (f"{problem}\n\n{explanation}",)
 
 
 class SavedTensorError(ShardwiseError, RuntimeError):
