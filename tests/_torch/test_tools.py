@@ -26,6 +26,15 @@ def test_profilers_begin_and_end(calls) -> None:
     assert "a name" in {event.name for event in profiler.events()}
 
 
+def test_names_are_shown_while_a_profiler_is_active() -> None:
+    with tools.shown_in_profile("not {}", "shown") as nothing:
+        assert nothing is None
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with profile as profiler, tools.shown_in_profile("{} gradients", 3):
+        torch.ones(2)
+    assert "3 gradients" in {event.name for event in profiler.events()}
+
+
 def test_debug_modes_begin_and_end_and_show(calls) -> None:
     tools.call_while_debugging(lambda mode: calls.append(mode), lambda mode: calls.append(mode))
     mode = DebugMode()

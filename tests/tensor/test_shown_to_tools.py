@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._debug_mode import DebugMode
 
-from shardwise import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from shardwise import DTensor, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
+from shardwise.fsdp import fully_shard
 from tests.processes.pool import on_processes
 from tests.worlds import mesh_of
 
@@ -46,6 +48,19 @@ def test_profilers_of_both_kinds() -> None:
         with torch.autograd.profiler.profile() as profiler:
             x @ w
         assert {event.name for event in profiler.function_events} >= NAMES
+
+
+def test_buckets_and_fully_shard_have_names() -> None:
+    with mesh_of(4, names=("dp",)) as mesh:
+        replicated = distribute_module(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh)
+        sharded = fully_shard(nn.Linear(4, 4), mesh=mesh)
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            replicated(x).square().sum().backward()
+            sharded(torch.ones(4, 4)).sum().backward()
+    names = {event.name for event in profiler.events()}
+    assert "shardwise::all-reduce of 4 gradients" in names
+    assert {"shardwise::gather parameters of (root)", "shardwise::reduce gradients of (root)"} <= names
 
 
 def debugged(mesh) -> list[str]:

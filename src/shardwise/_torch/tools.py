@@ -7,7 +7,7 @@ functions that turn them on and off are wrapped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -25,14 +25,25 @@ record_function = torch.autograd.profiler.record_function
 """A context that the profiler shows under a name."""
 
 
+_profiler: Any = torch.autograd.profiler
+_NOT_SHOWN: AbstractContextManager[object] = nullcontext()
+
+
+def shown_in_profile(name: str, *parts: object) -> AbstractContextManager[object]:
+    """A context that a profiler, if one is active, shows as `name.format(*parts)`. For code that communicates anyway.
+
+    Relies on `_is_profiler_enabled`, which PyTorch keeps for such questions.
+    """
+    return record_function(name.format(*parts)) if _profiler._is_profiler_enabled else _NOT_SHOWN
+
+
 def call_while_profiling(begin: Callable[[], None], end: Callable[[], None]) -> None:
     """Call `begin` when a profiler starts in this process, and `end` when it stops.
 
     Relies on all profilers calling `_run_on_profiler_start` and `_run_on_profiler_stop` by these names.
     """
-    profiler: Any = torch.autograd.profiler
-    profiler._run_on_profiler_start = _then(profiler._run_on_profiler_start, begin)
-    profiler._run_on_profiler_stop = _then(profiler._run_on_profiler_stop, end)
+    _profiler._run_on_profiler_start = _then(_profiler._run_on_profiler_start, begin)
+    _profiler._run_on_profiler_stop = _then(_profiler._run_on_profiler_stop, end)
 
 
 def call_while_debugging(begin: Callable[[DebugMode], None], end: Callable[[DebugMode], None]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .._torch.below_autograd import below_autograd
 from .._torch.collectives import all_reduce, all_reduce_, reduce_scatter, wait
+from .._torch.tools import shown_in_profile
 from ..sharding.cache import ENTRY_BYTES
 from ..sharding.layout import Layout
 from ..sharding.mesh import MeshInfo
@@ -169,21 +170,25 @@ class Bucket:
     def start(self) -> None:
         """Start the collective."""
         with self.lock, below_autograd():
-            if self.started:
-                return
-            self.started = True
-            kind, op, divisor, group, ranks, dtype = self._reductions[0].channel
-            scale, _ = divided_sum(divisor, dtype)
-            packed = [reduction.pack(local) for reduction, local in zip(self._reductions, self._locals, strict=True)]
-            self._locals.clear()
-            self._sizes = [each.shape[-1] for each in packed]
-            op_sent, alone = wire_op(dtype, op), len(packed) == 1
-            joined = packed[0] if alone else torch.cat(packed, -1)
-            sent = to_wire(scale(joined.contiguous().view(-1)), op)
-            if kind == REDUCE_SCATTER:
-                self._raw = reduce_scatter(sent, op_sent, ranks, group)
-            else:  # a tensor that is alone was not copied, and others may read it
-                self._raw = (all_reduce if alone else all_reduce_)(sent, op_sent, group)
+            if not self.started:
+                self.started = True
+                kind = self._reductions[0].channel.kind
+                with shown_in_profile("shardwise::{} of {} gradients", kind, len(self._locals)):
+                    self._start()
+
+    def _start(self) -> None:
+        kind, op, divisor, group, ranks, dtype = self._reductions[0].channel
+        scale, _ = divided_sum(divisor, dtype)
+        packed = [reduction.pack(local) for reduction, local in zip(self._reductions, self._locals, strict=True)]
+        self._locals.clear()
+        self._sizes = [each.shape[-1] for each in packed]
+        op_sent, alone = wire_op(dtype, op), len(packed) == 1
+        joined = packed[0] if alone else torch.cat(packed, -1)
+        sent = to_wire(scale(joined.contiguous().view(-1)), op)
+        if kind == REDUCE_SCATTER:
+            self._raw = reduce_scatter(sent, op_sent, ranks, group)
+        else:  # a tensor that is alone was not copied, and others may read it
+            self._raw = (all_reduce if alone else all_reduce_)(sent, op_sent, group)
 
     def results(self) -> list[Tensor]:
         """The reduced local tensors, once the collective is done: views of what was received."""

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .._torch.collectives import all_to_all, wait
+from .._torch.tools import shown_in_profile
 from ..errors import InputError
 from ..sharding.layout import Coordinate, chunk_range
 from ..sharding.mesh import MeshInfo
@@ -78,9 +79,10 @@ class ExpertAxis:
     def all_to_all(self, rows: Tensor, received: list[Size], sent: list[Size]) -> Tensor:
         """One all-to-all of rows along the axis."""
         name = self.mesh_info.groups[(self.index,)]
-        if moves_natively(rows.dtype):
-            return wait(all_to_all(rows.contiguous(), received, sent, name))
-        return wait(all_to_all(rows.contiguous().view(torch.uint8), received, sent, name)).view(rows.dtype)
+        with shown_in_profile("shardwise::rows to experts over {}", self.mesh_info.names[self.index]):
+            if moves_natively(rows.dtype):
+                return wait(all_to_all(rows.contiguous(), received, sent, name))
+            return wait(all_to_all(rows.contiguous().view(torch.uint8), received, sent, name)).view(rows.dtype)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._torch.tools import shown_in_profile
 from ..dispatch.gather_cache import forget_gathered
 from ..errors import InputError
 from ..sharding.mesh import MeshInfo
@@ -109,7 +110,8 @@ class ParameterGroup:
                 outputs += buffers.received
             self._versions = [buffers.version() for buffers in self.buffers]
             name = self.axes.shard_group if kept is None else self.axes.group_of_neighbours(kept.ranks)
-            self._wait = all_gather(outputs, inputs if kept is None else kept.shares, name)
+            with shown_in_profile("shardwise::gather parameters of {}", self.name):
+                self._wait = all_gather(outputs, inputs if kept is None else kept.shares, name)
         return True
 
     def free_if_written(self) -> None:

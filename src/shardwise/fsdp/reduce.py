@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch.tools import shown_in_profile
 from ..tensor.dtensor import DTensor
 from .buffers import Buffers
 from .group import ParameterGroup
@@ -73,7 +74,8 @@ class Reduction:
         inputs = on_each_rank(to_send, gradients)
         flat = buffers.new_flat(dtype, buffers.device, chosen)
         outputs = buffers.pieces_of(flat, chosen)
-        self._waits.append(reduce_scatter(outputs, inputs, self._averages, self.group.axes.shard_group))
+        with shown_in_profile("shardwise::reduce gradients of {}", self.group.name):
+            self._waits.append(reduce_scatter(outputs, inputs, self._averages, self.group.axes.shard_group))
         self._flats.append((buffers, chosen, flat))
 
     def advance(self) -> None:
@@ -99,7 +101,8 @@ class Reduction:
                 if not self._over_replicas:
                     buffers.unreduced[i] = shard
             if self._over_replicas:
-                self._waits.append(all_reduce(flat, self._averages, self.group.axes.replicate_group))
+                with shown_in_profile("shardwise::reduce gradients of {} over replicas", self.group.name):
+                    self._waits.append(all_reduce(flat, self._averages, self.group.axes.replicate_group))
         if not self._over_replicas:
             self._flats = []
 

@@ -82,9 +82,9 @@ def of_purpose(told: Communication, purpose: Purpose, leaves: Sequence[str]) -> 
         case "gather parameters":
             again = told.backward and not told.recomputing
             edit = "fully_shard(module, reshard_after_forward=False)  # keeps the parameters until backward"
-            return f"fully_shard gathers the parameters of {purpose.detail or 'the root'}", edit if again else None
+            return f"fully_shard gathers the parameters of {purpose.detail}", edit if again else None
         case "reduce gradients":
-            return f"fully_shard reduces the gradients of {purpose.detail or 'the root'}", (
+            return f"fully_shard reduces the gradients of {purpose.detail}", (
                 "module.set_requires_gradient_sync(False)  # in all micro-batches but the last"
             )
         case "experts":
