@@ -352,6 +352,20 @@ def test_data_of_one_rank_is_distributed() -> None:
     assert all("src_data_rank=None" in c.edit for c in e.communications)
 
 
+def test_erased_steps_have_the_lines_of_their_recording() -> None:
+    with mesh_of(4, names=("tp",)) as mesh, torch.no_grad():
+        step = shardwise.erase(product_and_softmax)
+        x, w = conflicting_product(mesh)
+        step(x, w.detach())
+        with explain() as e:
+            step(x, w.detach())
+    numbers = lines_of(product_and_softmax)
+    assert [(c.cause, c.line.number) for c in e.communications] == [
+        ("erased step", numbers["product"]),
+        ("erased step", numbers["softmax"]),
+    ]
+
+
 # ---- everything together ---------------------------------------------------------------------------------------------
 
 

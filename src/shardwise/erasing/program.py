@@ -22,6 +22,7 @@ from torch import fx
 from .._torch.below_autograd import below_autograd
 from ..comm.groups import ranks_of_group
 from ..sharding.runtime import active_runtime
+from ..sharding.source_lines import RECORDED_LINES, Line
 from .effects import is_barrier, is_op, starts_collective
 from .recorder import Constant, Meta
 
@@ -43,8 +44,9 @@ class Program:
         self._last_uses = _last_uses(graph)
         self._variables = _variables(graph)
         self._taken = set(self._variables.values())
+        self._lines: dict[int, Line] = {}
         self.text = self._write()
-        names = {**self._names, "below_autograd": below_autograd}
+        names = {**self._names, "below_autograd": below_autograd, RECORDED_LINES: self._lines}
         exec(compile(self.text, "<erased step>", "exec"), names)
         self.run: Callable[..., Any] = names["step"]  # type: ignore[assignment]
 
@@ -66,6 +68,7 @@ class Program:
             if node.meta.get("line") is not None and node.meta["line"] != line:
                 line = node.meta["line"]
                 lines.append(f"{indent}# {line}  {line.text}".rstrip())
+                self._lines[len(lines)] = line
             lines += self._statement(node, indent)
         return "\n".join(lines) + "\n"
 

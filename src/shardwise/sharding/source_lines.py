@@ -17,6 +17,10 @@ _PYTHON = os.path.dirname(os.__file__) + os.sep
 _MESH = torch.distributed.device_mesh.__file__
 
 
+RECORDED_LINES = "__recorded_lines__"
+"""Generated code has, under this name among its globals, the user's lines by the number from which on they hold."""
+
+
 class Line(str):
     """`train.py:31`, with the path of the file, the number, and the text of the line."""
 
@@ -32,11 +36,17 @@ class Line(str):
         line.text = linecache.getline(path, number).strip()
         return line
 
+    @staticmethod
+    def of(frame: FrameType) -> Line:
+        """The line that a frame is at; in generated code, the user's line that it was generated from."""
+        recorded: dict[int, Line] = frame.f_globals.get(RECORDED_LINES, {})
+        before = [number for number in recorded if number <= frame.f_lineno]
+        return recorded[max(before)] if before else Line.at(frame.f_code.co_filename, frame.f_lineno)
+
 
 def users_line() -> Line:
     """The innermost line that is not shardwise's, PyTorch's or Python's own."""
-    frame = users_frame(sys._getframe(1))
-    return Line.at(frame.f_code.co_filename, frame.f_lineno)
+    return Line.of(users_frame(sys._getframe(1)))
 
 
 def users_frame(frame: FrameType) -> FrameType:

@@ -39,7 +39,7 @@ def line_now() -> Line | None:
     frame = users_frame_now()
     if frame is None:
         return line_of_node(current_node())
-    return Line.at(frame.f_code.co_filename, frame.f_lineno)
+    return Line.of(frame)
 
 
 def line_of_node(node: Node | None) -> Line | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..._torch.autograd_graph import accumulated_leaf, current_node
 from ...comm.buckets import Bucket
 from ...comm.token_route import ExpertAxis
+from ...erasing.replay import Replay
 from ...extend import local_function
 from ...fsdp.group import ParameterGroup
 from ...fsdp.reduce import Reduction
@@ -110,6 +111,7 @@ def _table() -> tuple[tuple[object, str, Find], ...]:
         (ParameterGroup, "start_gather", _of_group),
         (Reduction, "_start", _of_reduction),
         (Reduction, "_after_scatter", _of_reduction),
+        (Replay, "__call__", _same("erased step")),
         (ExpertAxis, "all_to_all", _same("experts")),
         (creation, "_scatter_from", _same("distribute")),
         (local_view, "_take_from_first", _same("distribute", "buffers of the first rank")),

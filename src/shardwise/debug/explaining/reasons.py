@@ -93,6 +93,8 @@ def of_purpose(told: Communication, purpose: Purpose, leaves: Sequence[str]) -> 
             return f"{CAUSES['distribute']}, so that all have the same", (
                 "distribute_tensor(x, mesh, placements, src_data_rank=None)  # if all ranks have the data already"
             )
+        case "erased step":
+            return "the recording of an erased step holds it; explain the step without erase for its reason", None
         case "program":
             return f"the program calls {told.collective} itself", None
     detail = f" ({purpose.detail})" if purpose.detail else ""

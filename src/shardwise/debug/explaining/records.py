@@ -43,6 +43,7 @@ CAUSES = {
     "distribute": "data is sent from one rank to the others",
     "agreement": "ranks check that their random generators agree",
     "transfer": "a model's state goes to another mesh",
+    "erased step": "a recording of a step is run",
     "program": "the program calls a collective itself",
 }
 """The causes of communication, each with what it means."""
