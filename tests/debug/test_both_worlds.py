@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,12 +14,17 @@ import shardwise.debug
 from shardwise import DeviceMesh, DTensor, Shard, distribute_tensor, init_device_mesh
 from shardwise.debug import (
     CommDebugMode,
+    Drawing,
     Explanation,
+    Report,
     budget,
     check_local_tensors,
     draw,
     explain,
+    load_ipython_extension,
     merge_traces,
+    report,
+    show,
     trace,
     visualize_sharding,
 )
@@ -83,6 +89,26 @@ def checks(mesh: DeviceMesh, folder: Path) -> None:
         DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)])
 
 
+def shows(mesh: DeviceMesh, folder: Path) -> None:
+    x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
+    drawing = show(x)
+    assert isinstance(drawing, Drawing)
+    assert repr(drawing) == draw(x)
+    types: dict[type, Callable[[object], object]] = {}
+    formatter = SimpleNamespace(for_type=types.__setitem__)
+    load_ipython_extension(SimpleNamespace(display_formatter=SimpleNamespace(formatters={"text/html": formatter})))
+    assert "tp" in types[DeviceMesh](mesh)
+
+
+def reports(mesh: DeviceMesh, folder: Path) -> None:
+    found = report(step(mesh), folder / "report.html")
+    assert isinstance(found, Report)
+    assert found.total.count == 2
+    if current_world() is None:
+        dist.barrier()
+    assert "Sequential.2" in (folder / "report.html").read_text()
+
+
 USES = {
     "CommDebugMode": counts,
     "Explanation": explains,
@@ -93,11 +119,16 @@ USES = {
     "draw": draws,
     "visualize_sharding": draws,
     "check_local_tensors": checks,
+    "Drawing": shows,
+    "show": shows,
+    "load_ipython_extension": shows,
+    "Report": reports,
+    "report": reports,
 }
 
 
 def test_every_public_name_is_here() -> None:
-    assert set(USES) >= set(shardwise.debug.__all__)
+    assert set(USES) == set(shardwise.debug.__all__)
 
 
 @pytest.mark.parametrize("use", dict.fromkeys(USES.values()), ids=lambda use: use.__name__)
