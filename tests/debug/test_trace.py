@@ -75,6 +75,12 @@ def test_a_collective_runs_beside_ops_until_it_is_waited_for(tmp_path) -> None:
     assert after["ts"] >= gather["ts"] + gather["dur"]
 
 
+def test_a_step_without_communication(tmp_path) -> None:
+    with mesh_of(2, names=("tp",)) as mesh, explain() as e:
+        distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)], src_data_rank=None).exp()
+    assert {event["pid"] for event in spans(e.trace(tmp_path / "quiet.json"))} == {0, 1}
+
+
 @on_processes
 def test_processes_are_measured(tmp_path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

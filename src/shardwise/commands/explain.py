@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from contextlib import ExitStack
 
 from ..debug import Explanation
@@ -40,7 +41,8 @@ def _run(given: argparse.Namespace) -> int:
             function() if mesh is None else call_with_mesh(function, mesh)
         if given.trace is not None:
             explanation.trace(given.trace)
-    print(explanation.to_json() if given.json else explanation)
+    if os.environ.get("RANK", "0") == "0":  # under torchrun, all ranks tell the same
+        print(explanation.to_json() if given.json else explanation)
     return 0
 
 

@@ -74,7 +74,6 @@ class Timeline:
     def __init__(self) -> None:
         self.events: list[Computed | Communicated | Waited] = []
         self.simulated = False
-        self.own_rank = 0
         self._pending: dict[int, int] = {}
         # Where measured times begin: the clock of all processes of a machine.
         self.epoch = time.time() - time.perf_counter()
@@ -97,14 +96,15 @@ class Timeline:
             if number is not None:
                 self.events.append(Waited(number, measured))
             return
-        self.events.append(Computed(name, part_of, _work(func, args, kwargs, result), measured))
+        work = _work(func, args, kwargs, result)
+        self.simulated = self.simulated or bool(work)
+        self.events.append(Computed(name, part_of, work, measured))
 
     def communicated(
         self, told: Communication, groups: Iterable[tuple[int, ...]], result: object, measured: Measured, waits: bool
     ) -> None:
         """A collective was started; `result` is what is waited for, if `waits`."""
         self.simulated = current_world() is not None
-        self.own_rank = 0 if self.simulated else dist.get_rank()
         pending = waits and isinstance(result, Tensor)
         if pending:
             self._pending[id(result)] = told.number
@@ -119,17 +119,16 @@ class Timeline:
         return _Model(lambda work: max(work.flops / flops_per_second, work.nbytes / bytes_per_second)).run(self.events)
 
     def _measured(self) -> Iterable[Span]:
+        rank = dist.get_rank() if dist.is_initialized() else 0
         done = {event.number: event.measured[1] for event in self.events if isinstance(event, Waited)}
         for event in self.events:
             if isinstance(event, Computed):
                 start, end = event.measured
-                yield Span(self.own_rank, "compute", event.name, *self._times(start, end), {"part of": event.part_of})
+                yield Span(rank, "compute", event.name, *self._times(start, end), {"part of": event.part_of})
             elif isinstance(event, Communicated):
                 start, end = event.measured
                 end = done.get(event.told.number, end)
-                yield Span(
-                    self.own_rank, event.told.group, event.told.kind, *self._times(start, end), about(event.told)
-                )
+                yield Span(rank, event.told.group, event.told.kind, *self._times(start, end), about(event.told))
 
     def _times(self, start: float, end: float) -> tuple[float, float]:
         return self.epoch + start, self.epoch + end
