@@ -290,6 +290,19 @@ def test_leaf_gradients_alone_and_in_buckets() -> None:
     assert none.communications == []
 
 
+def test_gradients_of_local_batches_have_names_and_lines() -> None:
+    with mesh_of(4, names=("dp",)) as mesh:
+        model = shardwise.replicate(MLP(), mesh=mesh)
+        with explain() as e:
+            out = model(torch.randn(4, 8))
+            out.sum().backward()
+    (bucket,) = e.communications
+    assert set(bucket.operand.split(", ")) == {f"ReplicateMLP.{name}" for name, _ in MLP().named_parameters()}
+    assert bucket.module in ("ReplicateMLP.up", "ReplicateMLP.down")
+    assert bucket.line is not None
+    assert bucket.line.path == __file__
+
+
 def test_a_leaf_has_the_name_of_its_variable() -> None:
     with mesh_of(2, names=("dp",)) as mesh:
         weight = distribute_tensor(torch.randn(8, 8), mesh, [Replicate()]).requires_grad_()

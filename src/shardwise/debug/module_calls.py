@@ -107,6 +107,8 @@ class ModuleCalls:
         for path, submodule in module.named_modules():
             known = self._names.setdefault(submodule, f"{name}.{path}" if path else name)
             self.modules.setdefault(known, submodule)
+            for own, parameter in submodule.named_parameters(recurse=False):  # before hooks show others in their place
+                self._parameters.setdefault(id(parameter), f"{known}.{own}")
 
     def parameter_name(self, tensor: Tensor) -> str | None:
         """Return the name of a parameter of a called module, with the path of the module; None for other tensors."""
@@ -114,7 +116,8 @@ class ModuleCalls:
 
     def owners(self, leaf: Tensor) -> tuple[str, ...]:
         """Return the modules that a parameter is in, outermost first."""
-        return self._owners.get(id(leaf), (ROOT,))
+        module = self._parameters.get(id(leaf), "").rpartition(".")[0]
+        return self._owners.get(id(leaf), (ROOT, module) if module else (ROOT,))
 
     def now(self) -> Moment:
         """Return the current position in the program."""

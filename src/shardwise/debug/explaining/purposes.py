@@ -26,9 +26,11 @@ from ...ops import context_attention
 from ...parallel.converters import InputConverter, OutputConverter
 from ...parallel.expert_call import Runner
 from ...random import agreement
+from ...sharding.source_lines import Line
 from ...tensor import autograd, creation, leaf_gradient
 from ...tensor.dtensor import DTensor
 from ...transferring.running import TransferRun
+from .lines import line_now
 
 
 class Purpose(NamedTuple):
@@ -39,6 +41,8 @@ class Purpose(NamedTuple):
     """Words that go on where the cause ends, such as the path of a module or the placements asked for."""
     leaves: tuple[Tensor, ...] = ()
     """The leaves whose gradients are reduced."""
+    line: Line | None = None
+    """The line that made the autograd node of the first of these leaves, if it is known."""
 
 
 Say = Callable[[Purpose], Any]
@@ -57,7 +61,7 @@ def _same(cause: str, detail: str = "") -> Find:
 
 
 def _of_leaf(*args: object, **kwargs: object) -> Purpose:
-    return Purpose("leaf gradient", leaves=_leaf())
+    return Purpose("leaf gradient", leaves=_leaf(), line=line_now())
 
 
 def _of_group(group: ParameterGroup) -> Purpose:
@@ -72,18 +76,21 @@ class _Buckets:
     """The leaves whose gradients are in each bucket."""
 
     def __init__(self) -> None:
-        self._leaves: WeakKeyDictionary[Bucket, list[Tensor]] = WeakKeyDictionary()
+        self._added: WeakKeyDictionary[Bucket, list[Purpose]] = WeakKeyDictionary()
 
     def add(self, bucket: Bucket, *_: object) -> Purpose:
         """Note that the gradient of the present leaf goes into a bucket; moves before that are for the gradient."""
+        purpose = _of_leaf()
         if not bucket.started:
-            self._leaves.setdefault(bucket, []).extend(_leaf())
-        return _of_leaf()
+            self._added.setdefault(bucket, []).append(purpose)
+        return purpose
 
     def start(self, bucket: Bucket) -> Purpose:
         """What a bucket communicates for."""
-        leaves = tuple(self._leaves.get(bucket, ()))
-        return Purpose("leaf gradient" if len(leaves) == 1 else "gradient bucket", leaves=leaves)
+        added = self._added.get(bucket, [])
+        leaves = tuple(leaf for purpose in added for leaf in purpose.leaves)
+        line = next((purpose.line for purpose in added if purpose.line is not None), None)
+        return Purpose("leaf gradient" if len(leaves) == 1 else "gradient bucket", leaves=leaves, line=line)
 
 
 def _table() -> tuple[tuple[object, str, Find], ...]:

@@ -180,7 +180,7 @@ class Recorder(OwnMode):
         reason = self._reason()
         if isinstance(reason, Purpose) and reason.leaves:
             first = reason.leaves[0]
-            line = self.names.line_of_leaf(first) or line
+            line = self.names.line_of_leaf(first) or reason.line or line
             moment = Moment(self.calls.owners(first), True, False)
         elif isinstance(reason, Purpose) and reason.cause in ("gather parameters", "reduce gradients"):
             moment, line = self._of_group(reason.detail, moment, line)
