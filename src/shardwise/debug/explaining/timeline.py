@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from ..._torch import pytree
 from ..._torch.ops import OpOverload
@@ -201,9 +200,11 @@ def _work(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
     """The work of each simulated rank in an op; of the process, if there are none."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
     ranks = max((len(t.shards) for t in tensors if isinstance(t, RankTensor)), default=0)
-    count = flop_registry.get(func.overloadpacket)
     if not ranks:
         return ()  # times of processes are measured
+    from torch.utils.flop_counter import flop_registry  # when it is needed: programs that trace nothing do not wait
+
+    count = flop_registry.get(func.overloadpacket)
     known: dict[tuple[object, ...], Work] = {}
     found = []
     for rank in range(ranks):
