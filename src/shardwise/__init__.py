@@ -106,7 +106,8 @@ never_traced(
     for part in (
         *("_torch", "comm", "debug", "dispatch", "dropin", "erasing", "errors", "fsdp", "interop", "notation", "ops"),
         *("overrides.batch_rules", "overrides.composites", "overrides.data_parallel", "overrides.derivatives"),
-        *("overrides.install", "overrides.out_arguments", "overrides.replaced", "overrides.safetensors_writer"),
+        *("overrides.each_rank", "overrides.flex_call", "overrides.install", "overrides.out_arguments"),
+        *("overrides.replaced", "overrides.safetensors_writer"),
         *("overrides.state_dicts", "parallel.converters", "parallel.last_input", "random", "rules", "run"),
         *("sharding", "tensor", "testing", "transferring", "verifying", "world"),
     )

@@ -414,3 +414,14 @@ def test_the_functions_are_put_back():
     finally:
         install_overrides()
     assert hasattr(pytorch.flex_attention, "__wrapped__")
+
+
+def test_compiled():
+    tensors = inputs(32, batch=1, heads=2)
+    mask, expected = mask_for(causal, tensors), F.scaled_dot_product_attention(*tensors, is_causal=True)
+    whole_graph = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(whole_graph(*tensors, block_mask=mask), expected)
+    with ranks(2) as mesh:
+        placed = [distribute_tensor(tensor, mesh, [S(2)]) for tensor in tensors]
+        found = torch.compile(flex_attention, backend="aot_eager")(*placed, block_mask=mask)
+        torch.testing.assert_close(whole(found), expected)
