@@ -26,9 +26,10 @@ def block_states(mask: BlockMask) -> Tensor:
     """The state of every block, `[batch or 1, heads or 1, blocks of queries, blocks of keys]`."""
     found = _STATES.get(mask)
     if found is None:
-        states = MASKED * _listed(mask.kv_num_blocks, mask.kv_indices)
-        if mask.full_kv_num_blocks is not None:
-            states = states.maximum(FULL * _listed(mask.full_kv_num_blocks, mask.full_kv_indices))
+        with torch.inference_mode(False):  # the next call may need gradients
+            states = MASKED * _listed(mask.kv_num_blocks, mask.kv_indices)
+            if mask.full_kv_num_blocks is not None:
+                states = states.maximum(FULL * _listed(mask.full_kv_num_blocks, mask.full_kv_indices))
         found = _STATES[mask] = states
     return found
 

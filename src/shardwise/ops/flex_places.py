@@ -25,13 +25,18 @@ def places_of(mesh_info: MeshInfo, layouts: FlexLayouts, at: Coordinate, zigzag:
     cache, key = _PLACES.of(mesh_info.runtime), (layouts.query, layouts.key, at, zigzag, device)
     found = cache.get(key)
     if found is None:
-        batch, heads, queries, _ = (_indices(runs, device) for runs in layouts.query.runs(at))
-        keys = torch.arange(layouts.key.shape[SEQUENCE], device=device)
-        if zigzag:
-            queries = _in_text(layouts.query.shape[SEQUENCE], zigzag, device)[queries]
-            keys = _in_text(layouts.key.shape[SEQUENCE], zigzag, device)
-        found = cache[key] = Places(batch, heads, queries, keys, _heads_of_keys(layouts, at, heads))
+        with torch.inference_mode(False):  # the next call may need gradients
+            found = cache[key] = _made(layouts, at, zigzag, device)
     return found
+
+
+def _made(layouts: FlexLayouts, at: Coordinate, zigzag: int, device: torch.device) -> Places:
+    batch, heads, queries, _ = (_indices(runs, device) for runs in layouts.query.runs(at))
+    keys = torch.arange(layouts.key.shape[SEQUENCE], device=device)
+    if zigzag:
+        queries = _in_text(layouts.query.shape[SEQUENCE], zigzag, device)[queries]
+        keys = _in_text(layouts.key.shape[SEQUENCE], zigzag, device)
+    return Places(batch, heads, queries, keys, _heads_of_keys(layouts, at, heads))
 
 
 def _indices(runs: Sequence[Run], device: torch.device) -> Tensor:
