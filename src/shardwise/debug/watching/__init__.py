@@ -1,7 +1,7 @@
 """Watch over ranks that disagree, raise, wait forever or die.
 
 watch       switches it on, and the environment variable SHARDWISE_WATCH
-hooks       events: ops, redistributions, collectives, draws of random numbers
+hooks       events: ops, local tensors that become distributed, collectives, draws of random numbers
 journal     a stream of events for each group, and what each event was in words; `places` finds the user's line
 stream      from events to a rolling fingerprint, and back
 monitor     the thread that publishes, compares and declares; `status`, `board`: what ranks tell each other

@@ -1,4 +1,4 @@
-"""Where events come from: ops on distributed tensors, redistributions, collectives and draws of random numbers.
+"""Where events come from: ops on distributed tensors, local tensors that become such, collectives, random numbers.
 
 Nothing of this is in place unless a watch runs; the hot path then looks calls up through a function of ours.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from ..._torch.ops import OpOverload
 from ..._torch.watching import functional_collectives, wrap_op
-from ...comm.redistribute import SpecPair, moves_between, observing_redistributions
 from ...dispatch.hot_path import Ready, observe_calls
 from ...ops.trivial import computes_nothing
 from ...random.draw import observe_draws
@@ -31,10 +29,6 @@ from .journal import Journal, digest
 from .stream import Stream
 
 _frame = sys._getframe
-_NOTHING = nullcontext()
-_READ_BY_ONE = frozenset(("aten::_local_scalar_dense", "aten::is_same_size", "aten::equal"))
-"""Ops that one rank may call alone, for a log, since they make no tensor. What they communicate is an event."""
-
 _MOST_CALLS = 1 << 14
 
 COLLECTIVES = (
@@ -58,7 +52,7 @@ class Hooks:
         """Once set, whatever would be an event raises this."""
         self._undo: list[Callable[[], object]] = []
         self._words: dict[int, str] = {}
-        self._moves: dict[SpecPair, tuple[int, str]] = {}
+        self._made: dict[DTensorSpec, tuple[int, str]] = {}
         self._collectives: dict[object, tuple[int, str]] = {}
         self._groups: dict[str, tuple[int, ...]] = {}
 
@@ -82,9 +76,6 @@ class Hooks:
         """
         self._before_end, self._on, self._meet = before_end, True, meet
         self.observe_ops()
-        redistributions = observing_redistributions(self._redistribution)
-        redistributions.__enter__()
-        self._undo.append(lambda: redistributions.__exit__(None, None, None))
         observe_draws(self._draw)
         for op in functional_collectives():
             self._undo.append(wrap_op(op, _named(self._collective, str(op))))
@@ -121,8 +112,9 @@ class Hooks:
 
     def _observe_calls(self, look_up: Callable[[Any], Ready | None]) -> Callable[[Any], Ready | None]:
         journal = self.journal
-        events, calls = journal.events, dict[Any, tuple[int, Callable[[int], None]] | None]()
+        calls, events = dict[Any, tuple[int, Callable[[int], None]] | None](), dict[int, int]()
         known: Callable[[Any, Any], Any] = calls.get
+        event_at = events.get
         unknown = object()
 
         def observed(key: Any) -> Ready | None:
@@ -130,13 +122,15 @@ class Hooks:
             if found is unknown:
                 if len(calls) >= _MOST_CALLS:
                     calls.clear()
+                    events.clear()
                 found = calls[key] = self._describe_call(key, _frame(1))
             if found is not None:
                 number, append = found
                 caller = _frame(2)
-                event = number + caller.f_lasti + (caller.f_code.co_firstlineno << 16)
-                if events.get(event) is None:
-                    event = journal.enter_place(number, self._words[number], caller)
+                place = number + caller.f_lasti + (caller.f_code.co_firstlineno << 16)
+                event = event_at(place)
+                if event is None:
+                    event = events[place] = journal.place_of_call(number, self._words[number], caller)
                 append(event)
             return look_up(key)
 
@@ -156,23 +150,11 @@ class Hooks:
         """A local tensor becomes a distributed one: the ranks must mean the same global tensor."""
         self._check()
         if _is_compared(spec.mesh_info):
-            what = self._moves.get((spec, spec))
+            what = self._made.get(spec)
             if what is None:
                 text = f"make {spec!r} from local tensors on {spec.mesh_info!r}"
-                what = self._moves[spec, spec] = digest(text), text
+                what = self._made[spec] = digest(text), text
             self.journal.stream(spec.mesh_info.ranks).append(self.journal.place(*what, _frame(1)))
-
-    # ---- redistributions ------------------------------------------------------------------------------------------
-
-    def _redistribution(self, source: DTensorSpec, target: DTensorSpec, local: Tensor) -> AbstractContextManager[None]:
-        self._check()
-        if _is_compared(source.mesh_info) and any(move.communicates for move in moves_between(source, target)):
-            what = self._moves.get((source, target))
-            if what is None:
-                text = f"redistribute {source!r} -> {target!r} on {source.mesh_info!r}"
-                what = self._moves[source, target] = digest(text), text
-            self.journal.stream(source.mesh_info.ranks).append(self.journal.place(*what, _frame(1)))
-        return _NOTHING
 
     # ---- collectives ----------------------------------------------------------------------------------------------
 
@@ -289,8 +271,8 @@ def _is_compared(mesh_info: MeshInfo) -> bool:
 
 
 def _is_free(func: OpOverload) -> bool:
-    """Whether one rank may call an op alone: views, and what reads a number."""
-    return computes_nothing(func) or func._schema.name in _READ_BY_ONE
+    """Whether one rank may call an op alone, for a log: views, and what reads a number; that may communicate."""
+    return computes_nothing(func) or not any("Tensor" in str(result.type) for result in func._schema.returns)
 
 
 def _first_spec(key: Any) -> DTensorSpec | None:

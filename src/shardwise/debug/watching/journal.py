@@ -41,8 +41,7 @@ class Journal:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.streams: dict[str, Stream] = {}
-        self.events: dict[int, Event | None] = {}
-        """The words for each event; None for a position inside a library, where the user's line must be looked for."""
+        self.events: dict[int, Event] = {}
         self.last: Stream | None = None
         """The stream of the last collective: where this rank waits, if it waits."""
         self._by_ranks: dict[tuple[int, ...], Stream] = {}
@@ -69,11 +68,18 @@ class Journal:
             self.remember(event, Event(what, line_of(outer)))
         return event
 
-    def enter_place(self, number: int, what: str, frame: FrameType) -> int:
-        """The same, and note whether the frame itself is the user's, so that the next event there need not look."""
-        if is_library(frame.f_code.co_filename):
-            self.events[number + frame.f_lasti + (frame.f_code.co_firstlineno << 16)] = None
-        return self.place(number, what, frame)
+    def place_of_call(self, number: int, what: str, caller: FrameType) -> int:
+        """The event of an op that is called from a frame, which is met first there.
+
+        To look for the user's line at each op that a library calls would cost too much. Such an event has no position,
+        and in words the line where it was met first.
+        """
+        if not is_library(caller.f_code.co_filename):
+            return self.place(number, what, caller)
+        event = number + 1
+        if event not in self.events:
+            self.remember(event, Event(what, line_of(users_frame(caller))))
+        return event
 
     def remember(self, event: int, said: Event) -> None:
         """Write down what an event was."""

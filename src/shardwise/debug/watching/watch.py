@@ -41,7 +41,7 @@ def watch(*, ops: bool = True, every: float = 0.25, stuck_after: float = 30.0) -
 
     Used in a `with` statement it ends with the block, where ranks wait for each other; otherwise with the process
     group or the program. Ranks compare what they do through the store of the process group: ops on distributed tensors
-    with their specs, redistributions, collectives, the state of generators, and the lines of the program that they
+    with their specs, collectives, the state of generators, and the lines of the program that they
     come from. If they differ, if one rank raises an error, or if one is gone, all ranks raise a `WatchError` within
     seconds. It then has ended their process groups: the program cannot go on.
 
