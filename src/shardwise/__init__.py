@@ -12,6 +12,7 @@ modes         explicit, implicit_replication, strict_ops
 training      accumulate_gradients, bucket_gradients; erase: record a step, and run plain local code from then on
 modules       distribute_module, shard_parameters, replicate; parallel styles and plans are in shardwise.parallel,
               fully_shard in shardwise.fsdp
+checkpoints   save, async_save, load and latest are in shardwise.checkpoint
 proving       verify: a program on simulated ranks, compared with one device tensor by tensor
 take-over     install: shardwise in the place of torch.distributed.tensor, also `python -m shardwise.run program.py`
 inspecting    debug: draw, show, explain, report, watch, CommDebugMode

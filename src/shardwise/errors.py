@@ -78,3 +78,7 @@ class BudgetError(ShardwiseError, AssertionError):
 
 class SavedTensorError(ShardwiseError, RuntimeError):
     """A change to a tensor that a backward pass needs as it was."""
+
+
+class CheckpointError(ShardwiseError, RuntimeError):
+    """A checkpoint that cannot be written, or whose files are missing, damaged, foreign or do not fit the state."""

@@ -11,6 +11,7 @@ import itertools
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -31,15 +32,21 @@ class Chunk(NamedTuple):
 
 def chunks_of(local: Tensor, spec: DTensorSpec) -> list[Chunk]:
     """The chunks that this process holds. Ranks without data have none, except that an empty tensor has one."""
+    return [chunk for chunks in chunks_by_rank(local, spec).values() for chunk in chunks]
+
+
+def chunks_by_rank(local: Tensor, spec: DTensorSpec) -> dict[int, list[Chunk]]:
+    """The chunks of each rank whose shard this process holds: all ranks of the mesh when simulated, else its own."""
     if spec.layout.partial:
         raise PlacementError(
             f"{spec!r} cannot be saved or loaded while it is Partial: no rank holds its values",
             "redistribute it first, e.g. x.redistribute(placements=[Replicate(), ...])",
         )
+    mesh_info = spec.mesh_info
     if isinstance(local, RankTensor):
-        shards = zip(spec.mesh_info.coordinates, local.shards, strict=True)
-        return [chunk for at, shard in shards for chunk in _chunks_at(spec, at, shard)]
-    return [] if spec.mesh_info.outside else _chunks_at(spec, spec.mesh_info.coordinate, local)
+        shards = zip(mesh_info.ranks, mesh_info.coordinates, local.shards, strict=True)
+        return {rank: _chunks_at(spec, at, shard) for rank, at, shard in shards}
+    return {} if mesh_info.outside else {dist.get_rank(): _chunks_at(spec, mesh_info.coordinate, local)}
 
 
 def _chunks_at(spec: DTensorSpec, at: Coordinate, local: Tensor) -> list[Chunk]:

@@ -1,7 +1,8 @@
 """Collectives on Python objects, refused in a simulated world: its ranks share the objects of this process.
 
 A program that gathers objects would get nothing from ranks that are no processes. `torch.distributed.checkpoint`
-gathers objects unless it is called with `no_dist=True`.
+gathers objects unless it is called with `no_dist=True`; `shardwise.checkpoint` needs no such thing. A broadcast has
+nothing to do: all ranks have the objects of the one that sends.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import torch.distributed as dist
 
 from ..errors import WorldError
 
-_NAMES = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+_NAMES = ("all_gather_object", "gather_object", "scatter_object_list")
+_BROADCAST = "broadcast_object_list"
 _MODULES = (dist, dist.distributed_c10d)
 
 
@@ -25,9 +27,10 @@ class ObjectCollectivesRefused:
 
     def start(self) -> None:
         """Put the refusals in the place of the functions."""
-        self._originals = {name: getattr(dist, name) for name in _NAMES}
+        self._originals = {name: getattr(dist, name) for name in (*_NAMES, _BROADCAST)}
         for name in _NAMES:
             self._set(name, _refusal(name))
+        self._set(_BROADCAST, _nothing)
 
     def stop(self) -> None:
         """Put the functions back."""
@@ -39,11 +42,16 @@ class ObjectCollectivesRefused:
             setattr(module, name, function)
 
 
+def _nothing(*args: object, **kwargs: object) -> None:
+    """A broadcast between ranks that share their objects."""
+
+
 def _refusal(name: str) -> Callable[..., NoReturn]:
     def refuse(*args: object, **kwargs: object) -> NoReturn:
         raise WorldError(
             f"torch.distributed.{name} in a simulated world: all ranks are in this process and share its objects",
-            "use the object itself; for checkpoints pass no_dist=True to torch.distributed.checkpoint.save and load",
+            "use the object itself; for checkpoints use shardwise.checkpoint, or pass no_dist=True to "
+            "torch.distributed.checkpoint.save and load",
         )
 
     return refuse

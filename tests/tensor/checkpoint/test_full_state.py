@@ -64,6 +64,19 @@ def test_full_states_in_a_simulated_world() -> None:
         train_elsewhere(init_device_mesh("cpu", (3,)), full, wanted, FULL)
 
 
+@pytest.mark.parametrize("option", ["cpu_offload", "broadcast_from_rank0"])
+def test_the_first_rank_alone_in_a_simulated_world(option: str) -> None:
+    """All ranks share the objects of this process, so what the first one has, the others have."""
+    with shardwise.simulate(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        options = StateDictOptions(full_state_dict=True, **{option: True})
+        full = plain(get_model_state_dict(module(mesh), options=options))
+        other = module(mesh)
+        set_model_state_dict(other, {name: 2 * value for name, value in full.items()}, options=options)
+        for name, parameter in other.named_parameters():
+            assert torch.equal(parameter.detach().full_tensor().shards[3], 2 * full[name]), name
+
+
 @on_processes
 def test_full_states_on_processes() -> None:
     training = Training(mesh_of(2, 2), "AdamW")

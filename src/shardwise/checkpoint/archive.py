@@ -1,0 +1,100 @@
+"""The form in which PyTorch stores a tensor in a file: what `torch.save` writes before and after the elements.
+
+PyTorch's checkpoint reader calls `torch.load` for each tensor. What surrounds the elements depends on dtype and shape
+alone; so it is made once, and the elements are written from where they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import struct
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+ALIGNMENT = 64
+"""Archives begin at multiples of this in a file. The elements then do, too: `torch.save` aligns them in the archive."""
+_LARGE = 1 << 20
+
+
+class Archive(NamedTuple):
+    """What stands before and after the elements of a tensor."""
+
+    before: bytes
+    after: bytes
+    nbytes: int
+
+    @property
+    def length(self) -> int:
+        """The bytes of all of it."""
+        return len(self.before) + self.nbytes + len(self.after)
+
+
+@functools.lru_cache(maxsize=4096)
+def archive_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Archive:
+    """The archive of a contiguous tensor."""
+    tensor = torch.empty(shape, dtype=dtype)  # never touched if large: its pages are not even allocated
+    with _without_checksums():
+        if tensor.nbytes >= _LARGE:
+            gap = _Gap(tensor.nbytes)
+            torch.save(tensor, gap)  # type: ignore[arg-type]
+            if gap.found:
+                return Archive(bytes(gap.before), bytes(gap.after), tensor.nbytes)
+        return _small(tensor.zero_())
+
+
+def saved_object(value: object) -> bytes:
+    """What `torch.save` writes for an object."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _small(tensor: torch.Tensor) -> Archive:
+    data = saved_object(tensor)
+    if not tensor.nbytes:
+        return Archive(data, b"", 0)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        record = next(item for item in archive.infolist() if item.filename.endswith("/data/0"))
+    # A zip file repeats name and extra field, of other lengths, before each record.
+    name, extra = struct.unpack_from("<HH", data, record.header_offset + 26)
+    start = record.header_offset + 30 + name + extra
+    assert record.file_size == tensor.nbytes, "torch.save stores the elements uncompressed"
+    return Archive(data[:start], data[start + tensor.nbytes :], tensor.nbytes)
+
+
+class _Gap(io.RawIOBase):
+    """A file that keeps what is written before and after one large piece."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        self.nbytes, self.found = nbytes, False
+        self.before, self.after = bytearray(), bytearray()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        if view.nbytes == self.nbytes and not self.found:
+            self.found = True
+        elif self.found:
+            self.after += view
+        else:
+            self.before += view
+        return view.nbytes
+
+
+@contextmanager
+def _without_checksums() -> Iterator[None]:
+    """Let `torch.save` skip its CRC of the elements, which no reader of PyTorch looks at."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)

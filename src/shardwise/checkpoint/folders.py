@@ -1,0 +1,163 @@
+"""Folders: where a checkpoint is while it is written, how it takes its place, the `latest` pointer, retention.
+
+    runs/.step-300.saving     being written; what a killed save leaves behind
+    runs/step-300             complete: the folder above, renamed
+    runs/.step-300.replaced   the checkpoint that step-300 replaces, for the moment between two renames
+    runs/latest               the name of the checkpoint that was completed last, replaced after the rename
+
+A rename is atomic, so `runs/step-300` is a complete checkpoint at any moment at which it exists.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from ..errors import CheckpointError
+from .index import INDEX, METADATA, order_of
+
+LATEST = "latest"
+
+
+def saving(path: Path) -> Path:
+    """The folder in which a checkpoint is written."""
+    return path.with_name(f".{path.name}.saving")
+
+
+def _replaced(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
+
+
+def _deleting(path: Path) -> Path:
+    return path.with_name(f".{path.name}.deleting")
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder has the metadata of a checkpoint, ours or PyTorch's."""
+    return (path / METADATA).is_file()
+
+
+def prepare(path: Path) -> None:
+    """Make the empty folder in which a checkpoint will be written."""
+    if path.name == LATEST or not path.name:
+        raise CheckpointError(f"a checkpoint cannot be named {path.name!r}", "that is the name of the pointer")
+    if path.exists() and not (is_checkpoint(path) or (path.is_dir() and not any(path.iterdir()))):
+        raise CheckpointError(
+            f"{path} exists and is no checkpoint: expected a new name or a folder with {METADATA}, found {_kind(path)}",
+            "save to another path",
+        )
+    _restore(path)
+    target = saving(path)
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+
+
+def _kind(path: Path) -> str:
+    return f"a folder of {len(list(path.iterdir()))} other files" if path.is_dir() else "a file"
+
+
+def _restore(path: Path) -> None:
+    """Finish what a kill between the two renames of `commit` has left: the earlier checkpoint is put back."""
+    if _replaced(path).exists() and not path.exists():
+        _replaced(path).rename(path)
+
+
+def commit(path: Path, sync: bool, keep: int | None) -> None:
+    """Give a complete checkpoint its name, move the pointer to it, and delete those beyond `keep`."""
+    source, old = saving(path), _replaced(path)
+    if sync:
+        sync_folder(source)
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    source.rename(path)
+    if sync:
+        sync_folder(path.parent)
+    _point(path, sync)
+    shutil.rmtree(old, ignore_errors=True)
+    if keep is not None:
+        _retain(path, keep)
+
+
+def _point(path: Path, sync: bool) -> None:
+    temporary = path.with_name(f".{LATEST}.saving")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(path.name + "\n")
+        file.flush()
+        if sync:
+            os.fsync(file.fileno())
+    temporary.replace(path.with_name(LATEST))
+    if sync:
+        sync_folder(path.parent)
+
+
+def _retain(path: Path, keep: int) -> None:
+    """Delete older checkpoints beside this one, and what killed saves and deletions have left."""
+    found = _complete(path.parent)
+    for old in found[: max(0, len(found) - keep)]:
+        if old != path:
+            gone = _deleting(old)
+            old.rename(gone)  # first: a deletion that is killed leaves no half of a checkpoint under its name
+            shutil.rmtree(gone, ignore_errors=True)
+    for left in path.parent.iterdir():
+        name, _, kind = left.name.removeprefix(".").rpartition(".")
+        finished = kind in ("saving", "deleting") or (kind == "replaced" and (path.parent / name).exists())
+        if left.name.startswith(".") and finished and left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _complete(folder: Path) -> list[Path]:
+    """The checkpoints of ours in a folder, in the order in which they were completed."""
+    found = [path for path in folder.iterdir() if not path.name.startswith(".") and (path / INDEX).is_file()]
+    return sorted(found, key=lambda path: (order_of(path), path.name))
+
+
+def next_order(path: Path) -> int:
+    """A number greater than that of every checkpoint in the folder."""
+    return max((order_of(found) for found in _complete(path.parent)), default=0) + 1
+
+
+def latest(path: str | os.PathLike[str]) -> Path | None:
+    """Return the checkpoint in a folder that was completed last, or None if there is none.
+
+    The pointer `latest` names it. If that checkpoint was deleted since, it is the newest that is there.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return None
+    name = ""
+    with suppress(OSError, UnicodeDecodeError):
+        name = (folder / LATEST).read_text(encoding="utf-8").strip()
+    if name and Path(name).name == name and is_checkpoint(resolved(folder / name)):
+        return resolved(folder / name)
+    found = _complete(folder)
+    return found[-1] if found else None
+
+
+def resolved(path: Path) -> Path:
+    """Where a checkpoint is: at its path, or beside it after a kill between the two renames of a replacement."""
+    return _replaced(path) if not path.exists() and is_checkpoint(_replaced(path)) else path
+
+
+def find(path: str | os.PathLike[str]) -> Path:
+    """The checkpoint at a path, or the latest one in the folder at that path."""
+    at = resolved(Path(path))
+    if is_checkpoint(at) or (at / INDEX).exists():
+        return at
+    inside = latest(at)
+    if inside is not None:
+        return inside
+    if not at.exists():
+        raise CheckpointError(f"no checkpoint at {at}: there is no such folder")
+    raise CheckpointError(f"no checkpoint at {at}: expected {METADATA} or the pointer {LATEST!r}, found {_kind(at)}")
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder on the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -1,0 +1,111 @@
+"""The index of a checkpoint, `shardwise.json`: sizes and checksums of its files, and its own checksum.
+
+PyTorch's tools ignore the file. It has what their `.metadata` lacks: checksums of the blocks of every file, and where
+the elements of each tensor begin, so that any part of them can be read without the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import CheckpointError
+from .blocks import BLOCK
+
+INDEX = "shardwise.json"
+METADATA = ".metadata"
+_FORMAT = "shardwise checkpoint"
+_VERSION = 1
+
+
+class FileRecord(NamedTuple):
+    """What is known of one file: its size, the checksums of its blocks, and where archives have their elements."""
+
+    size: int
+    sums: list[int]
+    data: dict[int, int]
+    """For the beginning of an archive in the file, the beginning of its elements."""
+
+
+class Index(NamedTuple):
+    """The index of a checkpoint."""
+
+    order: int
+    """Checkpoints in a folder are numbered in the order of their completion."""
+    block: int
+    metadata_size: int
+    metadata_crc32: int
+    files: dict[str, FileRecord]
+
+
+def index_text(index: Index) -> str:
+    """The index as the text of a file."""
+    content = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "order": index.order,
+        "block": index.block,
+        "metadata": [index.metadata_size, index.metadata_crc32],
+        "files": {
+            name: {
+                "size": record.size,
+                "sums": "".join(f"{s:08x}" for s in record.sums),
+                "data": [*record.data.items()],
+            }
+            for name, record in index.files.items()
+        },
+    }
+    body = json.dumps(content, separators=(",", ":"), sort_keys=True)
+    head = {"crc32": zlib.crc32(body.encode()), "order": index.order}  # one short line, for those who only sort
+    return json.dumps(head) + "\n" + body + "\n"
+
+
+def read_index(folder: Path) -> Index | None:
+    """The index of a checkpoint, or None if it was written by PyTorch; an error if it is damaged."""
+    path = folder / INDEX
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    content = _content(path, text)
+    if content.get("format") != _FORMAT or not isinstance(content.get("version"), int):
+        raise CheckpointError(f"{path} is foreign: expected an index of format {_FORMAT!r}, found {content!r:.80}")
+    if content["version"] > _VERSION or content["block"] != BLOCK:
+        raise CheckpointError(
+            f"{path} has version {content['version']}, and this shardwise reads version {_VERSION}", "update shardwise"
+        )
+    files = {
+        name: FileRecord(
+            record["size"],
+            [int(record["sums"][at : at + 8], 16) for at in range(0, len(record["sums"]), 8)],
+            dict(record["data"]),
+        )
+        for name, record in content["files"].items()
+    }
+    size, crc32 = content["metadata"]
+    return Index(content["order"], content["block"], size, crc32, files)
+
+
+def _content(path: Path, text: bytes) -> dict[str, Any]:
+    head, _, body = text.partition(b"\n")
+    body = body.removesuffix(b"\n")
+    try:
+        expected, content = json.loads(head)["crc32"], json.loads(body)
+    except (ValueError, KeyError, TypeError):
+        raise CheckpointError(f"{path} is damaged: expected two lines of JSON, found {text[:60]!r}") from None
+    if zlib.crc32(body) != expected:
+        raise CheckpointError(f"{path} is damaged: expected checksum {expected:08x}, found {zlib.crc32(body):08x}")
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is foreign: expected an object, found {content!r:.80}")
+    return content
+
+
+def order_of(folder: Path) -> int:
+    """The number of a checkpoint, 0 if its index cannot be read."""
+    try:
+        with open(folder / INDEX, "rb") as file:
+            return int(json.loads(file.readline(200))["order"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0

@@ -1,0 +1,203 @@
+"""Plans: what each rank writes to which place of its file, kept from one save to the next.
+
+A plan depends on names, dtypes, shapes and placements, not on values. As long as they are the same on every rank, a
+save costs one small exchange in which the ranks say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..sharding.base import DTensorBase
+from ..sharding.runtime import WorldState, runtime_of_world
+from .archive import ALIGNMENT, archive_of
+from .held import Held, boxes_of, chunks_of, shape_of
+from .ranks import Ranks, through_coordinator, together
+from .spread import Piece, check_complete, merged, spread
+from .state import FlatState, Path
+
+
+class Entry(NamedTuple):
+    """A piece and its place in a rank's file: where its archive begins, how long it is, where the elements begin."""
+
+    piece: Piece
+    start: int
+    length: int
+    data: int
+
+
+class RankPlan(NamedTuple):
+    """What one rank writes: pieces of tensors, and objects by name."""
+
+    rank: int
+    entries: list[Entry]
+    objects: list[str]
+
+    @property
+    def file(self) -> str:
+        """The name of the file."""
+        return f"__{self.rank}_0.distcp"
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the entries in the file."""
+        return self.entries[-1].start + self.entries[-1].length if self.entries else 0
+
+
+class Contents(NamedTuple):
+    """All that a checkpoint holds, for its metadata; known to the coordinator."""
+
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    plans: list[RankPlan]
+    paths: dict[str, Path]
+
+
+class Plan(NamedTuple):
+    """The plans of the ranks of this process, and on the coordinator the contents of the checkpoint."""
+
+    mine: list[RankPlan]
+    contents: Contents | None
+
+
+class _Kept(NamedTuple):
+    key: tuple[object, ...]
+    plan: Plan
+
+
+class PlanCache:
+    """The plan of the last save, and how often one was made."""
+
+    def __init__(self) -> None:
+        self.kept: _Kept | None = None
+        self.made = 0
+
+
+PLANS = WorldState(PlanCache)
+_alone = PlanCache()
+
+
+def plan_cache() -> PlanCache:
+    """The cache of the present world."""
+    return PLANS.of(runtime_of_world()) if torch.distributed.is_initialized() else _alone
+
+
+def plan_save(state: FlatState, ranks: Ranks, what: str, begin: Callable[[], None] = lambda: None) -> Plan:
+    """The plan of a save: the last one if names, dtypes, shapes and placements are unchanged on all ranks.
+
+    `begin` is called in the same exchange, so that its errors reach all ranks, which are named by `what`.
+    """
+    cache = plan_cache()
+    key: tuple[object, ...] = ()
+
+    def is_kept() -> bool:
+        nonlocal key
+        begin()
+        key = _key(state)
+        return cache.kept is not None and cache.kept.key == key
+
+    if all(together(ranks, what, is_kept)):
+        assert cache.kept is not None
+        return cache.kept.plan
+    plan = through_coordinator(
+        ranks, what, lambda: _Described.of(state, ranks), lambda described: _plans(described, ranks.size)
+    )
+    cache.kept = _Kept(key, plan)
+    cache.made += 1
+    return plan
+
+
+def _key(state: FlatState) -> tuple[object, ...]:
+    """What a plan depends on. Specs are interned, so they are compared by identity."""
+    return tuple((name, path, _kind(state.values[name])) for name, path in state.paths.items())
+
+
+def _kind(value: object) -> object:
+    if isinstance(value, DTensorBase):
+        return value._spec
+    if hasattr(value, "__create_write_items__"):
+        return type(value), getattr(value, "_spec", None) or object()  # without a spec, planned at each save
+    return (value.dtype, value.shape) if isinstance(value, Tensor) else None
+
+
+class _Described(NamedTuple):
+    """What the ranks of one process have."""
+
+    held: dict[int, list[Held]]
+    objects: list[str]
+    paths: dict[str, Path]
+
+    @staticmethod
+    def of(state: FlatState, ranks: Ranks) -> _Described:
+        held: dict[int, list[Held]] = {rank: [] for rank in ranks.mine}
+        objects = []
+        for name, value in state.values.items():
+            if not isinstance(value, Tensor):
+                objects.append(name)
+                continue
+            for rank, chunks in chunks_of(name, value, ranks).items():
+                held[rank].append(Held(name, value.dtype, shape_of(value), boxes_of(chunks)))
+        return _Described(held, objects, state.paths)
+
+
+def _plans(described: list[_Described], ranks: int) -> list[Plan]:
+    """The plan of each process; the first one is the coordinator."""
+    contents = _contents(described, ranks)
+    mine = [[contents.plans[rank] for rank in item.held] for item in described]
+    return [Plan(plans, None if process else contents) for process, plans in enumerate(mine)]
+
+
+def _contents(described: list[_Described], ranks: int) -> Contents:
+    held = {rank: tensors for item in described for rank, tensors in item.held.items()}
+    tensors = merged(held)
+    check_complete(tensors)
+    pieces = spread(tensors, ranks)
+    objects = _first_owners(described)
+    plans = [RankPlan(rank, _placed(pieces[rank]), objects.get(rank, [])) for rank in range(ranks)]
+    paths: dict[str, Path] = {}
+    for item in reversed(described):
+        paths.update(item.paths)
+    return Contents(tensors.described, plans, paths)
+
+
+def _first_owners(described: list[_Described]) -> dict[int, list[str]]:
+    """Who writes objects: of each name the first rank that has it."""
+    found: dict[int, list[str]] = {}
+    seen: set[str] = set()
+    for item in described:
+        rank = min(item.held)
+        found[rank] = [name for name in item.objects if name not in seen]
+        seen.update(item.objects)
+    return found
+
+
+def _placed(pieces: list[Piece]) -> list[Entry]:
+    entries, end = [], 0
+    for piece in pieces:
+        archive = archive_of(piece.dtype, piece.size)
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        entries.append(Entry(piece, start, archive.length, start + len(archive.before)))
+        end = start + archive.length
+    return entries
+
+
+def sources(state: Mapping[str, Any], plans: list[RankPlan], ranks: Ranks) -> list[list[Tensor]]:
+    """For each plan the tensors that hold the elements of its entries: views of the state."""
+    held: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}
+    for name in dict.fromkeys(entry.piece.name for plan in plans for entry in plan.entries):
+        for rank, chunks in chunks_of(name, state[name], ranks).items():
+            held.update({(rank, name, tuple(chunk.offset)): chunk.data for chunk in chunks})
+    return [
+        [_part(held[plan.rank, entry.piece.name, entry.piece.inside], entry.piece) for entry in plan.entries]
+        for plan in plans
+    ]
+
+
+def _part(tensor: Tensor, piece: Piece) -> Tensor:
+    for dim, (first, begin, length) in enumerate(zip(piece.inside, piece.offset, piece.size, strict=True)):
+        if tensor.shape[dim] != length:
+            tensor = tensor.narrow(dim, begin - first, length)
+    return tensor

@@ -1,0 +1,90 @@
+"""A snapshot of this process's memory: a forked child that shares all pages until somebody writes them.
+
+The operating system copies a page when the program next writes it, so taking a snapshot costs milliseconds for
+gigabytes, and at most one copy of what is written while the child lives. The child does what a worker of a DataLoader
+does: tensor code on one thread, and files. It closes the sockets that it inherits, so that other ranks notice when its
+parent dies, and ends with its parent.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, ShardwiseError
+
+T = TypeVar("T")
+
+
+def can_snapshot(tensors: Iterable[Tensor]) -> bool:
+    """Whether a forked child sees these tensors as they are now: ordinary memory, in a process that uses no GPU."""
+    if not hasattr(os, "fork") or torch.cuda.is_initialized():
+        return False
+    return all(tensor.device.type == "cpu" and not tensor.is_shared() for tensor in tensors)
+
+
+class Snapshot(Generic[T]):
+    """Runs `work` in a forked child. `result()` waits for what it returned, or raises its error."""
+
+    def __init__(self, work: Callable[[Callable[[], None]], T]) -> None:
+        self._reading, writing = os.pipe()
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork of a process with threads
+            self._child = os.fork()
+        if self._child == 0:
+            _live(work, writing, parent)
+        os.close(writing)
+
+    def result(self) -> T:
+        """What the work returned."""
+        with os.fdopen(self._reading, "rb") as file:
+            data = file.read()
+        with suppress(ChildProcessError):  # the program may have waited for all its children
+            os.waitpid(self._child, 0)
+        if not data:
+            raise CheckpointError("the process that writes the snapshot died", "see the system's log for its end")
+        found = pickle.loads(data)  # what our own child sent through a pipe
+        if isinstance(found, ShardwiseError):
+            raise found
+        return found
+
+
+def _live(work: Callable[[Callable[[], None]], T], writing: int, parent: int) -> None:
+    """The life of the child; it never returns."""
+
+    def check() -> None:
+        if os.getppid() != parent:
+            os._exit(1)
+
+    try:
+        _close_all_but(writing)
+        torch.set_num_threads(1)  # the other threads of OpenMP's pool are not in the child
+        try:
+            found: object = work(check)
+        except ShardwiseError as error:
+            found = CheckpointError(error.problem, error.fix)
+        except OSError as error:
+            found = CheckpointError(str(error))
+        except BaseException:
+            found = CheckpointError(traceback.format_exc())
+        data = memoryview(pickle.dumps(found))
+        while data:
+            data = data[os.write(writing, data) :]
+    finally:
+        os._exit(0)
+
+
+def _close_all_but(kept: int) -> None:
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else map(str, range(3, 1024)):
+        if int(name) > 2 and int(name) != kept:
+            with suppress(OSError):
+                os.close(int(name))

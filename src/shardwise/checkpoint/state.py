@@ -1,0 +1,149 @@
+"""States: nested dicts and lists of tensors and other values, modules and optimizers, as one dict by name.
+
+Names are those of `torch.distributed.checkpoint`: the keys on the way to a value, joined by dots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+
+from .._torch import pytree
+from ..comm.redistribute import redistribute_local
+from ..errors import CheckpointError
+from ..sharding.base import DTensorBase
+from ..sharding.placement import Replicate
+
+State = MutableMapping[str, Any]
+Path = tuple[str | int, ...]
+
+
+class FlatState(NamedTuple):
+    """The values of a state by name, and the keys that lead to each."""
+
+    values: dict[str, Any]
+    paths: dict[str, Path]
+
+
+def flatten(state: Mapping[str, Any]) -> FlatState:
+    """The values of nested containers by name. Lists are opened only if there is a tensor or a dict in them."""
+    values: dict[str, Any] = {}
+    paths: dict[str, Path] = {}
+    for path, value in _leaves((), state):
+        name = ".".join(map(str, path))
+        if name in values:
+            raise CheckpointError(f"two values of the state have the name {name!r}", "rename one: dots join keys")
+        values[name], paths[name] = value, path
+    return FlatState(values, paths)
+
+
+def _leaves(path: Path, value: object) -> Iterator[tuple[Path, object]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves((*path, str(key)), item)
+    elif isinstance(value, list) and _is_opened(value):
+        for index, item in enumerate(value):
+            yield from _leaves((*path, index), item)
+    else:
+        yield path, value
+
+
+def _is_opened(values: list[object]) -> bool:
+    return any(
+        isinstance(value, (Tensor, Mapping)) or (isinstance(value, list) and _is_opened(value)) for value in values
+    )
+
+
+def put(container: Any, path: Path, value: object) -> None:
+    """Put a value where a path of `flatten` leads. Keys that are no strings are found by their text."""
+    for key in path[:-1]:
+        container = container[_key(container, key)]
+    container[_key(container, path[-1])] = value
+
+
+def _key(container: Any, key: str | int) -> Any:
+    if isinstance(container, Mapping) and key not in container:
+        return next((found for found in container if str(found) == key), key)
+    return key
+
+
+# ---- modules, optimizers and other objects with a state --------------------------------------------------------------
+
+
+def state_dicts(state: State) -> dict[str, Any]:
+    """The state with the state dict of every module, optimizer or other object that has one in its place.
+
+    An optimizer whose module is in the state, too, has its state by the names of parameters, so that it can be loaded
+    into one that groups or shards them otherwise, and into one that has not made a step yet.
+    """
+    return {key: _state_dict(value, state) for key, value in state.items()}
+
+
+def _state_dict(value: object, state: State) -> Any:
+    if isinstance(value, nn.Module):
+        return get_model_state_dict(value)
+    if isinstance(value, torch.optim.Optimizer):
+        return pytree.tree_map_only(DTensorBase, _reduced, _optimizer_state(value, _module_of(value, state)))
+    return value.state_dict() if isinstance(value, Stateful) else value
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module | None) -> dict[str, Any]:
+    return optimizer.state_dict() if module is None else get_optimizer_state_dict(module, optimizer)
+
+
+def check_loadable(state: State) -> None:
+    """Raise an error if an optimizer of the state has nothing that its state could be loaded into."""
+    for key, value in state.items():
+        if isinstance(value, torch.optim.LBFGS) and not value.state:
+            raise CheckpointError(
+                f"{key!r} is an LBFGS that has made no step: what its state consists of depends on its history",
+                "make as many steps as were made before the checkpoint was saved, or load without the optimizer",
+            )
+
+
+def _reduced(tensor: DTensorBase) -> Tensor:
+    """A value that an optimizer has left Partial, such as a norm, with its sum carried out."""
+    spec = tensor._spec
+    if not spec.layout.partial:
+        return tensor
+    target = spec.with_placements([Replicate() if p.is_partial() else p for p in spec.placements])
+    return type(tensor).concrete.wrap(redistribute_local(tensor._local_tensor, spec, target), target)
+
+
+def give_back(state: State, loaded: Mapping[str, Any]) -> None:
+    """Let modules, optimizers and other objects load what was read, and put other values into the state."""
+    for key, value in state.items():
+        if isinstance(value, nn.Module):
+            if any(tensor.is_meta for tensor in (*value.parameters(), *value.buffers())):
+                value.load_state_dict(loaded[key], assign=True)  # there is no memory to copy into
+            else:
+                set_model_state_dict(value, cast(dict[str, Any], loaded[key]))
+        elif isinstance(value, torch.optim.Optimizer):
+            module = _module_of(value, state)
+            if module is None:
+                value.load_state_dict(loaded[key])
+            else:
+                set_optimizer_state_dict(module, value, loaded[key])
+        elif isinstance(value, Stateful):
+            value.load_state_dict(loaded[key])
+        elif value is not loaded[key]:
+            state[key] = loaded[key]
+
+
+def _module_of(optimizer: torch.optim.Optimizer, state: State) -> nn.Module | None:
+    """The module of the state that has all parameters of an optimizer, if its state is one of each parameter."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return None
+    wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    modules = (value for value in state.values() if isinstance(value, nn.Module))
+    return next((module for module in modules if wanted <= {id(p) for p in module.parameters()}), None)

@@ -1,0 +1,125 @@
+"""A checkpoint in its folder: what it holds, where, and whether its files are as they were written."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from ..errors import CheckpointError
+from .blocks import BLOCK, BlockReader
+from .index import METADATA, Index, read_index
+from .metadata import read_metadata
+
+
+class Place(NamedTuple):
+    """Where something is in the files; `data` is where the elements of a tensor begin, if the index says so."""
+
+    file: str
+    start: int
+    length: int
+    data: int | None
+
+
+class Stored:
+    """An opened checkpoint. Sizes of files are checked when it is opened."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.index = read_index(folder)
+        self.metadata = self._read_metadata(self.index)
+        if self.index is not None:
+            for name, record in self.index.files.items():
+                self._check_size(name, record.size, exactly=True)
+        else:
+            ends: dict[str, int] = {}
+            for place in self.metadata.storage_data.values():
+                ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+            for name, end in ends.items():
+                self._check_size(name, end, exactly=False)
+
+    @property
+    def described(self) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
+        """What is stored under each name."""
+        return self.metadata.state_dict_metadata
+
+    def place(self, index: MetadataIndex) -> Place:
+        """Where a chunk or an object is."""
+        found: Any = self.metadata.storage_data.get(index)
+        if found is None:
+            raise CheckpointError(f"{self.folder / METADATA} has no place for {index.fqn!r} at {index.offset}")
+        if getattr(found, "transform_descriptors", None):
+            raise CheckpointError(
+                f"{index.fqn!r} in {self.folder} was transformed by {found.transform_descriptors}",
+                "load it with torch.distributed.checkpoint and the extensions that wrote it",
+            )
+        data = None
+        if self.index is not None:
+            record = self.index.files.get(found.relative_path)
+            if record is None:
+                raise CheckpointError(f"{found.relative_path} in {self.folder} is foreign: it is not in the index")
+            data = record.data.get(found.offset)
+        return Place(found.relative_path, found.offset, found.length, data)
+
+    def blocks(self, place: Place, start: int, stop: int) -> Iterable[tuple[str, int]]:
+        """The blocks that hold a range of a file."""
+        return ((place.file, number) for number in range(start // BLOCK, -(-stop // BLOCK)))
+
+    def verify(self, blocks: Iterable[tuple[str, int]]) -> None:
+        """Raise an error if a block of a file has another checksum than when it was written."""
+        if self.index is None:
+            return
+        file, reader = "", None
+        try:
+            for name, number in sorted(blocks):
+                if name != file or reader is None:
+                    if reader is not None:
+                        reader.close()
+                    file, reader = name, BlockReader(self.folder / name)
+                expected, found = self.index.files[name].sums[number], reader.checksum(number)
+                if expected != found:
+                    raise CheckpointError(
+                        f"{self.folder / name} is damaged at bytes {number * BLOCK} to {(number + 1) * BLOCK}: "
+                        f"expected checksum {expected:08x}, found {found:08x}",
+                        "load an earlier checkpoint; nothing of the state was changed",
+                    )
+        finally:
+            if reader is not None:
+                reader.close()
+
+    def _read_metadata(self, index: Index | None) -> Metadata:
+        path = self.folder / METADATA
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing: expected the metadata of a checkpoint") from None
+        if index is not None:
+            _check(f"{path} is damaged", "size", index.metadata_size, len(data))
+            _check(f"{path} is damaged", "checksum", index.metadata_crc32, zlib.crc32(data))
+        return read_metadata(path, data)
+
+    def _check_size(self, name: str, expected: int, exactly: bool) -> None:
+        path = self.folder / name
+        if Path(name).name != name:
+            raise CheckpointError(f"{self.folder / METADATA} names a file outside its folder: {name!r}")
+        try:
+            found = path.stat().st_size
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing: expected a file of {expected} bytes") from None
+        if found < expected:
+            raise CheckpointError(f"{path} is truncated: expected {expected} bytes, found {found}")
+        if exactly and found > expected:
+            raise CheckpointError(f"{path} is foreign: expected {expected} bytes, found {found}")
+
+
+def _check(what: str, kind: str, expected: int, found: int) -> None:
+    if expected != found:
+        raise CheckpointError(f"{what}: expected {kind} {expected}, found {found}")

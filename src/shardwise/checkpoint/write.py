@@ -1,0 +1,101 @@
+"""Writing the file of one rank: archives of tensors one after the other, then objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .archive import archive_of, saved_object
+from .blocks import BlockWriter
+from .plan import RankPlan
+
+
+class WrittenFile(NamedTuple):
+    """What became of the file of one rank."""
+
+    name: str
+    size: int
+    sums: list[int]
+    objects: dict[str, tuple[int, int]]
+    """Place and length of each object."""
+
+
+Objects = dict[str, bytes]
+
+
+def saved_objects(state: Mapping[str, Any], plan: RankPlan) -> Objects:
+    """The objects that a rank writes, as bytes. An object that could not be loaded without pickle is an error."""
+    known: dict[tuple[type, Any], bytes] = {}
+    found = {}
+    for name in plan.objects:
+        value = state[name]
+        simple = value is None or type(value) in (bool, int, float, str)
+        key = (type(value), repr(value)) if simple else None
+        if key is None or key not in known:
+            data = saved_object(value)
+            if key is None:
+                _check_loadable(name, value, data)
+            else:
+                known[key] = data
+        found[name] = data if key is None else known[key]
+    return found
+
+
+def _check_loadable(name: str, value: object, data: bytes) -> None:
+    try:
+        load_object(data)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{name!r} is a {type(value).__module__}.{type(value).__qualname__}, which can only be loaded by running "
+            f"code from the file ({error.problem})",
+            "store tensors, numbers, strings, and lists, tuples and dicts of them",
+        ) from None
+
+
+def load_object(data: bytes) -> Any:
+    """An object from what `saved_object` made of it, without pickle's power to call functions."""
+    import io
+    import pickle
+
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise CheckpointError(" ".join(str(error).split())[:300]) from None
+
+
+def write_file(
+    folder: Path,
+    plan: RankPlan,
+    tensors: Iterable[Tensor],
+    objects: Objects,
+    sync: bool,
+    written: Callable[[int], None],
+) -> WrittenFile | None:
+    """Write the file of one rank; None if it has nothing to write."""
+    if not plan.entries and not objects:
+        return None
+    writer = BlockWriter(folder / plan.file, written)
+    places: dict[str, tuple[int, int]] = {}
+    stored: dict[bytes, tuple[int, int]] = {}
+    try:
+        for (piece, start, _, _), tensor in zip(plan.entries, tensors, strict=True):
+            archive = archive_of(piece.dtype, piece.size)
+            writer.pad_to(start)
+            writer.write(archive.before)
+            writer.write_tensor(tensor)
+            writer.write(archive.after)
+        for name, data in objects.items():
+            if data not in stored:  # equal objects share a place in the file
+                writer.pad_to(-(-writer.size // 64) * 64)
+                stored[data] = (writer.size, len(data))
+                writer.write(data)
+            places[name] = stored[data]
+        writer.close(sync)
+    finally:
+        writer.abandon()
+    return WrittenFile(plan.file, writer.size, writer.sums, places)
