@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from .python_functions import Place
 
 
@@ -31,3 +33,8 @@ def distributing_functions() -> list[Place]:
         Place(_state_dict_utils, "_distribute_state_dict"),
         Place(state_dict, "_distribute_state_dict"),
     ]
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """The names of a module's own buffers that its state dict leaves out."""
+    return set(module._non_persistent_buffers_set)

@@ -1,0 +1,124 @@
+"""What transformers calls weights in files, and how it puts them together: its own conversions, run on mosaics.
+
+Checkpoints of a mixture of experts have a matrix for each expert, `experts.3.w1.weight`, where the module has one
+stacked parameter; old names are renamed; a checkpoint of a base model lacks the prefix that a model with a head gives
+it. Tables of transformers say so. Other models have in files what they have in their state dicts.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .mosaic import Mosaic
+from .state import State
+
+
+class Converted(NamedTuple):
+    """For each key of the state dict what it is in the files; and the keys of the files that nothing needs."""
+
+    entries: dict[str, Mosaic]
+    unexpected: list[str]
+
+
+def _of_transformers(model: nn.Module) -> bool:
+    return hasattr(model, "base_model_prefix") and hasattr(model, "config")
+
+
+def _loading() -> Any:
+    """The module of transformers that converts weights; None where transformers has none, before version 5."""
+    try:
+        from transformers import core_model_loading
+    except ImportError:
+        return None
+    return core_model_loading
+
+
+def from_files(model: nn.Module, files: dict[str, Mosaic], state: State) -> Converted:
+    """Put the entries of the state dict together from the tensors in files."""
+    loading = _loading() if _of_transformers(model) else None
+    if loading is None:
+        return Converted(
+            {key: file for key, file in files.items() if key in state.entries},
+            [key for key in files if key not in state.entries],
+        )
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    owner: Any = model
+    mapping = get_model_conversion_mapping(owner)
+    renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, loading.WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    prefix = owner.base_model_prefix
+    used: dict[str, Any] = {}
+    unexpected = []
+    for key, file in sorted(files.items(), key=lambda item: loading.dot_natural_key(item[0])):
+        name, pattern = loading.rename_source_key(key, renamings, converters, prefix, state.entries)
+        if name not in state.entries and key in state.entries:
+            name, pattern = loading.rename_source_key(key, [], [], prefix, state.entries)
+        if name not in state.entries:
+            unexpected.append(key)
+            continue
+        if pattern is None:
+            step = used.setdefault(name, loading.WeightRenaming(key, name))
+        else:
+            step = used.setdefault(name, copy.deepcopy(by_pattern[pattern]))
+        step.add_tensor(name, key, pattern or key, file)
+    entries: dict[str, Mosaic] = {}
+    for name, step in used.items():
+        found = step.convert(name, model=owner, config=owner.config)
+        entries |= {key: value[0] if isinstance(value, list) else value for key, value in found.items()}
+    owner._weight_conversions = [each for each in mapping if each.was_used()]  # for saving, as transformers keeps them
+    return Converted(entries, unexpected)
+
+
+def to_files(model: nn.Module, state: State) -> dict[str, Mosaic]:
+    """Put the tensors of files together from the entries of the state dict; tied weights once."""
+    entries = _without_ties(model, state)
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    entries = {key: entry for key, entry in entries.items() if key not in ignored}
+    loading = _loading() if _of_transformers(model) else None
+    return entries if loading is None else loading.revert_weight_conversion(model, entries)
+
+
+def _without_ties(model: nn.Module, state: State) -> dict[str, Mosaic]:
+    """The entries without those that are tied to another one: transformers says which of them stays."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    dropped: set[str] = set()
+    for name, keys in state.names().items():
+        if len(keys) < 2 or state.entries[keys[0]].shape != state.tensors[name].shape:
+            continue  # one key, or one for each expert
+        kept = next((key for key in keys if key not in tied), keys[0])
+        dropped |= set(keys) - {kept}
+    return {key: entry for key, entry in state.entries.items() if key not in dropped}
+
+
+# ---- what transformers does not complain of --------------------------------------------------------------------------
+
+
+def expected_anyway(model: nn.Module, keys: Iterable[str], kind: str) -> list[str]:
+    """The keys without those that a model of transformers says may be missing, or unexpected."""
+    patterns = list(getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ())
+    if kind == "unexpected" and _of_transformers(model):
+        buffers = [name for name, _ in model.named_buffers()]
+        if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+            patterns.append(r"rotary_emb\.inv_freq")  # of each layer, in old checkpoints
+        if any(name.endswith("position_ids") for name in buffers):
+            patterns.append(r"(^|\.)position_ids$")
+    return [key for key in keys if not any(re.search(pattern, key) for pattern in patterns)]
+
+
+def kept_dtypes(model: Any, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """The dtypes of parameters, by key, that a model of transformers keeps although it is loaded in `dtype`."""
+    loading: Any = _loading() if _of_transformers(model) else None
+    plan = model._get_dtype_plan(dtype) if loading is not None and hasattr(model, "_get_dtype_plan") else {}
+    if not plan:
+        return {}
+    alternatives, group_names, _ = loading.build_glob_alternation(list(plan))
+    found = {key: alternatives.search(key) for key, _ in model.named_parameters()}
+    return {key: plan[group_names[match.lastgroup]] for key, match in found.items() if match is not None}

@@ -1,0 +1,66 @@
+"""The folder of a model while it is written: beside its place, and renamed when it is complete.
+
+Files that a save does not write (a tokenizer, a model card) stay in the folder: the new one links to them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from ..checkpoint.folders import saving, sync_folder
+from ..errors import CheckpointError
+from .files import is_weights
+
+
+def prepare(folder: Path) -> Path:
+    """Make the empty folder in which a model will be written."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file", "save to a folder")
+    replaced = _replaced(folder)
+    if replaced.exists() and not folder.exists():
+        replaced.rename(folder)  # a save was killed between the two renames of `commit`
+    beside = saving(folder)
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    return beside
+
+
+def commit(folder: Path, sync: bool) -> None:
+    """Give a complete folder its name."""
+    beside, replaced = saving(folder), _replaced(folder)
+    if folder.exists():
+        _keep_others(folder, beside)
+    if sync:
+        sync_folder(beside)
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        folder.rename(replaced)
+    beside.rename(folder)
+    if sync:
+        sync_folder(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _keep_others(folder: Path, beside: Path) -> None:
+    """Have the files of an earlier folder that this save does not write in the new one."""
+    for path in folder.iterdir():
+        target = beside / path.name
+        if is_weights(path.name) or target.exists():
+            continue
+        if path.is_dir():
+            shutil.copytree(path, target, copy_function=_link)
+        else:
+            _link(path, target)
+
+
+def _link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
+
+
+def _replaced(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.replaced")

@@ -1,0 +1,175 @@
+"""Reading and writing boxes of a stored tensor at their places in a file, from and into views of local shards.
+
+The elements of a box are in the file in runs. Each run is one positioned read or write, straight from or into the
+memory of the view where that is in the file's dtype and order, otherwise through one buffer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.blocks import buffer_of
+from ..errors import CheckpointError
+from .files import Stored
+
+BUFFER = 16 << 20
+"""Bytes of the buffer through which elements go that are cast, transposed, or on an accelerator."""
+
+Sizes = tuple[int, ...]
+
+
+class Transfer(NamedTuple):
+    """A box of a stored tensor, and the view of a local shard with the same elements, dims in the order of the file."""
+
+    stored: Stored
+    start: Sizes
+    view: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in the file."""
+        return self.view.numel() * self.stored.dtype.itemsize
+
+
+def runs_of(stored: Stored, start: Sizes, size: Sizes) -> tuple[int, Iterator[int]]:
+    """The length in bytes of the runs of a box, and where in the file each begins."""
+    shape, itemsize = stored.shape, stored.dtype.itemsize
+    strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
+    first = len(shape)
+    while first and (first == len(shape) or size[first] == shape[first]):
+        first -= 1  # the run has all dims from `first` on
+    begin = stored.offset + sum(index * stride for index, stride in zip(start, strides, strict=True))
+    steps = [range(0, size[dim] * strides[dim], strides[dim]) for dim in range(first)]
+    return math.prod(size[first:]) * itemsize, (begin + sum(offsets) for offsets in itertools.product(*steps))
+
+
+class _Files:
+    """Files that are opened when they are first needed, and the buffer."""
+
+    flags = os.O_RDONLY
+
+    def __init__(self, done: Callable[[int], None] = lambda count: None) -> None:
+        self.bytes = 0
+        """What was read or written."""
+        self._done = done
+        self._open: dict[Path, int] = {}
+        self._memory: Tensor | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._open.values():
+            os.close(file)
+        self._open.clear()
+
+    def file(self, path: Path) -> int:
+        """The descriptor of a file."""
+        if path not in self._open:
+            self._open[path] = os.open(path, self.flags | os.O_CLOEXEC)
+        return self._open[path]
+
+    def buffer(self, size: Sizes, dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor in the buffer."""
+        if self._memory is None:
+            self._memory = torch.empty(BUFFER, dtype=torch.uint8)
+        return self._memory[: math.prod(size) * dtype.itemsize].view(dtype).view(size)
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes that were read or written."""
+        self.bytes += nbytes
+        self._done(nbytes)
+
+
+class Reader(_Files):
+    """Reads boxes of stored tensors into views of local shards."""
+
+    def read(self, transfer: Transfer) -> None:
+        """Fill a view."""
+        file, stored = self.file(transfer.stored.file), transfer.stored
+        for start, view in _parts(transfer):
+            direct = _in_file_order(view, stored.dtype)
+            target = view if direct else self.buffer(tuple(view.shape), stored.dtype)
+            memory = buffer_of(target)
+            length, offsets = runs_of(stored, start, tuple(view.shape))
+            for low, offset in zip(range(0, len(memory), length), offsets, strict=True):
+                _read(file, memory[low : low + length], offset, stored)
+            self.count(len(memory))
+            if direct:
+                view.view(-1)[:0].zero_()  # counts as a write, for whoever looks at versions
+            else:
+                view.copy_(target)
+
+
+class Writer(_Files):
+    """Writes views of local shards into boxes of stored tensors."""
+
+    flags = os.O_WRONLY
+
+    def write(self, transfer: Transfer) -> None:
+        """Write all of a view."""
+        file, stored = self.file(transfer.stored.file), transfer.stored
+        for start, view in _parts(transfer):
+            source = view
+            if not _in_file_order(view, stored.dtype):
+                source = self.buffer(tuple(view.shape), stored.dtype)
+                source.copy_(view)
+            memory = buffer_of(source)
+            length, offsets = runs_of(stored, start, tuple(view.shape))
+            for low, offset in zip(range(0, len(memory), length), offsets, strict=True):
+                _write(file, memory[low : low + length], offset)
+            self.count(len(memory))
+
+    def sync(self) -> None:
+        """Have what was written on the disk."""
+        for file in self._open.values():
+            os.fsync(file)
+
+
+def _in_file_order(view: Tensor, dtype: torch.dtype) -> bool:
+    plain = view.device.type == "cpu" and view.dtype == dtype and view.is_contiguous()
+    return plain and not (view.is_conj() or view.is_neg())
+
+
+def _parts(transfer: Transfer) -> Iterator[tuple[Sizes, Tensor]]:
+    """The view in parts that fit into the buffer, each with the place where it begins in the stored tensor."""
+    pending = [(transfer.start, transfer.view)]
+    while pending:
+        start, view = pending.pop()
+        if not view.numel():
+            continue
+        nbytes = view.numel() * transfer.stored.dtype.itemsize
+        dim = next((dim for dim, size in enumerate(view.shape) if size > 1), None)
+        if nbytes <= BUFFER or dim is None:
+            # A tensor without dims is stored like one of one element.
+            yield start, view
+            continue
+        rows = max(1, view.shape[dim] * BUFFER // nbytes)
+        at = range(0, view.shape[dim], rows)
+        parts = zip(at, view.split(rows, dim), strict=True)
+        pending += [((*start[:dim], start[dim] + low, *start[dim + 1 :]), part) for low, part in parts][::-1]
+
+
+def _read(file: int, memory: memoryview, offset: int, stored: Stored) -> None:
+    while memory:
+        count = os.preadv(file, [memory], offset)
+        if not count:
+            raise CheckpointError(f"{stored.file} ends at byte {offset}, where a tensor of {list(stored.shape)} is")
+        memory, offset = memory[count:], offset + count
+
+
+def _write(file: int, memory: memoryview, offset: int) -> None:
+    while memory:
+        count = os.pwrite(file, memory, offset)
+        memory, offset = memory[count:], offset + count
