@@ -136,9 +136,8 @@ def _stored(path: Path, name: str, entry: Any, begin: int, size: int) -> Stored:
         raise CheckpointError(f"{path}: the header's entry for {name!r} is {entry!r}, of an unknown kind") from error
     stored = Stored(path, begin + low, shape, dtype)
     if min(shape, default=0) < 0 or low < 0 or high - low != stored.nbytes:
-        raise CheckpointError(
-            f"{path}: {name!r} of shape {list(shape)}, {entry['dtype']}, has the bytes {low} to {high}"
-        )
+        kind = f"{entry['dtype']}{list(shape)}"
+        raise CheckpointError(f"{path} is damaged: {name!r} is {kind}, and has the bytes {low} to {high}")
     if begin + high > size:
         raise CheckpointError(f"{path} is truncated: {name!r} ends at byte {begin + high}, the file at {size}")
     return stored

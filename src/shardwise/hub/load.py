@@ -17,7 +17,7 @@ from ..errors import CheckpointError
 from .build import build
 from .conversions import expected_anyway, from_files
 from .files import Contents, Stored, read_folder
-from .memory import allocate, compute_again, lost_buffers
+from .memory import allocate, compute_lost_buffers
 from .mosaic import Mosaic
 from .plans import Plan, apply_plan
 from .positioned import Reader, Transfer
@@ -82,9 +82,10 @@ def load_with_report(
     at, ranks = Path(folder), ranks_of_world()
     contents: list[Contents] = []
     together(ranks, f"cannot load {at}", lambda: contents.append(read_folder(at)))
-    built = apply_plan(build(model, at, dtype), mesh, plan)
+    built = build(model, at, dtype)
+    compute_lost_buffers(built)
+    built = apply_plan(built, mesh, plan)
     patches = _fitting(built, at, contents[0].tensors, state_of(built), strict)
-    lost = lost_buffers(built)
     allocate(built, mesh)
     reads = _reads(state_of(built), patches)
     totals = {rank: sum(transfer.nbytes for transfer in transfers) for rank, transfers in reads.items()}
@@ -97,7 +98,6 @@ def load_with_report(
     done: list[dict[int, int]] = []
     together(ranks, f"cannot load {at}", lambda: done.append(read()))
     bar.finish()
-    compute_again(built, lost)
     forget_gathered()  # what ops have made of parameters was made of earlier values
     return built, LoadReport(contents[0].header_bytes, done[0], totals)
 

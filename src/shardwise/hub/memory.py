@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.state_dicts import non_persistent_buffers
+from ..dispatch.modes import implicit_replication
 from ..errors import CheckpointError
 from ..nn.parameters import Ties
 from ..sharding.base import DTensorBase
@@ -40,28 +41,57 @@ def _device(tensor: Tensor, device: torch.device) -> torch.device:
     return device_of(tensor._spec.mesh_info.device_type) if isinstance(tensor, DTensorBase) else device
 
 
-def lost_buffers(model: nn.Module) -> list[str]:
-    """The buffers on the meta device that no file has, by name."""
-    found = []
-    for path, module in model.named_modules():
-        for name in non_persistent_buffers(module):
-            buffer = module.get_buffer(name) if getattr(module, name, None) is not None else None
-            if buffer is not None and buffer.is_meta:
-                found.append(f"{path}.{name}" if path else name)
-    return found
+# ---- buffers that no file has ----------------------------------------------------------------------------------------
 
 
-def compute_again(model: nn.Module, lost: list[str]) -> None:
-    """Compute buffers that were made on the meta device: models of transformers do it as they initialise themselves."""
+def compute_lost_buffers(model: nn.Module) -> None:
+    """Compute buffers on the meta device that no file has: models of transformers do so as they initialise themselves.
+
+    For other models, and where a buffer is still without a value, this is an error.
+    """
+    lost = _lost_buffers(model)
     if not lost:
         return
     owner: Any = model
-    if not hasattr(owner, "initialize_weights"):
+    if hasattr(owner, "initialize_weights"):
+        for module, name in lost.values():
+            buffer = module.get_buffer(name)
+            setattr(module, name, torch.empty_like(buffer, device="cpu").fill_(_unset(buffer.dtype)))
+            module.__dict__.pop("_is_hf_initialized", None)
+        for path, tensor in [*owner.named_parameters(), *owner.named_buffers()]:
+            if path not in lost:
+                tensor._is_hf_initialized = True
+        with implicit_replication():
+            owner.initialize_weights()
+        lost = {path: at for path, at in lost.items() if _is_unset(at[0].get_buffer(at[1]))}
+    if lost:
         raise CheckpointError(
             f"the buffers {', '.join(lost)} are on the meta device, and no file has them",
             "pass the function that makes the model, hub.load(lambda: Model(...), ...): its buffers then have values",
         )
-    for name, tensor in [*owner.named_parameters(), *owner.named_buffers()]:
-        if name not in lost:
-            tensor._is_hf_initialized = True
-    owner.initialize_weights()
+
+
+def _lost_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """The buffers on the meta device that no file has: the modules that own them, and their names there."""
+    found = {}
+    for path, module in model.named_modules():
+        for name in sorted(non_persistent_buffers(module)):
+            if getattr(module, name, None) is not None and module.get_buffer(name).is_meta:
+                found[f"{path}.{name}" if path else name] = (module, name)
+    return found
+
+
+def _unset(dtype: torch.dtype) -> float:
+    """A value that no buffer is computed to be."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min + 1
+
+
+def _is_unset(buffer: torch.Tensor) -> bool:
+    if buffer.dtype == torch.bool:
+        return False  # any of its values may be right
+    unset = (
+        buffer.isnan() if buffer.dtype.is_floating_point or buffer.dtype.is_complex else buffer == _unset(buffer.dtype)
+    )
+    return bool(unset.any())
