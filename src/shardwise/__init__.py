@@ -14,6 +14,7 @@ modules       distribute_module, shard_parameters, replicate; parallel styles an
               fully_shard in shardwise.fsdp
 checkpoints   save, async_save, load and latest are in shardwise.checkpoint
 proving       verify: a program on simulated ranks, compared with one device tensor by tensor
+              fully_shard in shardwise.fsdp; shardwise.hub loads and saves models of hubs
 take-over     install: shardwise in the place of torch.distributed.tensor, also `python -m shardwise.run program.py`
 inspecting    debug: draw, show, explain, report, watch, CommDebugMode
 extending     register_sharding, local_map; shardwise.rules.explain shows the rule of an op

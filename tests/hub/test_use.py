@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from shardwise import P
+from shardwise import P, init_device_mesh
 from shardwise.experimental import implicit_replication
 from shardwise.hub import load, save
-from shardwise.world import rank_factories
 from tests.hub.models import assert_same, plain
+from tests.processes.pool import on_processes
 from tests.transformers.models import batch_of, make
 from tests.worlds import mesh_of
 
@@ -36,7 +35,7 @@ def by_rows(name: str, parameter: Tensor) -> Any:
 
 # The models have 2 heads of keys and values, or 4: fewer than ranks, or as many.
 GENERATED = [
-    ("llama", TP, {"cache_implementation": "static"}),
+    ("llama", TP, {}),
     ("llama", FULLY, {}),
     ("qwen3", TP, {}),
     ("mixtral", TP, {}),
@@ -59,9 +58,25 @@ def test_generate(name: str, plan: Any, options: dict[str, Any], tmp_path: Path)
     with mesh_of(4, names=("tp",)) as mesh, implicit_replication(), torch.no_grad():
         found = load(type(model), tmp_path, mesh, plan)
         found.generation_config.eos_token_id = None
-        # A static cache is a plain tensor in which each rank stores keys of its own.
-        with rank_factories() if plan == TP and "cache_implementation" in options else nullcontext():
-            assert torch.equal(plain(found.generate(prompts, **options)), expected)
+        assert torch.equal(plain(found.generate(prompts, **options)), expected)
+
+
+@on_processes
+def test_generate_on_processes(tmp_path: Path) -> None:
+    """Also with a static cache, a plain tensor in which each rank stores keys of its own: 2 heads on 4 ranks."""
+    model: Any = make("llama").eval()
+    if torch.distributed.get_rank() == 0:
+        model.save_pretrained(tmp_path)
+    torch.distributed.barrier()
+    prompts = batch_of("llama")["input_ids"][:2, :4]
+    options: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    with torch.no_grad():
+        found = load(type(model), tmp_path, mesh, TP)
+        found.generation_config.eos_token_id = None
+        for cache in ("static", "dynamic"):
+            expected = model.generate(prompts, cache_implementation=cache, **options)
+            assert torch.equal(found.generate(prompts, cache_implementation=cache, **options), expected)
 
 
 def trained(model: Any, name: str, folder: Path, checkpointing: bool) -> list[float]:

@@ -366,7 +366,8 @@ class DTensor(ChangingShape):
         raise InputError(
             f"{self._spec!r} is a DTensor and has no storage that holds its values, as safetensors and the libraries "
             "that use it need",
-            "save full tensors: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
+            "save a model with shardwise.hub.save(model, folder) on all ranks; or save full tensors: "
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
             "torch.distributed.checkpoint.state_dict, or x.full_tensor() for one tensor",
         )
 
