@@ -16,7 +16,7 @@ from shardwise.hub import load, save
 from shardwise.hub.conversions import to_files
 from shardwise.hub.files import Described, lay_out
 from shardwise.hub.positioned import Transfer, Writer
-from shardwise.hub.save import _writes
+from shardwise.hub.saving import _writes
 from shardwise.hub.state import state_of
 from shardwise.hub.transfers import patches_to_save
 from shardwise.parallel import ExpertParallel
@@ -104,7 +104,11 @@ def test_a_save_that_fails_leaves_the_earlier_folder(tmp_path: Path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_save_over_an_earlier_folder_keeps_other_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_save_over_an_earlier_folder(exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other files are kept, whether the system can exchange two folders in one step or not."""
+    if not exchanges:
+        monkeypatch.setattr("shardwise.hub.folder._exchange", lambda one, other: False)
     folder = save(net(), tmp_path / "model", max_shard_size=100)
     (folder / "tokenizer.json").write_text("words")
     (folder / "more").mkdir()
@@ -113,6 +117,7 @@ def test_a_save_over_an_earlier_folder_keeps_other_files(tmp_path: Path) -> None
     assert sorted(path.name for path in folder.iterdir()) == ["model.safetensors", "more", "tokenizer.json"]
     assert (folder / "more" / "card.md").read_text() == "text"
     assert_same(load(Net, folder), net(1))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_what_a_killed_save_leaves_is_cleared(tmp_path: Path) -> None:

@@ -262,6 +262,7 @@ def test_shards_must_fit_together() -> None:
 
 def test_repr() -> None:
     assert repr(replicate(torch.ones(1), N)) == "RankTensor(tensor([1.]), same on all 3 ranks)"
+    assert "and those of 2 other ranks" in repr(replicate(torch.ones(1, device="meta"), N))
     x = RankTensor([torch.tensor([float(r)]) for r in range(20)]).requires_grad_()
     text = repr(x)
     assert "rank 0: tensor([0.])" in text

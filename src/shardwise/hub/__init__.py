@@ -14,7 +14,7 @@ plans        what `plan=` may be
 folder       written beside its place, and renamed
 """
 
-from .load import LoadReport, load, load_with_report
-from .save import save
+from .loading import LoadReport, load, load_with_report
+from .saving import save
 
 __all__ = ["load", "save", "LoadReport", "load_with_report"]

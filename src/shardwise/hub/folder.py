@@ -5,6 +5,7 @@ Files that a save does not write (a tokenizer, a model card) stay in the folder:
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from pathlib import Path
@@ -35,12 +36,25 @@ def commit(folder: Path, sync: bool) -> None:
     if sync:
         sync_folder(beside)
     shutil.rmtree(replaced, ignore_errors=True)
-    if folder.exists():
+    if not folder.exists():
+        beside.rename(folder)
+    elif not _exchange(beside, folder):  # two renames, for file systems that cannot exchange two folders at once
         folder.rename(replaced)
-    beside.rename(folder)
+        beside.rename(folder)
     if sync:
         sync_folder(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+    shutil.rmtree(beside, ignore_errors=True)  # after an exchange it is the earlier folder
+
+
+_HERE, _EXCHANGE = -100, 2
+"""Arguments of `renameat2`: paths are as they are; the two names change places."""
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two folders change places in one step. Returns whether the system can."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    return renameat2 is not None and renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0
 
 
 def _keep_others(folder: Path, beside: Path) -> None:

@@ -82,7 +82,7 @@ class RankTensor(torch.Tensor):
             suffix = f", grad_fn=<{self.grad_fn.name()}>"
         elif self.requires_grad:
             suffix = ", requires_grad=True"
-        if is_traced():  # nothing can be compared
+        if is_traced() or shards[0].is_meta:  # nothing can be compared
             return f"RankTensor({shards[0]!r} and those of {n - 1} other ranks{suffix})"
         if same(shards):
             return f"RankTensor({shards[0]!r}, same on all {n} ranks{suffix})"
