@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -40,7 +40,7 @@ class Transfer(NamedTuple):
         return self.view.numel() * self.stored.dtype.itemsize
 
 
-def runs_of(stored: Stored, start: Sizes, size: Sizes) -> tuple[int, Iterator[int]]:
+def runs_of(stored: Stored, start: Sizes, size: Sizes) -> tuple[int, Iterable[int]]:
     """The length in bytes of the runs of a box, and where in the file each begins."""
     shape, itemsize = stored.shape, stored.dtype.itemsize
     strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
@@ -48,8 +48,13 @@ def runs_of(stored: Stored, start: Sizes, size: Sizes) -> tuple[int, Iterator[in
     while first and (first == len(shape) or size[first] == shape[first]):
         first -= 1  # the run has all dims from `first` on
     begin = stored.offset + sum(index * stride for index, stride in zip(start, strides, strict=True))
-    steps = [range(0, size[dim] * strides[dim], strides[dim]) for dim in range(first)]
-    return math.prod(size[first:]) * itemsize, (begin + sum(offsets) for offsets in itertools.product(*steps))
+    length = math.prod(size[first:]) * itemsize
+    outer = [dim for dim in range(first) if size[dim] > 1]
+    if len(outer) < 2:  # as most are; and there may be very many runs
+        count, stride = (size[outer[0]], strides[outer[0]]) if outer else (1, 1)
+        return length, range(begin, begin + count * stride, stride)
+    steps = [range(0, size[dim] * strides[dim], strides[dim]) for dim in outer]
+    return length, (begin + sum(offsets) for offsets in itertools.product(*steps))
 
 
 class _Files:
@@ -97,14 +102,16 @@ class Reader(_Files):
 
     def read(self, transfer: Transfer) -> None:
         """Fill a view."""
-        file, stored = self.file(transfer.stored.file), transfer.stored
+        file, stored, preadv = self.file(transfer.stored.file), transfer.stored, os.preadv
         for start, view in _parts(transfer):
             direct = _in_file_order(view, stored.dtype)
             target = view if direct else self.buffer(tuple(view.shape), stored.dtype)
             memory = buffer_of(target)
             length, offsets = runs_of(stored, start, tuple(view.shape))
             for low, offset in zip(range(0, len(memory), length), offsets, strict=True):
-                _read(file, memory[low : low + length], offset, stored)
+                run = memory[low : low + length]
+                if preadv(file, (run,), offset) != length:  # the rest, if there is one
+                    _read(file, run, offset, stored)
             self.count(len(memory))
             if direct:
                 view.view(-1)[:0].zero_()  # counts as a write, for whoever looks at versions
@@ -119,7 +126,7 @@ class Writer(_Files):
 
     def write(self, transfer: Transfer) -> None:
         """Write all of a view."""
-        file, stored = self.file(transfer.stored.file), transfer.stored
+        file, stored, pwrite = self.file(transfer.stored.file), transfer.stored, os.pwrite
         for start, view in _parts(transfer):
             source = view
             if not _in_file_order(view, stored.dtype):
@@ -128,7 +135,9 @@ class Writer(_Files):
             memory = buffer_of(source)
             length, offsets = runs_of(stored, start, tuple(view.shape))
             for low, offset in zip(range(0, len(memory), length), offsets, strict=True):
-                _write(file, memory[low : low + length], offset)
+                run = memory[low : low + length]
+                if pwrite(file, run, offset) != length:
+                    _write(file, run, offset)
             self.count(len(memory))
 
     def sync(self) -> None:
