@@ -20,8 +20,9 @@ from shardwise.hub.saving import _writes
 from shardwise.hub.state import state_of
 from shardwise.hub.transfers import patches_to_save
 from shardwise.parallel import ExpertParallel
-from tests.hub.models import Net, assert_same, net, stored
-from tests.hub.test_load import Mixture, interleaved, sharded, two_axes
+from shardwise.world import replicate
+from tests.hub.models import Net, assert_same, net, plain, stored
+from tests.hub.test_load import Blocks, Mixture, interleaved, sharded, two_axes
 from tests.worlds import mesh_of
 
 PLANS = {"0": sharded(0), "1": sharded(1), "interleaved": interleaved, "replicated": None}
@@ -67,6 +68,32 @@ def test_every_byte_is_written_once(plan: Any, split: int, tmp_path: Path, monke
         patches = [patch for key, entry in files.items() for patch in patches_to_save(entry, places[key])]
         total = sum(transfer.nbytes for transfer in _writes(state, patches))
         assert total == sum(math.prod(kind.shape) * kind.dtype.itemsize for kind in described.values())
+
+
+def test_parameters_that_are_gathered_while_a_module_runs(tmp_path: Path) -> None:
+    """After a forward pass, `fully_shard` keeps those of the root gathered, for a backward pass."""
+    model = Blocks()
+    with mesh_of(4) as mesh:
+        found = load(Blocks, stored(model, tmp_path / "a"), mesh, "fully_sharded")
+        found(torch.randn(2, 6))
+        save(found, tmp_path / "b")
+        assert_same(found, model)
+        found(torch.randn(2, 6))
+        other = Blocks()
+        load(found, stored(other, tmp_path / "c"))
+        x = torch.randn(2, 6)
+        torch.testing.assert_close(plain(found(x)), other(x).detach())
+    assert_same(load(Blocks, tmp_path / "b"), model)
+
+
+def test_plain_tensors_of_ranks(tmp_path: Path) -> None:
+    with mesh_of(4):
+        model = torch.nn.Module()
+        model.register_buffer("steps", replicate(torch.arange(3.0)))
+        save(model, tmp_path / "a")
+        model.steps.zero_()
+        load(model, tmp_path / "a")
+        assert all(torch.equal(shard, torch.arange(3.0)) for shard in model.steps.shards)
 
 
 def test_replicas_divide_what_they_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

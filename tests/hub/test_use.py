@@ -63,20 +63,16 @@ def test_generate(name: str, plan: Any, options: dict[str, Any], tmp_path: Path)
 
 @on_processes
 def test_generate_on_processes(tmp_path: Path) -> None:
-    """Also with a static cache, a plain tensor in which each rank stores keys of its own: 2 heads on 4 ranks."""
     model: Any = make("llama").eval()
     if torch.distributed.get_rank() == 0:
         model.save_pretrained(tmp_path)
     torch.distributed.barrier()
     prompts = batch_of("llama")["input_ids"][:2, :4]
-    options: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    options: dict[str, Any] = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
     with torch.no_grad():
-        found = load(type(model), tmp_path, mesh, TP)
+        found = load(type(model), tmp_path, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), TP)
         found.generation_config.eos_token_id = None
-        for cache in ("static", "dynamic"):
-            expected = model.generate(prompts, cache_implementation=cache, **options)
-            assert torch.equal(found.generate(prompts, cache_implementation=cache, **options), expected)
+        assert torch.equal(found.generate(prompts, **options), model.generate(prompts, **options))
 
 
 def trained(model: Any, name: str, folder: Path, checkpointing: bool) -> list[float]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch.state_dicts import non_persistent_buffers
+from ..fsdp import FSDPModule
 from ..nn.parameters import own_tensors
 from ..parallel.expert_list import STACKED, ExpertList
 from .mosaic import Mosaic
@@ -37,7 +38,10 @@ def source_of(entry: Mosaic) -> str:
 
 
 def state_of(model: nn.Module) -> State:
-    """The state of a model."""
+    """The state of a model. Parameters that `fully_shard` has gathered are freed first."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     first: dict[int, str] = {}
     state = State({}, {})
     stacked: dict[str, int] = {}

@@ -88,10 +88,15 @@ def held_shards(tensor: Tensor) -> list[HeldShard]:
     if isinstance(tensor, DTensorBase):
         return _of_distributed(tensor._local_tensor.detach(), tensor._spec)
     tensor = tensor.detach()
-    runs = tuple(((0, size),) for size in tensor.shape)
+    if isinstance(tensor, RankTensor):
+        return [_whole(rank, shard, len(tensor.shards)) for rank, shard in enumerate(tensor.shards)]
     ranks = dist.get_world_size() if dist.is_initialized() and current_world() is None else 1
-    rank = dist.get_rank() if ranks > 1 else 0
-    return [HeldShard(rank, tensor, runs, rank, ranks)]
+    return [_whole(dist.get_rank() if ranks > 1 else 0, tensor, ranks)]
+
+
+def _whole(rank: int, tensor: Tensor, ranks: int) -> HeldShard:
+    """All of a tensor, which each of these ranks holds."""
+    return HeldShard(rank, tensor, tuple(((0, size),) for size in tensor.shape), rank, ranks)
 
 
 def _of_distributed(local: Tensor, spec: DTensorSpec) -> list[HeldShard]:
