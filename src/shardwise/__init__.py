@@ -12,9 +12,8 @@ modes         explicit, implicit_replication, strict_ops
 training      accumulate_gradients, bucket_gradients; erase: record a step, and run plain local code from then on
 modules       distribute_module, shard_parameters, replicate; parallel styles and plans are in shardwise.parallel,
               fully_shard in shardwise.fsdp
-checkpoints   save, async_save, load and latest are in shardwise.checkpoint
+files         shardwise.checkpoint: save, async_save, load and latest; shardwise.hub: models in the files of hubs
 proving       verify: a program on simulated ranks, compared with one device tensor by tensor
-              fully_shard in shardwise.fsdp; shardwise.hub loads and saves models of hubs
 take-over     install: shardwise in the place of torch.distributed.tensor, also `python -m shardwise.run program.py`
 inspecting    debug: draw, show, explain, report, watch, CommDebugMode
 extending     register_sharding, local_map; shardwise.rules.explain shows the rule of an op
