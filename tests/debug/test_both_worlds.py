@@ -127,8 +127,12 @@ USES = {
 }
 
 
+WATCH = {"watch", "unwatched"}
+"""Tested on processes, and in simulated worlds, in tests/debug/watching."""
+
+
 def test_every_public_name_is_here() -> None:
-    assert set(USES) == set(shardwise.debug.__all__)
+    assert set(USES) | WATCH == set(shardwise.debug.__all__)
 
 
 @pytest.mark.parametrize("use", dict.fromkeys(USES.values()), ids=lambda use: use.__name__)

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import html
-
 _WITHOUT_END = frozenset(("br", "input", "meta", "col"))
 
 
@@ -24,7 +22,7 @@ def tag(name: str, /, *children: str | int, **attributes: str | int | bool | Non
     """
     pairs = ((key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items())
     shown = (
-        f" {key}" if value is True else f' {key}="{html.escape(str(value))}"'
+        f" {key}" if value is True else f' {key}="{_escaped(value)}"'
         for key, value in pairs
         if value is not None and value is not False
     )
@@ -35,4 +33,10 @@ def tag(name: str, /, *children: str | int, **attributes: str | int | bool | Non
 def join(children: object) -> Markup:
     """Return children one after the other, escaped where they are no Markup."""
     assert isinstance(children, (list, tuple))
-    return Markup("".join(child if isinstance(child, Markup) else html.escape(str(child)) for child in children))
+    return Markup("".join(child if isinstance(child, Markup) else _escaped(child) for child in children))
+
+
+def _escaped(value: object) -> str:
+    from html import escape  # when something is drawn: programs that draw nothing do not wait for it
+
+    return escape(str(value))
