@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,7 +74,7 @@ def run_alone(program: Program, eps: float = 0.0, noise_seed: int = 0) -> tuple[
         if eps:
             move(list(model.parameters()), eps, noise_seed)
         recorder = Recorder(model, all_inputs=True)
-        with dtypes:
+        with dtypes if not eps else nullcontext():
             _train(program, model, recorder, None)
     recorder.made.dtypes = dtypes.found | {p.dtype for p in model.parameters() if p.is_floating_point()}
     return recorder.made, initial
@@ -143,15 +143,17 @@ def _start_from(model: nn.Module, initial: Initial) -> None:
 
 @contextmanager
 def _set_up(program: Program) -> Iterator[None]:
-    """Run with the program's default dtype, and leave the random state of the caller alone."""
-    before = torch.get_default_dtype()
+    """Run with the program's default dtype on one thread, and leave the random state of the caller alone."""
+    before, threads = torch.get_default_dtype(), torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
         if program.dtype is not None:
             torch.set_default_dtype(program.dtype)
+        torch.set_num_threads(1)  # tensors are small, and threads would wait for each other
         try:
             yield
         finally:
             torch.set_default_dtype(before)
+            torch.set_num_threads(threads)
 
 
 def _built(program: Program) -> nn.Module:

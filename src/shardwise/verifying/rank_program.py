@@ -34,15 +34,16 @@ class RankProgram(OwnMode):
         self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         kwargs = kwargs or {}
+        if types:  # of a class of ours, which knows of ranks
+            return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
-        if plain and tensors and func.namespace in _COLLECTIVES:
+        if tensors and func.namespace in _COLLECTIVES:
             return _on_copies(func, args, kwargs)
-        if plain and (by_rank(args) is not None or by_rank(list(kwargs.values())) is not None):
+        if by_rank(args) is not None or by_rank(list(kwargs.values())) is not None:
             return implementation_of(func)(args, kwargs)
         result = func(*args, **kwargs)
         is_new = not tensors or func is torch.ops.aten.lift_fresh.default
-        if is_new and plain and isinstance(result, Tensor) and type(result) is Tensor and called_by_user():
+        if is_new and type(result) is Tensor and called_by_user():
             return replicate(result)
         return result
 
