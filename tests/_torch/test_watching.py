@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from shardwise._torch.collectives import STARTS, all_reduce
+from shardwise._torch.collectives import STARTS, all_reduce, wait
 from shardwise._torch.watching import (
     abort_group,
     all_groups,
@@ -22,9 +22,9 @@ def test_calls_of_an_op_are_seen_until_that_is_undone() -> None:
         undo = wrap_op(all_reduce, lambda *args, **kwargs: seen.append(args[1:]))
         assert hash(all_reduce) == key
         assert all_reduce in STARTS
-        all_reduce(torch.ones(2), "sum", name)
+        wait(all_reduce(torch.ones(2), "sum", name))
         undo()
-        all_reduce(torch.ones(2), "sum", name)
+        wait(all_reduce(torch.ones(2), "sum", name))
     assert seen == [("sum", name)]
 
 
