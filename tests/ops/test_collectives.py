@@ -8,7 +8,7 @@ from shardwise.ops.collectives import collective_of, communicates
 from shardwise.ops.trivial import computes_nothing
 
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
-BETWEEN_TWO = {"isend", "irecv", "batch_p2p_ops", "send", "recv_", "recv_any_source_"}
+BETWEEN_TWO = {"isend", "irecv", "batch_p2p_ops", "recv_any_source_"}
 WITHOUT_DATA = {"barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
 
 
