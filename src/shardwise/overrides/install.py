@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from .._torch.above_autograd import Overrides
 from .._torch.schemas import composites_with_out, is_composite
@@ -18,7 +19,6 @@ from .batch_rules import batched_taking_plain_as_replicated
 from .composites import taking_plain_as_replicated
 from .data_parallel import install_data_parallel, uninstall_data_parallel
 from .derivatives import marking_formulas
-from .flex_attention import install_flex_attention, uninstall_flex_attention
 from .out_arguments import copying_into_out
 from .python_functions import install_python_functions, uninstall_python_functions
 from .safetensors_writer import install_safetensors_writer, uninstall_safetensors_writer
@@ -32,7 +32,7 @@ def install_overrides() -> None:
     if not len(_overrides):
         _add_kernels()
     install_python_functions()
-    install_flex_attention()
+    _flex_attention().install_flex_attention()
     install_state_dict_functions()
     install_safetensors_writer()
     install_data_parallel()
@@ -42,10 +42,15 @@ def uninstall_overrides() -> None:
     """Restore PyTorch's own functions. Distributed tensors then lack those that need an override."""
     _overrides.remove()
     uninstall_python_functions()
-    uninstall_flex_attention()
+    _flex_attention().uninstall_flex_attention()
     uninstall_state_dict_functions()
     uninstall_safetensors_writer()
     uninstall_data_parallel()
+
+
+def _flex_attention() -> Any:
+    """The module that needs PyTorch's flex_attention, which takes a while to import."""
+    return importlib.import_module(f"{__package__}.flex_attention")
 
 
 def _add_kernels() -> None:
@@ -77,4 +82,3 @@ def _first_of(kernel: Callable[..., object], otherwise: Callable[..., object]) -
 
 
 install_python_functions()
-install_flex_attention()
