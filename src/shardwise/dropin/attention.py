@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 
 from ..comm.groups import adopt
@@ -27,8 +26,10 @@ from ..sharding.runtime import WorldState
 from ..tensor.creation import distribute_tensor
 from ..tensor.dtensor import DTensor
 from ..world import RankTensor
-from .block_masks import rank_block_mask
 from .load_balancers import _HeadTailLoadBalancer, _LoadBalancer
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 _SEQUENCE_DIM = 2
 """The sequence dim of queries, keys and values."""
@@ -154,11 +155,17 @@ def _context_parallel_shard(
         _ARRANGED.of(mesh_info.runtime)[mesh_info] = load_balancer
     pairs = zip(buffers, seq_dims, strict=True)
     return [
-        rank_block_mask(buffer, mesh, load_balancer)
-        if isinstance(buffer, BlockMask)
+        _rank_block_mask(buffer, mesh, load_balancer)
+        if not isinstance(buffer, Tensor)
         else _shard(mesh, _rearranged(buffer.detach(), dim, load_balancer), dim)
         for buffer, dim in pairs
     ]
+
+
+def _rank_block_mask(mask: BlockMask, mesh: DeviceMesh, balancer: _LoadBalancer | None) -> BlockMask:
+    from .block_masks import rank_block_mask  # PyTorch's flex_attention, which that needs, takes a while to import
+
+    return rank_block_mask(mask, mesh, balancer)
 
 
 T = TypeVar("T", bound=Tensor)
