@@ -278,36 +278,6 @@ def is_first_rank() -> bool:
 # ---- the program -----------------------------------------------------------------------------------------------------
 
 
-def check(experts: int = 0) -> dict[str, object]:
-    """Return arguments of `shardwise.verify`, for `python -m shardwise verify examples/llama.py:check`."""
-    options = parse(["--width", "16", "--length", "8", "--rows", "5", "--experts", str(experts), "--steps", "2"])
-
-    def step(model: Llama, batch: tuple[Tensor, Tensor], mesh: object, optimizer: torch.optim.Optimizer) -> Tensor:
-        loss = F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return {
-        "build_model": lambda: Llama(options),
-        "apply": lambda model, mesh: parallelize(model, mesh, options),
-        "batch": lambda step: batches(options, "cpu")[step],
-        "step": step,
-        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=options.lr, weight_decay=0.1),
-        "place": lambda batch, mesh: tuple(place(x, mesh) for x in batch),
-        "mesh": (2, 1, 2, 2) if experts else (1, 2, 2, 2),
-        "names": AXES,
-        "steps": 2,
-    }
-
-
-def check_experts() -> dict[str, object]:
-    """The same with a mixture of experts."""
-    return check(experts=4)
-
-
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simulate", type=int, default=8, metavar="RANKS", help="simulated ranks, without torchrun")

@@ -3,8 +3,6 @@
     python examples/train.py                              8 simulated ranks in this process, as dp x tp = 2 x 4
     torchrun --nproc-per-node 4 examples/train.py         4 processes, as 2 x 2; on GPUs if there are any
 
-    shardwise report examples/train.py:one_step --mesh dp=2,tp=4        writes a page about one training step
-
 The model and its training are plain PyTorch. `PLAN` and `distribute` define how it is sharded.
 """
 
@@ -117,15 +115,6 @@ def train(
     return losses
 
 
-def one_step(mesh: DeviceMesh) -> Callable[[], Tensor]:
-    """Return a training step on a mesh with axes dp and tp, for `shardwise report`."""
-    model = distribute(GPT(width=128, heads=8, layers=4).to(mesh.device_type), mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    batch = batches(1, 8, 48, mesh.device_type)[0]
-    tokens, targets = (distribute_tensor(x, mesh, P("dp")) for x in batch)
-    return lambda: train_step(model, optimizer, tokens, targets)
-
-
 def progress(title: str, step: int, steps: int, loss: float) -> None:
     done = 30 * step // steps
     if title and is_first_rank() and (step == steps or sys.stdout.isatty()):
@@ -145,25 +134,6 @@ def compare(alone: list[float], shared: list[float]) -> str:
     largest = max(abs(one - other) for one, other in zip(alone, shared, strict=True))
     last = f"the largest difference in {len(alone)} steps is {largest:.1e}"
     return "\n".join(["  step     one device    sharded  difference", *lines, last])
-
-
-def check() -> dict[str, object]:
-    """Return arguments of `shardwise.verify`, for `python -m shardwise verify examples/train.py:check`."""
-
-    def step(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: object, optimizer: torch.optim.Optimizer) -> Tensor:
-        return train_step(model, optimizer, *batch)
-
-    return {
-        "build_model": lambda: GPT(width=16, length=12, dropout=0.1),
-        "apply": distribute,
-        "batch": lambda step: batches(step + 1, 5, 12)[step],
-        "step": step,
-        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
-        "place": P("dp"),
-        "mesh": (2, 4),
-        "names": ("dp", "tp"),
-        "steps": 2,
-    }
 
 
 def main() -> None:

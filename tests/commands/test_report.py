@@ -83,7 +83,7 @@ def test_a_mesh_that_is_missing(capsys):
 
 
 def test_the_example_is_reported(tmp_path, capsys):
-    example = Path(__file__).parents[2] / "examples" / "train.py"
+    example = Path(__file__).parents[2] / "examples" / "inspected.py"
     page = tmp_path / "step.html"
     assert main(["report", f"{example}:one_step", "--mesh", "dp=2,tp=2", "-o", str(page)]) == 0
     assert "collectives" in capsys.readouterr().out

@@ -14,11 +14,11 @@ ROOT = Path(__file__).parents[2]
 def write_page(path: Path) -> None:
     """The report of one training step of the GPT of the examples."""
     sys.path.insert(0, str(ROOT / "examples"))
-    import train
+    import inspected
 
     with simulate(8):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
-        report(train.one_step(mesh), path, title="GPT: one training step")
+        report(inspected.one_step(mesh), path, title="GPT: one training step")
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from shardwise.commands.main import main
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("program", ["train.py:check", "llama.py:check", "llama.py:check_experts"])
+@pytest.mark.parametrize("program", ["inspected.py:check", "inspected.py:check_llama", "inspected.py:check_experts"])
 def test_an_example_is_right(program, capsys):
     code = main(["verify", f"{EXAMPLES}/{program}", "--json"])
     report = json.loads(capsys.readouterr().out)
@@ -31,7 +31,7 @@ def test_an_example_with_a_mistake_is_not(capsys, monkeypatch):
         return model
 
     monkeypatch.setattr(llama, "parallelize", parallelize)
-    assert main(["verify", "llama:check", "--steps", "1", "--json"]) == 1
+    assert main(["verify", "inspected:check_llama", "--steps", "1", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["first"] == "blocks.1.mlp.down"
     assert report["differences"][0]["how"] == f"is {axis} times too large (2 is the size of {axis})"

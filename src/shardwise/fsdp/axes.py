@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._torch.device_mesh import root_mesh
 from ..comm.groups import adopt, common_root
+from ..comm.rank_group import named_group
 from ..errors import InputError, MeshError
 from ..sharding.mesh import MeshInfo, require_world
 from ..sharding.runtime import WorldState, runtime_of_world
@@ -69,7 +70,7 @@ class DataAxes:
             return name
         own = next(ranks for ranks in groups if dist.get_rank() in ranks)
         # Only the ranks of this mesh call this, which need not be all ranks of the world.
-        return dist.new_group(own, use_local_synchronization=True).group_name
+        return named_group(tuple(own))
 
     def inside(self, mesh_info: MeshInfo) -> tuple[int, ...] | None:
         """The axes of another mesh that connect the same ranks as these do; None if there are none.
