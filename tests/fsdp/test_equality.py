@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from shardwise.comm.rank_group import named_group
 from shardwise.fsdp import fully_shard
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tests.fsdp.models import Model, assert_same_parameters, full, new_model, on_one_device, shard, train
@@ -121,7 +122,7 @@ def test_an_axis_that_was_flattened() -> None:
 @on_processes
 def test_neighbours_on_processes() -> None:
     if dist.get_rank() < 3:  # ranks are in different numbers of groups
-        dist.new_group([0, 1, 2], use_local_synchronization=True)
+        named_group((0, 1, 2))
     expected, _ = on_one_device(rows=16)
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     model = shard(new_model(), mesh, reshard_after_forward=2)
