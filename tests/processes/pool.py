@@ -36,6 +36,7 @@ import torch.distributed as dist
 RANKS = 4
 PATIENCE = 60.0  # seconds for one test
 GRACE = 5.0  # seconds that the others get once a rank has failed
+MANY_THREADS = 150  # above which processes are started anew: the groups of earlier tests take time from later ones
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "pytest"])
@@ -130,9 +131,17 @@ _running: list[Pool] = []
 
 
 def _pool() -> Pool:
+    if _running and _running[0].processes and _threads(_running[0].processes[0].pid) > MANY_THREADS:
+        _running[0].close()
     if not _running or not _running[0].processes:
         _running[:] = [Pool()]
     return _running[0]
+
+
+def _threads(pid: int | None) -> int:
+    """How many threads a process has: each gloo group has some, which wake up again and again as long as it lives."""
+    tasks = Path(f"/proc/{pid}/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else 0
 
 
 @atexit.register
