@@ -3,7 +3,7 @@
 visualize_sharding    prints which ranks hold which shards of a tensor
 draw                  returns the same picture as a string
 CommDebugMode         counts and prints the communication in a block, module by module
-explain               tells why a block communicates: lines, modules, reasons, prices, alternatives, edits; as text,
+explain               says why a block communicates: lines, modules, reasons, prices, alternatives, edits; as text,
                       as JSON, as a trace. What it holds is described in `explaining/records.py`
 budget                raises an error with that explanation if a block communicates more than it may
 trace, merge_traces   write what ranks compute and communicate, and when, for chrome://tracing and ui.perfetto.dev

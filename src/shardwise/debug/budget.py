@@ -15,8 +15,8 @@ from ..ops.collectives import collective_names
 from ..sharding.runtime import active_runtime
 from ..tensor.gradient_buckets import bytes_of
 from .explaining.explain import Explanation
-from .explaining.records import Communication, Told
-from .explaining.text import told_as_text
+from .explaining.records import Communication, RecordedExplanation
+from .explaining.text import explanation_text
 
 
 class budget:
@@ -63,7 +63,9 @@ class budget:
         counted = [each for each in self.explanation.communications if self._counts_for(each)]
         problems = self._problems(counted)
         if problems:
-            raise BudgetError("; ".join(problems), told_as_text(Told(counted, self.explanation.mesh_axes)))
+            raise BudgetError(
+                "; ".join(problems), explanation_text(RecordedExplanation(counted, self.explanation.mesh_axes))
+            )
 
     def _check_axes(self) -> None:
         axes = {name for mesh_info in active_runtime().meshes.values() for name in mesh_info.names}

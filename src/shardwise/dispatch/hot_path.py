@@ -68,6 +68,16 @@ def observe_calls(by: Callable[[Lookup], Lookup] | None) -> None:
         use_table_of(active_runtime())
 
 
+def _observed(look_up: Lookup) -> Lookup:
+    return look_up if _Observed.by is None else _Observed.by(look_up)
+
+
+def _on_activate_or_observe(use_table_of: Callable[[Runtime], None]) -> None:
+    """Call this with the runtime of each world that becomes active, and when a debug tool comes or goes."""
+    on_activate(use_table_of)
+    _Observed.tables = (*_Observed.tables, use_table_of)
+
+
 def _with_hashes(args: Args, kwargs: Kwargs | None) -> tuple[Args, Kwargs | None]:
     """The arguments with the compiler's symbols as sizes with a hash; in a simulated world as numbers."""
     simulated = any(isinstance(v, DTensorBase) and v._spec.mesh_info.simulated for v in pytree.tree_leaves(args))
@@ -79,13 +89,10 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
     argument_key = argument_keys(kind)
     known: Lookup = {}.get
 
+    @_on_activate_or_observe
     def use_table_of(runtime: Runtime) -> None:
         nonlocal known
-        look_up = HOT.of(runtime).recent.get
-        known = look_up if _Observed.by is None else _Observed.by(look_up)
-
-    on_activate(use_table_of)
-    _Observed.tables = (*_Observed.tables, use_table_of)
+        known = _observed(HOT.of(runtime).recent.get)
 
     def __torch_dispatch__(func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
         # The key. Most calls have one or two arguments: for them the comprehensions are written out, which cost a frame

@@ -1,4 +1,4 @@
-"""Why a call of an op, or a function of shardwise, communicates: told from the call itself, cached plan or not."""
+"""Why a call of an op, or a function of shardwise, communicates: derived from the call itself, not from cached plans."""
 
 from __future__ import annotations
 
@@ -67,28 +67,28 @@ class Reasoning:
 
     # ---- ops ------------------------------------------------------------------------------------------------------
 
-    def of_call(self, told: Communication, call: OpCall, pair: SpecPair | None, names: Names) -> Communication:
+    def of_call(self, sent: Communication, call: OpCall, pair: SpecPair | None, names: Names) -> Communication:
         """The communication with its reason, where an op needs it."""
         known = self._known_of(call)
         op = str(call.func).removesuffix(".default")
         edit = self._edit(call, known, names)
-        told = replace(told, op=op, edit=edit)
+        sent = replace(sent, op=op, edit=edit)
         if known.choices is not None:
             called = {m.name: names.of(self._tensor(call, m), m.name) for m in self._all_moves(known.choices)}
             chosen, *rejected = (_renamed(choice, called) for choice in known.records)
-            told = replace(told, rule=known.choices.rule, chosen=chosen, rejected=tuple(rejected))
+            sent = replace(sent, rule=known.choices.rule, chosen=chosen, rejected=tuple(rejected))
         if pair is None:
-            return replace(told, cause="kernel", reason=reasons.of_kernel(told, op))
+            return replace(sent, cause="kernel", reason=reasons.of_kernel(sent, op))
         if known.choices is None:
             operand = self._with_spec(call, pair[0], names)
             return replace(
-                told, cause="gathered inputs", operand=operand, reason=reasons.of_gathering(told, op, operand)
+                sent, cause="gathered inputs", operand=operand, reason=reasons.of_gathering(sent, op, operand)
             )
         move = self._move(call, known.choices, pair)
         if move is None:
-            return replace(told, cause="result", reason=reasons.of_result(told, op))
+            return replace(sent, cause="result", reason=reasons.of_result(sent, op))
         operand = called[move.name]
-        return replace(told, cause="operand", operand=operand, reason=reasons.of_operand(told, op, move, operand))
+        return replace(sent, cause="operand", operand=operand, reason=reasons.of_operand(sent, op, move, operand))
 
     def _known_of(self, call: OpCall) -> _Known:
         key = (id(call.func), *map(self._key, call.args), *call.kwargs, *map(self._key, call.kwargs.values()))
@@ -156,15 +156,15 @@ class Reasoning:
     # ---- functions of shardwise -----------------------------------------------------------------------------------
 
     @staticmethod
-    def of_purpose(told: Communication, purpose: Purpose | None, pair: SpecPair | None, names: Names) -> Communication:
+    def of_purpose(sent: Communication, purpose: Purpose | None, pair: SpecPair | None, names: Names) -> Communication:
         """The communication with its reason, where a function of shardwise needs it, or the program itself."""
         if purpose is None:
-            cause = "program" if pair is None else "gradient" if told.backward else "redistribute"
+            cause = "program" if pair is None else "gradient" if sent.backward else "redistribute"
             purpose = Purpose(cause)
         leaves = [names.of_leaf(leaf, f"a leaf {leaf._spec!r}") for leaf in _known(purpose)]
         operand = ", ".join(leaves) or None
-        reason, edit = reasons.of_purpose(told, purpose, leaves)
-        return replace(told, cause=purpose.cause, operand=operand, reason=reason, edit=edit)
+        reason, edit = reasons.of_purpose(sent, purpose, leaves)
+        return replace(sent, cause=purpose.cause, operand=operand, reason=reason, edit=edit)
 
 
 def _known(purpose: Purpose) -> list[DTensor]:

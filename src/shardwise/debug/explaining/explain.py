@@ -18,8 +18,8 @@ from typing import Any, overload
 import torch.distributed as dist
 
 from .recorder import Recorder
-from .records import Told
-from .text import told_as_text
+from .records import RecordedExplanation
+from .text import explanation_text
 from .timeline import Timeline
 from .trace_file import trace_events, write_events
 
@@ -28,7 +28,7 @@ BYTES_PER_SECOND = 1e10
 """What a rank does in a modelled trace: the orders of magnitude of one CPU."""
 
 
-class Explanation(Told):
+class Explanation(RecordedExplanation):
     """Every communication of a block of code, with its line, module, op, reason, price, alternatives and edit.
 
     Prints as text; `to_dict()` and `to_json()` hold the same and more.
@@ -71,7 +71,7 @@ class Explanation(Told):
         return write_events(target, trace_events(timeline.spans(flops_per_second, bytes_per_second)))
 
     def __str__(self) -> str:
-        return told_as_text(self)
+        return explanation_text(self)
 
     def __repr__(self) -> str:
         total = self.total

@@ -17,17 +17,17 @@ from .records import CAUSES, Choice, Communication
 _OPEN = {"sum": "the sum", "avg": "the average", "product": "the product", "max": "the maximum", "min": "the minimum"}
 
 
-def of_operand(told: Communication, op: str, move: OperandMove, operand: str) -> str:
+def of_operand(sent: Communication, op: str, move: OperandMove, operand: str) -> str:
     """Why an operand is moved, and what moving others would have cost."""
     needs = [
         f"{_OPEN[what]} of {operand} over {axis}" if what in _OPEN else f"{what} unsharded on {axis}"
         for axis, what in move.lost
     ]
     sentence = f"{_short(op)} needs {' and '.join(needs) or f'{operand} as {move.after!r}'}"
-    chosen = told.chosen
+    chosen = sent.chosen
     if chosen is not None:
         sentence += f"; {_moving(chosen)} costs {bytes_text(chosen.bytes)}"
-        others = {_moving(choice): choice.bytes for choice in reversed(told.rejected) if choice.moves}
+        others = {_moving(choice): choice.bytes for choice in reversed(sent.rejected) if choice.moves}
         others.pop(_moving(chosen), None)
         cheapest = list(reversed(others.items()))[:2]
         sentence += "".join(f", {moving} {bytes_text(received)}" for moving, received in cheapest)
@@ -42,35 +42,35 @@ def _moving(choice: Choice) -> str:
     return "moving " + " and ".join(move.operand for move in choice.moves)
 
 
-def of_kernel(told: Communication, op: str) -> str:
+def of_kernel(sent: Communication, op: str) -> str:
     """Why an op communicates while it computes."""
     sharded = (
-        [what.removeprefix("shards ") for axis, what in told.chosen.axes if axis in told.over] if told.chosen else []
+        [what.removeprefix("shards ") for axis, what in sent.chosen.axes if axis in sent.over] if sent.chosen else []
     )
-    along = f" along {' and '.join(sharded)}, which {told.group} shards," if sharded else ""
-    return f"{_short(op)}{along} exchanges data between the ranks of {told.group}"
+    along = f" along {' and '.join(sharded)}, which {sent.group} shards," if sharded else ""
+    return f"{_short(op)}{along} exchanges data between the ranks of {sent.group}"
 
 
-def of_gathering(told: Communication, op: str, operand: str | None) -> str:
+def of_gathering(sent: Communication, op: str, operand: str | None) -> str:
     """Why an op gathers its inputs."""
     return f"{op} has no rule for this call, so {operand or 'its input'} is gathered and every rank computes all of it"
 
 
-def of_result(told: Communication, op: str) -> str:
+def of_result(sent: Communication, op: str) -> str:
     """Why the result of an op is moved."""
-    return f"the result of {op} is brought to where it is written: {told.before} -> {told.after}"
+    return f"the result of {op} is brought to where it is written: {sent.before} -> {sent.after}"
 
 
-def of_purpose(told: Communication, purpose: Purpose, leaves: Sequence[str]) -> tuple[str, str | None]:
+def of_purpose(sent: Communication, purpose: Purpose, leaves: Sequence[str]) -> tuple[str, str | None]:
     """Why a function of shardwise communicates, or the program itself; and the edit that avoids it."""
-    move = f": {told.before} -> {told.after}" if told.before else ""
+    move = f": {sent.before} -> {sent.after}" if sent.before else ""
     match purpose.cause:
         case "redistribute":
-            return f"redistribute was called{move}", _cheaper_reduction(told)
+            return f"redistribute was called{move}", _cheaper_reduction(sent)
         case "full_tensor":
             return f"full_tensor was called{move}", "x.to_local()  # if the local shard will do"
         case "conversion":
-            return f"{purpose.detail} {told.module}{move}", _other_layouts(purpose)
+            return f"{purpose.detail} {sent.module}{move}", _other_layouts(purpose)
         case "gradient":
             through = f" {purpose.detail}" if purpose.detail else ""
             return f"the gradient goes back through{through or ' a redistribution'}{move}", None
@@ -80,7 +80,7 @@ def of_purpose(told: Communication, purpose: Purpose, leaves: Sequence[str]) -> 
         case "gradient bucket":
             return f"{len(leaves)} gradients are reduced together: {', '.join(leaves)}", _ACCUMULATE
         case "gather parameters":
-            again = told.backward and not told.recomputing
+            again = sent.backward and not sent.recomputing
             edit = "fully_shard(module, reshard_after_forward=False)  # keeps the parameters until backward"
             return f"fully_shard gathers the parameters of {purpose.detail}", edit if again else None
         case "reduce gradients":
@@ -88,7 +88,7 @@ def of_purpose(told: Communication, purpose: Purpose, leaves: Sequence[str]) -> 
                 "module.set_requires_gradient_sync(False)  # in all micro-batches but the last"
             )
         case "experts":
-            return f"rows travel {'back ' if told.backward else ''}between tokens and experts over {told.group}", None
+            return f"rows travel {'back ' if sent.backward else ''}between tokens and experts over {sent.group}", None
         case "distribute" if not purpose.detail:
             return f"{CAUSES['distribute']}, so that all have the same", (
                 "distribute_tensor(x, mesh, placements, src_data_rank=None)  # if all ranks have the data already"
@@ -96,7 +96,7 @@ def of_purpose(told: Communication, purpose: Purpose, leaves: Sequence[str]) -> 
         case "erased step":
             return "the recording of an erased step holds it; explain the step without erase for its reason", None
         case "program":
-            return f"the program calls {told.collective} itself", None
+            return f"the program calls {sent.collective} itself", None
     detail = f" ({purpose.detail})" if purpose.detail else ""
     return CAUSES[purpose.cause] + detail + move, None
 
@@ -104,8 +104,8 @@ def of_purpose(told: Communication, purpose: Purpose, leaves: Sequence[str]) -> 
 _ACCUMULATE = "with shardwise.accumulate_gradients():  # around all micro-batches but the last"
 
 
-def _cheaper_reduction(told: Communication) -> str | None:
-    if told.kind == "all-reduce":
+def _cheaper_reduction(sent: Communication) -> str | None:
+    if sent.kind == "all-reduce":
         return "x.redistribute(placements=[Shard(0)])  # a reduce-scatter: half of the bytes, if what follows allows it"
     return None
 

@@ -138,10 +138,10 @@ class Recorder(OwnMode):
         group = group_of(args, kwargs)
         found = self._found(func, op, group, received_bytes(op, args, kwargs, result))
         with without_modes():  # planning again runs ops on meta tensors
-            told = self._told(found)
-        self.communications.append(told)
+            sent = self._explained(found)
+        self.communications.append(sent)
         functional = not op.writes_first
-        self.timeline.communicated(told, ranks_of_group(group), result, measured, waits=functional)
+        self.timeline.communicated(sent, ranks_of_group(group), result, measured, waits=functional)
 
     def _found(self, func: OpOverload, op: CollectiveOp, group: str, received: int) -> Found:
         ranks = ranks_of_group(group)
@@ -172,7 +172,7 @@ class Recorder(OwnMode):
                     return mesh_info, axes
         return mesh_of_group(group)
 
-    def _told(self, found: Found) -> Communication:
+    def _explained(self, found: Found) -> Communication:
         moment, line = self.calls.now(), line_now()
         if moment.backward and users_frame_now() is not None:
             moment = replace(moment, recomputing=True)
@@ -184,7 +184,7 @@ class Recorder(OwnMode):
             moment = Moment(self.calls.owners(first), True, False)
         elif isinstance(reason, Purpose) and reason.cause in ("gather parameters", "reduce gradients"):
             moment, line = self._of_group(reason.detail, moment, line)
-        told = Communication(
+        sent = Communication(
             number=len(self.communications) + 1,
             **found._asdict(),
             backward=moment.backward,
@@ -197,14 +197,14 @@ class Recorder(OwnMode):
         )
         pair = (redistributing.source, redistributing.target) if redistributing else None
         if not isinstance(reason, OpCall):
-            return self.reasoning.of_purpose(told, reason, pair, self.names)
-        told = self.reasoning.of_call(told, reason, pair, self.names)
-        if not told.backward or told.recomputing:
-            self._edits[reason.node] = told.edit
-            return told
+            return self.reasoning.of_purpose(sent, reason, pair, self.names)
+        sent = self.reasoning.of_call(sent, reason, pair, self.names)
+        if not sent.backward or sent.recomputing:
+            self._edits[reason.node] = sent.edit
+            return sent
         # A formula has no line that one could edit: what helps is what helps the op whose node runs.
         node = current_node()
-        return replace(told, edit=self._edits.get(node_number(node)) if node is not None else None)
+        return replace(sent, edit=self._edits.get(node_number(node)) if node is not None else None)
 
     def _of_group(self, name: str, moment: Moment, line: Line | None) -> tuple[Moment, Line | None]:
         """Modules and line of a group of `fully_shard`: in a backward pass those of its gather in the forward pass."""

@@ -1,4 +1,4 @@
-"""What `explain` tells: frozen values with plain fields, each with `to_dict()`, so that all of it is JSON.
+"""What `explain` returns: frozen values with plain fields, each with `to_dict()`, so that all of it is JSON.
 
     Explanation             of a block of code
       communications        list of Communication, in the order in which they began
@@ -176,7 +176,7 @@ class Total:
 
 
 @dataclass
-class Told:
+class RecordedExplanation:
     """All communication of a block of code so far: the data of an `Explanation`."""
 
     communications: list[Communication] = field(default_factory=list)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from ...comm.plan import bytes_text
-from .records import Choice, Communication, Told, Total
+from .records import Choice, Communication, RecordedExplanation, Total
 
 _MOST_SHOWN = 3
 
 
-def told_as_text(told: Told) -> str:
+def explanation_text(sent: RecordedExplanation) -> str:
     """Everything that was communicated: a headline, then each collective with its reason, in order.
 
-    Collectives that repeat one before, in a loop say, are counted and not told again.
+    Collectives that repeat one before, in a loop say, are counted and not printed again.
     """
-    lines = [_headline(told.total)]
+    lines = [_headline(sent.total)]
     repeated: dict[tuple[object, ...], list[Communication]] = {}
-    for each in told.communications:
+    for each in sent.communications:
         repeated.setdefault(_alike(each), []).append(each)
     for members in repeated.values():
         lines += ["", *_one(members[0], len(members))]

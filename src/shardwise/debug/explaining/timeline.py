@@ -42,7 +42,7 @@ class Computed(NamedTuple):
 class Communicated(NamedTuple):
     """A collective that was started, in each of the groups that run it side by side."""
 
-    told: Communication
+    sent: Communication
     groups: tuple[tuple[int, ...], ...]
     measured: Measured
     pending: bool
@@ -100,14 +100,14 @@ class Timeline:
         self.events.append(Computed(name, part_of, work, measured))
 
     def communicated(
-        self, told: Communication, groups: Iterable[tuple[int, ...]], result: object, measured: Measured, waits: bool
+        self, sent: Communication, groups: Iterable[tuple[int, ...]], result: object, measured: Measured, waits: bool
     ) -> None:
         """A collective was started; `result` is what is waited for, if `waits`."""
         self.simulated = current_world() is not None
         pending = waits and isinstance(result, Tensor)
         if pending:
-            self._pending[id(result)] = told.number
-        self.events.append(Communicated(told, tuple(groups), measured, pending))
+            self._pending[id(result)] = sent.number
+        self.events.append(Communicated(sent, tuple(groups), measured, pending))
 
     # ---- spans ------------------------------------------------------------------------------------------------------
 
@@ -126,8 +126,8 @@ class Timeline:
                 yield Span(rank, "compute", event.name, *self._times(start, end), {"part of": event.part_of})
             elif isinstance(event, Communicated):
                 start, end = event.measured
-                end = done.get(event.told.number, end)
-                yield Span(rank, event.told.group, event.told.kind, *self._times(start, end), about(event.told))
+                end = done.get(event.sent.number, end)
+                yield Span(rank, event.sent.group, event.sent.kind, *self._times(start, end), about(event.sent))
 
     def _times(self, start: float, end: float) -> tuple[float, float]:
         return self.epoch + start, self.epoch + end
@@ -170,29 +170,29 @@ class _Model:
             yield Span(rank, "compute", event.name, start, end, details)
 
     def _communicate(self, event: Communicated) -> Iterable[Span]:
-        told = event.told
+        sent = event.sent
         for group in event.groups:
-            link = told.group, group
+            link = sent.group, group
             start = max([self._links.get(link, 0.0), *(self._clocks.get(rank, 0.0) for rank in group)])
-            end = self._links[link] = start + told.seconds
+            end = self._links[link] = start + sent.seconds
             for rank in group:
-                self._ends[rank, told.number] = end
+                self._ends[rank, sent.number] = end
                 if not event.pending:
-                    self._wait(rank, told.number)
-                yield Span(rank, told.group, told.kind, start, end, about(told))
+                    self._wait(rank, sent.number)
+                yield Span(rank, sent.group, sent.kind, start, end, about(sent))
 
 
-def about(told: Communication) -> dict[str, object]:
+def about(sent: Communication) -> dict[str, object]:
     """What a trace shows of a collective when it is clicked on."""
     return {
-        "line": f"{told.line}   {told.line.text}" if told.line is not None else "",
-        "module": told.module,
-        "pass": told.phase,
-        "op": told.op or "",
-        "reason": told.reason,
-        "bytes": told.bytes,
-        "modelled seconds": told.seconds,
-        "number": told.number,
+        "line": f"{sent.line}   {sent.line.text}" if sent.line is not None else "",
+        "module": sent.module,
+        "pass": sent.phase,
+        "op": sent.op or "",
+        "reason": sent.reason,
+        "bytes": sent.bytes,
+        "modelled seconds": sent.seconds,
+        "number": sent.number,
     }
 
 

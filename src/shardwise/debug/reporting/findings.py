@@ -16,7 +16,7 @@ from .holders import Held, memory_by_rank
 _LARGE = 0.1
 """A replicated parameter is large if it is this share of what a rank holds."""
 _UNEVEN = 1.02
-"""Shards are told to be uneven if the largest is this much larger than the mean."""
+"""Shards are reported as uneven if the largest is this much larger than the mean."""
 _MUCH = 0.5
 """A line communicates much if it has this share of the modelled time."""
 
@@ -90,17 +90,17 @@ def _replicated(tensors: Sequence[Held]) -> Iterator[Finding]:
 
 def _uneven(tensors: Sequence[Held]) -> Iterator[Finding]:
     """All tensors with uneven shards, as one finding."""
-    told = []
+    uneven = []
     for name, group in _alike(tensors).items():
         spec, shares = group[0].spec, list(group[0].rank_bytes.values())
         if spec is None or spec.layout.is_even() or max(shares) * len(shares) < _UNEVEN * sum(shares):
             continue
         empty = sum(1 for share in shares if not share)
         nothing = f", {empty} of {len(shares)} nothing" if empty else ""
-        told.append(f"{name} ({spec}): ranks hold {bytes_text(min(shares))} to {bytes_text(max(shares))}{nothing}")
-    if told:
-        title = f"{_count(len(told), 'tensor')} with uneven shards"
-        yield Finding("note", title, "; ".join(told) + ".", "pad the sharded dims to a multiple of the ranks")
+        uneven.append(f"{name} ({spec}): ranks hold {bytes_text(min(shares))} to {bytes_text(max(shares))}{nothing}")
+    if uneven:
+        title = f"{_count(len(uneven), 'tensor')} with uneven shards"
+        yield Finding("note", title, "; ".join(uneven) + ".", "pad the sharded dims to a multiple of the ranks")
 
 
 def _alike(tensors: Sequence[Held]) -> dict[str, list[Held]]:
