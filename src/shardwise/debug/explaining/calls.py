@@ -1,4 +1,4 @@
-"""Why a call of an op, or a function of shardwise, communicates: derived from the call itself, not from cached plans."""
+"""Why a call of an op, or a function of shardwise, communicates: derived from the call, not from cached plans."""
 
 from __future__ import annotations
 
