@@ -124,7 +124,10 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
             return plan_and_run(func, args, kwargs or {}, key)
         try:
             local_args: Sequence[object]
-            if count == 1:
+            if offset is not None:  # a view: of the first argument, which is the only tensor
+                a = args[0]
+                local_args, offset = (a._shard, *args[1:]), offset + a.storage_offset() or None
+            elif count == 1:
                 local_args = (a._shard if type(a) is kind else a,)
             elif count == 2:
                 local_args = (a._shard if type(a) is kind else a, b._shard if type(b) is kind else b)
@@ -136,8 +139,6 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
         if finish is not None:
             return finish(local, args)
         shape, stride, dtype = meta  # type: ignore[misc]
-        if offset is not None:
-            offset += args[0].storage_offset()
         tensor = make_wrapper(kind, shape, stride, offset, None, dtype, _strided, local.device)
         tensor._shard = local
         tensor._spec = spec

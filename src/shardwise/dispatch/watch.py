@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..comm.packing import as_bytes
 from ..sharding.recording import is_recording
-from ..world import RankTensor
+from .memory_notes import notes_of, shards_of
 
 
 class Watch:
@@ -26,54 +26,42 @@ class Watch:
     def __init__(self, local: Tensor) -> None:
         self._local = weakref.ref(local)
         self._state = _state(local)
-        shards = _shards(local)
-        for storage in [shard.untyped_storage() for shard in shards]:
-            # On the storage, as a tuple that is replaced: other threads may read it at any moment.
-            live = [ref for ref in _watches_of(storage) if ref() is not None]
-            storage._watches_of_shardwise = (*live, weakref.ref(self))  # type: ignore[attr-defined]
-        self._copies: list[Tensor | None] = [shard.clone() if _is_exposed(shard) else None for shard in shards]
+        shards = shards_of(local)
+        for shard in shards:
+            notes = notes_of(shard)
+            # A tuple that is replaced: other threads may read it at any moment.
+            notes.watches = (*[ref for ref in notes.watches if ref() is not None], weakref.ref(self))
+        self._copies: list[Tensor | None] = [shard.clone() if notes_of(shard).exposed else None for shard in shards]
 
     def unchanged(self, local: Tensor) -> bool:
         """Whether this is the same memory with the same data as when it was watched first."""
         if self._state != _state(local) or (is_recording() and any(copy is not None for copy in self._copies)):
             return False  # what the data is now says nothing about a replay
         return all(
-            copy is None or _same_bits(copy, shard) for copy, shard in zip(self._copies, _shards(local), strict=True)
+            copy is None or _same_bits(copy, shard) for copy, shard in zip(self._copies, shards_of(local), strict=True)
         )
 
     def before_exposure(self, storage: torch.UntypedStorage) -> None:
         """Copy the data that is about to be handed out."""
         local = self._local()
-        for i, shard in enumerate(_shards(local)) if local is not None else ():
+        for i, shard in enumerate(shards_of(local)) if local is not None else ():
             if self._copies[i] is None and shard.untyped_storage() is storage:
                 self._copies[i] = shard.clone()
 
 
 def mark_exposed(local: Tensor) -> None:
     """Note that a local shard is in the user's hands, so that writes to it may go uncounted."""
-    for shard in _shards(local):
-        storage = shard.untyped_storage()
-        if not getattr(storage, "_exposed_by_shardwise", False):
-            storage._exposed_by_shardwise = True  # type: ignore[attr-defined]
-            for ref in _watches_of(storage):
+    for shard in shards_of(local):
+        notes = notes_of(shard)
+        if not notes.exposed:
+            notes.exposed = True
+            for ref in notes.watches:
                 if (watch := ref()) is not None:
-                    watch.before_exposure(storage)
-
-
-def _watches_of(storage: torch.UntypedStorage) -> tuple[weakref.ref[Watch], ...]:
-    return getattr(storage, "_watches_of_shardwise", ())
-
-
-def _is_exposed(shard: Tensor) -> bool:
-    return getattr(shard.untyped_storage(), "_exposed_by_shardwise", False)
-
-
-def _shards(local: Tensor) -> list[Tensor]:
-    return list(local.shards) if type(local) is not Tensor and isinstance(local, RankTensor) else [local]
+                    watch.before_exposure(shard.untyped_storage())
 
 
 def _state(local: Tensor) -> tuple[object, ...]:
-    shards = ((id(s.untyped_storage()), s.storage_offset(), s._version) for s in _shards(local))
+    shards = ((id(s.untyped_storage()), s.storage_offset(), s._version) for s in shards_of(local))
     return (local._version, *shards)
 
 

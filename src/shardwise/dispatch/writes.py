@@ -11,10 +11,9 @@ import weakref
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from ..world import RankTensor
+from .memory_notes import notes_of, shards_of
 
 State = tuple[int, ...] | None
 """How often a local shard was written; None if nobody counts: assume that it was."""
@@ -49,32 +48,26 @@ def watch(view: Watcher) -> None:
     _Watchers.count += 1
     _Watchers.views.add(view)
     weakref.finalize(view, _unwatch).atexit = False
-    for storage in _storages(view.shard()):
-        handed = [tensor for ref in _handed_out(storage) if (tensor := ref()) is not None]
+    for shard in shards_of(view.shard()):
+        handed = [tensor for ref in notes_of(shard).handed_out if (tensor := ref()) is not None]
         view.counters += [Counter(tensor, tensor._version) for tensor in handed]
 
 
 def count_writes_through(handed: Tensor) -> None:
     """Count writes to a tensor that is handed to the user, in the memory of a local shard, but is not the shard."""
-    for storage in _storages(handed):
-        alive = [ref for ref in _handed_out(storage) if ref() is not None]
-        storage._handed_out_by_shardwise = (*alive, weakref.ref(handed))  # type: ignore[attr-defined]
-    for view in list(_Watchers.views) if _Watchers.count else ():
-        if set(map(id, _storages(view.shard()))) & set(map(id, _storages(handed))):
-            view.counters.append(Counter(handed, handed._version))
+    shards = shards_of(handed)
+    for shard in shards:
+        notes_of(shard).hand_out(handed)
+    if _Watchers.count:
+        memory = set(map(notes_of, shards))
+        for view in list(_Watchers.views):
+            if not memory.isdisjoint(map(notes_of, shards_of(view.shard()))):
+                view.counters.append(Counter(handed, handed._version))
 
 
 def writes_through(counters: Sequence[Counter]) -> int:
     """How often these were written since they were noticed."""
     return sum(tensor._version - version for tensor, version in counters)
-
-
-def _handed_out(storage: torch.UntypedStorage) -> tuple[weakref.ref[Tensor], ...]:
-    return getattr(storage, "_handed_out_by_shardwise", ())
-
-
-def _storages(local: Tensor) -> list[torch.UntypedStorage]:
-    return [shard.untyped_storage() for shard in _shards(local)]
 
 
 def _unwatch() -> None:
@@ -84,9 +77,8 @@ def _unwatch() -> None:
 def count_write(local: Tensor) -> None:
     """Note that an op on distributed tensors wrote a local shard."""
     if _Watchers.count:
-        for shard in _shards(local):
-            storage = shard.untyped_storage()
-            storage._writes_by_shardwise = _writes(shard) + 1  # type: ignore[attr-defined]
+        for shard in shards_of(local):
+            notes_of(shard).writes += 1
 
 
 def count_writes(local: Sequence[Tensor]) -> None:
@@ -98,17 +90,8 @@ def count_writes(local: Sequence[Tensor]) -> None:
 
 def writes_to(local: Tensor) -> State:
     """How often a local shard was written, by anybody."""
-    shards = _shards(local)
+    shards = shards_of(local)
     if local.is_inference() or any(shard.is_inference() for shard in shards):
         return None
     # Simulated ranks are written as one, or rank by rank.
-    return (local._version, *(shard._version for shard in shards), *map(_writes, shards))
-
-
-def _shards(local: Tensor) -> tuple[Tensor, ...]:
-    return local.shards if isinstance(local, RankTensor) else (local,)
-
-
-def _writes(shard: Tensor) -> int:
-    count: int = getattr(shard.untyped_storage(), "_writes_by_shardwise", 0)
-    return count
+    return (local._version, *(shard._version for shard in shards), *(notes_of(shard).writes for shard in shards))

@@ -22,7 +22,7 @@ from ..sharding.recording import recorded
 from ..sharding.spec import DTensorSpec, contiguous_meta
 from .exported import Redistribution, exporting
 from .from_local import on_mesh
-from .handed_out import exposed, new_alias
+from .handed_out import exposed, hand_out_new
 from .sources import pending
 
 # ---- redistribution -----------------------------------------------------------------------------------------------
@@ -70,12 +70,6 @@ class MoveInGraph:
         mesh = tensor._spec.mesh if self.other_mesh is None else self.other_mesh
         target = DTensorSpec(mesh, self.placements, meta, self.order)
         return _redistributed(tensor, target, False, self.dtype)
-
-
-def local_of(tensor: DTensorBase) -> Tensor:
-    """The local shard, handed out as an object that nobody else has."""
-    handed = new_alias(tensor)
-    return handed.detach() if handed is tensor._local_tensor else handed
 
 
 def _redistributed(tensor: DTensorBase, target: DTensorSpec, async_op: bool, dtype: torch.dtype | None) -> DTensorBase:
@@ -203,8 +197,11 @@ class ToLocal(QuickFunction):
     def forward(ctx: Any, tensor: DTensorBase, grad_spec: DTensorSpec) -> Tensor:
         """The local shard."""
         ctx.grad_spec = grad_spec
-        made = call_in_graph(local_of, tensor)
-        return local_of(tensor) if made is NotImplemented else made
+        if count_modes():
+            made = call_in_graph(hand_out_new, tensor)
+            if made is not NotImplemented:
+                return made
+        return hand_out_new(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

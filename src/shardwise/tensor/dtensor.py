@@ -53,13 +53,13 @@ from ..sharding.placement import (
 from ..sharding.spec import DTensorSpec, contiguous_meta, rebuild_spec
 from ..world import RankTensor
 from . import exported
-from .autograd import FromLocal, ToLocal, grad_spec_of_local, local_of, to_spec
+from .autograd import FromLocal, ToLocal, grad_spec_of_local, to_spec
 from .changed_shape import ChangingShape
 from .exported import exporting
 from .flat import Context, context_on, flatten, relate_sizes
 from .from_local import check_plain_tensor, copy_to_replicas, of_members, on_mesh, spec_of_local, without_grad
 from .gradient_buckets import CollectedGradient
-from .handed_out import hand_out
+from .handed_out import hand_out, hand_out_new
 from .leaf_gradient import LeafGradient, reduce_gradient_of
 from .other_mesh import spec_on, target_on
 from .saved import loaded_shard
@@ -196,7 +196,7 @@ class DTensor(ChangingShape):
             grad_spec = spec.with_placements(grad_placements) if grad_placements is not None else spec.cotangent()
             return ToLocal.apply(self, grad_spec)
         if count_modes():
-            made = call_in_graph(local_of, self)
+            made = call_in_graph(hand_out_new, self)
             if made is not NotImplemented:
                 return made
         return hand_out(self)
@@ -212,7 +212,7 @@ class DTensor(ChangingShape):
         if gathered.requires_grad or exporting():
             return gathered.to_local(grad_placements=grad_placements)
         if count_modes():
-            made = call_in_graph(local_of, gathered)
+            made = call_in_graph(hand_out_new, gathered)
             if made is not NotImplemented:
                 return made
         # In memory of its own, unless there is one rank.

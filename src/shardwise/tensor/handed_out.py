@@ -27,12 +27,30 @@ _CACHE = "_handed_out"
 def hand_out(tensor: DTensorBase) -> Tensor:
     """The local shard of a tensor, for the user: the same object each time, as long as the tensor has that shard."""
     local, before = tensor._local_tensor, tensor.__dict__.get(_CACHE)
-    if before is not None and before[0] is local:
+    if before is not None and before[0] is local and before[1] is not None:
         found: Tensor = before[1]
         return found
-    handed = new_alias(tensor)
+    handed = _alias(tensor, local)
     if handed is not local:
         tensor.__dict__[_CACHE] = (local, handed)
+    return handed
+
+
+def hand_out_new(tensor: DTensorBase) -> Tensor:
+    """The local shard of a tensor, for the user, as an object that nobody else has: autograd records a node for it.
+
+    A tensor that hands out its shard a second time will do so again and again, as parameters do: from then on, it keeps
+    the alias that others are quickly made from.
+    """
+    local, before = tensor._local_tensor, tensor.__dict__.get(_CACHE)
+    if before is not None and before[0] is local:
+        handed = hand_out(tensor).detach()
+        count_writes_through(handed)
+        return handed
+    handed = _alias(tensor, local)
+    if handed is local:
+        return handed.detach()
+    tensor.__dict__[_CACHE] = (local, None)
     return handed
 
 
@@ -46,17 +64,21 @@ def exposed(tensor: Any) -> Tensor:
     return local
 
 
-def new_alias(tensor: DTensorBase) -> Tensor:
-    """The local shard, as an object that nobody else has.
+def _alias(tensor: DTensorBase, local: Tensor) -> Tensor:
+    """The local shard as another object, whose writes count as writes to the tensor.
 
-    The shard itself where its writes cannot be counted so: inference tensors have no versions, modes and compilers
-    would see an op that is none, and tensors of other classes may not survive a copy.
+    The shard itself where they cannot be counted so: inference tensors have no versions, modes and compilers would see
+    an op that is none, and tensors of other classes may not survive a copy.
     """
-    local = tensor._local_tensor
     mark_exposed(local)
-    observed = count_modes() or transforms_active()
-    uncounted = torch.is_inference_mode_enabled() or tensor.is_inference() or local.is_inference()
-    if observed or uncounted or not (type(local) is Tensor or isinstance(local, RankTensor)):
+    if (
+        not (type(local) is Tensor or isinstance(local, RankTensor))
+        or count_modes()
+        or transforms_active()
+        or torch.is_inference_mode_enabled()
+        or tensor.is_inference()
+        or local.is_inference()
+    ):
         return local
     handed = counted_as(tensor)
     count_writes_through(handed)
