@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import reduce
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -175,6 +175,9 @@ def _plain(value: Any) -> Any:
 
 # ---- sizes in values ------------------------------------------------------------------------------------------------
 
+_NO_SYMBOLS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout))
+"""Types of values that are no symbols and contain none: most lists hold nothing else, which is quickly seen."""
+
 
 def symbolic(value: T) -> T:
     """The value with the compiler's symbols, also in lists, as sizes with a hash; constants as numbers.
@@ -225,6 +228,8 @@ def _mapped(change: Callable[[Any], Any], values: Any) -> Any:
     """A dict, list, tuple, named tuple or `torch.Size` with changed elements; itself if nothing changes."""
     if isinstance(values, dict):
         return {name: change(value) for name, value in values.items()}
+    if _NO_SYMBOLS.issuperset(map(type, values)):
+        return values
     made = [change(value) for value in values]
     if all(new is old for new, old in zip(made, values, strict=True)):
         return values
@@ -246,7 +251,7 @@ def common_divisor(one: int, other: int) -> int:
 def has_symbols(value: object) -> bool:
     """Whether this is a size that the compiler holds as a symbol, or a list that contains one."""
     if isinstance(value, (list, tuple)):
-        return any(map(has_symbols, value))
+        return not _NO_SYMBOLS.issuperset(map(type, value)) and any(map(has_symbols, value))
     return isinstance(value, SymbolicSize) or is_symbol(value)
 
 
@@ -258,16 +263,16 @@ def active_fake_mode() -> Any:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
-@contextmanager
-def shape_inference(*given: object) -> Iterator[None]:
-    """Inside, no mode records what is computed; where `given` has symbols, tensors are fake, which can have them.
+def shape_inference(*given: object) -> AbstractContextManager[object]:
+    """A context in which no mode records what is computed; tensors are fake where `given` has symbols.
 
     Relies on the fake mode that is active while a graph is traced: meta kernels take no symbols, fake tensors do.
     """
     mode = active_fake_mode() if has_symbols(given) else None
-    with without_modes():
-        if mode is None:
-            yield
-        else:
-            with mode:
-                yield
+    return without_modes() if mode is None else _with_mode_alone(mode)
+
+
+@contextmanager
+def _with_mode_alone(mode: Any) -> Iterator[None]:
+    with without_modes(), mode:
+        yield

@@ -6,10 +6,8 @@ compares hundreds of choices by it; the planner then finds the actual steps, whi
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
-from .._torch.symbols import hint
 from ..sharding.layout import Layout, dim_axes
 from .cost import LOCAL_STEP, Links
 from .states import DistState, common_slots, held, lacking, product, talking_axes
@@ -21,7 +19,7 @@ def estimate(source: Layout, target: Layout, itemsize: int, links: Links) -> flo
     if source is target:
         return 0.0
     mesh_sizes = source.mesh_sizes
-    nbytes = hint(math.prod(source.shape)) * itemsize
+    nbytes = source.numel() * itemsize
     slots = common_slots(source, target)
     if slots is None:
         axes = tuple(sorted(axis for dim in source.dims for axis in dim_axes(dim)))

@@ -19,7 +19,6 @@ import math
 from dataclasses import replace
 from functools import lru_cache
 
-from .._torch.symbols import hint
 from ..errors import CommunicationError
 from ..sharding.layout import Factor, Layout
 from .cost import LOCAL_STEP, Links
@@ -41,7 +40,7 @@ def make_plan(
     slots = common_slots(source, target)
     if slots is None:
         return _plan_without_slots(source, target, itemsize, links, groups)
-    nbytes = hint(math.prod(source.shape)) * itemsize
+    nbytes = source.numel() * itemsize
     # Sizes matter only as bytes, and bytes only by their order of magnitude: a new batch size needs no new search.
     about = 1 << max(0, nbytes - 1).bit_length()
     path = shortest(source.mesh_sizes, slots.source, slots.target, about, links, groups)
@@ -75,7 +74,7 @@ def shortest(
 
 
 def _as_plan(source: Layout, target: Layout, slots: Slots, path: Path, itemsize: int, links: Links) -> Plan:
-    mesh_sizes, nbytes = source.mesh_sizes, math.prod(source.shape) * itemsize
+    mesh_sizes, nbytes = source.mesh_sizes, source.numel() * itemsize
     steps, seconds = [], 0.0
     for before, edge in path:
         start, end = slots.layout(mesh_sizes, before), slots.layout(mesh_sizes, edge.after)

@@ -126,8 +126,12 @@ def talking_axes(state: DistState, target: DistState) -> Axes:
     """The axes of an exchange: those of each source slot beyond the major axes that it shares with the target."""
     axes: list[int] = []
     for have, want in zip(state.slots, target.slots, strict=True):
+        if have == want:
+            continue
         shared = 0
-        while shared < min(len(have), len(want)) and have[shared] == want[shared]:
+        for mine, its in zip(have, want, strict=False):
+            if mine != its:
+                break
             shared += 1
         axes += have[shared:]
     return tuple(sorted(axes))

@@ -299,6 +299,8 @@ def _shapes(value: Any) -> object:
         return None
     if isinstance(value, (int, float, complex, torch.SymInt, torch.SymFloat)):
         return ()
-    if isinstance(value, (list, tuple)) and not isinstance(value, TensorMeta):
+    if isinstance(value, TensorMeta):
+        return tuple(value.shape)
+    if isinstance(value, (list, tuple)):
         return [_shapes(element) for element in value]
     return symbolic(tuple(value.shape))

@@ -42,9 +42,9 @@ def notes_of(shard: Tensor) -> MemoryNotes:
     """The notes on the memory of one shard."""
     storage = shard.untyped_storage()
     try:
-        return storage._notes_of_shardwise  # type: ignore[attr-defined,no-any-return]
+        return storage._notes_of_shardwise  # type: ignore[attr-defined]
     except AttributeError:
-        return storage.__dict__.setdefault(_NAME, MemoryNotes())  # type: ignore[no-any-return]
+        return storage.__dict__.setdefault(_NAME, MemoryNotes())
 
 
 def shards_of(local: Tensor) -> tuple[Tensor, ...]:

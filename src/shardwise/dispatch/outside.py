@@ -134,6 +134,9 @@ def returns_tensors(op: ResolvedOp) -> bool:
 
 def is_outside(args: Args, kwargs: Kwargs) -> bool:
     """Whether this rank is in the mesh of none of the distributed tensors."""
+    first = next((value for value in args if isinstance(value, DTensorBase)), None)
+    if first is not None and not first._spec.mesh_info.outside:
+        return False
     return all(tensor._spec.mesh_info.outside for tensor in distributed(args, kwargs))
 
 

@@ -103,12 +103,14 @@ def with_real_dtypes(op: ResolvedOp, args: Sequence[object], kwargs: dict[str, o
 
 def with_dtypes(outputs: Any, dtypes: Sequence[torch.dtype]) -> Any:
     """The results, as tensors without data, with these dtypes."""
-    flat, tree = pytree.tree_flatten(outputs)
+    flat = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    if [output.dtype for output in flat] == list(dtypes):
+        return outputs
     made = [
         torch.empty_strided(output.shape, output.stride(), dtype=dtype, device="meta")
         for output, dtype in zip(flat, dtypes, strict=True)
     ]
-    return pytree.tree_unflatten(made, tree)
+    return type(outputs)(made) if flat is outputs else made[0]
 
 
 def _small(value: object) -> object:
@@ -186,7 +188,7 @@ def _must_be_raised(
         return on_cpu and "Could not run" not in str(error)  # other devices take other dtypes
     if on_cpu and _own_error(func, *_as_floats(args, kwargs)) is None:
         return True
-    return empty and not isinstance(error, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
+    return empty and not isinstance(error, torch.linalg.LinAlgError)
 
 
 def _as_floats(args: Sequence[object], kwargs: dict[str, Any]) -> tuple[Sequence[object], dict[str, Any]]:
@@ -319,9 +321,10 @@ def cached_results(op: ResolvedOp, key: object, operands: Sequence[object]) -> o
     found = op.result_forms.get(key) if key is not None else None
     if found is None:
         return None
-    made = []
-    for dtype, sizes in zip(found.dtypes, found.sizes, strict=True):
-        shape = [1 if place is None else operands[place[0]].shape[place[1]] for place in sizes]
-        with shape_inference(shape):  # planning is no part of what a mode records
-            made.append(None if dtype is None else torch.empty(shape, dtype=dtype, device="meta"))
+    shapes = [[1 if place is None else operands[place[0]].shape[place[1]] for place in sizes] for sizes in found.sizes]
+    with shape_inference(shapes):  # planning is no part of what a mode records
+        made = [
+            None if dtype is None else torch.empty(shape, dtype=dtype, device="meta")
+            for shape, dtype in zip(shapes, found.dtypes, strict=True)
+        ]
     return made[0] if found.kind is None else found.kind(made)

@@ -28,9 +28,12 @@ class Pieces:
         self.group = mesh_info.groups[self.axes]
         self.count = math.prod(mesh_info.sizes[axis] for axis in self.axes)
         origin = (0,) * len(mesh_info.sizes)
-        bounds = [factor_range(mesh_info.sizes, factor, peer) for peer in members(mesh_info.sizes, origin, self.axes)]
-        # Group order is mesh order; where the minor axis comes first in the mesh, shards lie in another order.
-        self.order = sorted(range(self.count), key=lambda index: (bounds[index], self._digits(index)))
+        peers = members(mesh_info.sizes, origin, self.axes)
+        bounds = [factor_range(mesh_info.sizes, factor, peer) for peer in peers]
+        # Group order is mesh order; where the minor axis comes first in the mesh, shards lie in another order. Empty
+        # shards are in the order of their coordinates on the factor's axes, major to minor.
+        places = [tuple([peer[axis] for axis in factor.axes]) for peer in peers]
+        self.order = sorted(range(self.count), key=lambda index: (bounds[index], places[index]))
         self.bounds: tuple[Run, ...] = tuple(bounds[index] for index in self.order)
         self.in_order = self.order == list(range(self.count))
 
@@ -38,11 +41,6 @@ class Pieces:
     def by_group(self) -> list[int]:
         """The piece at each position of the group."""
         return [self.order.index(index) for index in range(self.count)]
-
-    def _digits(self, index: int) -> tuple[int, ...]:
-        """The coordinate of a group member on the factor's axes, major to minor: the order of empty shards."""
-        peer = members(self.mesh_info.sizes, (0,) * len(self.mesh_info.sizes), self.axes)[index]
-        return tuple(peer[axis] for axis in self.factor.axes)
 
     def cut(self, at: Coordinate) -> Cut:
         """How the factor is sharded, seen from a coordinate."""

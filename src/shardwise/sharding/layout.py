@@ -44,17 +44,20 @@ PartialAxes = tuple[tuple[int, str], ...]
 class Layout:
     """The factors of every dim and the Partial axes with their reductions. Interned: equal means identical."""
 
-    __slots__ = ("__weakref__", "dims", "mesh_sizes", "partial")
+    __slots__ = ("__weakref__", "_numel", "_shape", "dims", "mesh_sizes", "partial")
     _interned: ClassVar[WeakValueDictionary[object, Layout]] = WeakValueDictionary()
 
     mesh_sizes: Sizes
     dims: tuple[Dim, ...]
     partial: PartialAxes
+    _shape: tuple[int, ...]
+    _numel: int
 
     @classmethod
     def make(cls, mesh_sizes: Sizes, dims: Sequence[Dim], partial: PartialAxes = ()) -> Layout:
         """The one layout with these factors, in canonical form."""
-        key = (mesh_sizes, tuple(canonical(mesh_sizes, dim) for dim in dims), tuple(sorted(partial)))
+        merged = [dim if len(dim) == 1 and type(dim[0]) is Factor else canonical(mesh_sizes, dim) for dim in dims]
+        key = (mesh_sizes, tuple(merged), tuple(sorted(partial)) if partial else ())
         found = cls._interned.get(key)
         if found is None:
             found = object.__new__(cls)
@@ -66,7 +69,19 @@ class Layout:
     @property
     def shape(self) -> tuple[int, ...]:
         """The global shape."""
-        return tuple(math.prod(factor.size for factor in dim) for dim in self.dims)
+        try:
+            return self._shape
+        except AttributeError:  # propagation prices many layouts, and asks again and again
+            self._shape = tuple([dim[0].size if len(dim) == 1 else math.prod(f.size for f in dim) for dim in self.dims])
+            return self._shape
+
+    def numel(self) -> int:
+        """The number of elements of the global tensor; of sizes that are symbols, for the sizes at hand."""
+        try:
+            return self._numel
+        except AttributeError:
+            self._numel = hint(math.prod(self.shape))
+            return self._numel
 
     def ranges(self, coordinate: Coordinate) -> tuple[tuple[Run, ...], ...]:
         """For each dim and factor, the `[start, stop)` that the rank at this coordinate holds."""
@@ -129,7 +144,8 @@ def chunk_range(start: int, stop: int, pieces: int, index: int) -> Run:
     if size % pieces == 0:  # also for sizes that are symbols, of which a graph then serves those that are divided so
         low = start + size // pieces * index
         return low, low + size // pieces
-    start, stop = specialized(start), specialized(stop)
+    if type(size) is not int:
+        start, stop = specialized(start), specialized(stop)
     step = -(-(stop - start) // pieces)
     low = min(start + step * index, stop)
     return low, min(low + step, stop)

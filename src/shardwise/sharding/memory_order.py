@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from .._torch.symbols import symbolic
+from .._torch.symbols import has_symbols, symbolic
 
 
 class TensorMeta(NamedTuple):
@@ -20,16 +21,29 @@ class TensorMeta(NamedTuple):
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
     """The shape, stride and dtype of a tensor, where the compiler's symbols are sizes with a hash."""
-    return TensorMeta(symbolic(tensor.shape), symbolic(tensor.stride()), tensor.dtype)
+    shape, stride = tensor.shape, tensor.stride()
+    if has_symbols((*shape, *stride)):
+        shape, stride = symbolic(shape), symbolic(stride)
+    return TensorMeta(shape, stride, tensor.dtype)
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a row-major tensor of this shape."""
+    try:
+        return _cached_stride(tuple(shape))
+    except TypeError:  # PyTorch's own symbols have no hash
+        return _contiguous_stride(shape)
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     stride, step = [], 1
     for size in reversed(shape):
         stride.append(step)
         step *= max(size, 1)
     return tuple(reversed(stride))
+
+
+_cached_stride = lru_cache(4096)(_contiguous_stride)
 
 
 def contiguous_meta(shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:
