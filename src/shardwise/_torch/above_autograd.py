@@ -24,6 +24,7 @@ from .modes import count_modes, pop_mode
 from .ops import OpOverload
 
 _KEY = DispatchKey.PythonTLSSnapshot
+_PYTHON = DispatchKey.Python
 _transforms_active = torch._C._are_functorch_transforms_active
 
 Keys = DispatchKeySet
@@ -74,10 +75,10 @@ def call_with_autograd(func: OpOverload, keys: Keys, *args: object, **kwargs: ob
     through this fallback.
     """
     below = keys.remove(_KEY)
-    if below.highestPriorityTypeId() == DispatchKey.Python:
+    if below.highestPriorityTypeId() == _PYTHON:
         return dispatch_to_subclass(func, args, kwargs)
     if not _NEEDS_SNAPSHOT or _transforms_active():  # transforms dispatch anew what they have unwrapped
-        return func.redispatch(below, *args, **kwargs)
+        return func._handle.redispatch_boxed(below, *args, **kwargs)
     tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
     entered = next((tensor for tensor in tensors if _dispatches(type(tensor))), tensors[0])
     results: list[object] = []

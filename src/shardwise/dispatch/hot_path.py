@@ -299,9 +299,13 @@ def _wrapping_views(specs: Any, offsets: Sequence[int], kind: type[DTensorBase])
     structure = type(specs)
 
     def finish(locals_: Any, args: Args) -> object:
-        begin = args[0].storage_offset()
-        each = zip(locals_, specs, offsets, strict=True)
-        wrapped = [kind.wrap(local, spec, begin + behind) for local, spec, behind in each]
+        begin, wrapped = args[0].storage_offset(), []
+        for local, spec, behind in zip(locals_, specs, offsets, strict=True):
+            shape, stride, dtype = spec.tensor_meta
+            tensor = make_wrapper(kind, shape, stride, begin + behind or None, None, dtype, _strided, local.device)
+            tensor._shard = local
+            tensor._spec = spec
+            wrapped.append(tensor)
         return wrapped if structure is list else tuple(wrapped)
 
     return finish

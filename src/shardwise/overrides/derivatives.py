@@ -5,7 +5,7 @@ See `dispatch.formulas` for what a mark does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
@@ -26,6 +26,8 @@ def marking_formulas(func: OpOverload) -> Callable[..., object]:
     in_place = func._schema.name.endswith("_")
     takes_lists = any("List[" in str(argument.type) for argument in func._schema.arguments)
     makes_new_tensors = not any(argument.alias_info is not None for argument in func._schema.arguments)
+    if func.is_view:
+        return _marking_views(func)
 
     def kernel(keys: Keys, *args: object, **kwargs: object) -> object:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
@@ -40,25 +42,38 @@ def marking_formulas(func: OpOverload) -> Callable[..., object]:
             return call_with_autograd(func, keys, *args, **kwargs)
         with _unpacking_outside_formulas():
             result = call_with_autograd(func, keys, *args, **kwargs)
-        for tensor in _tensors(result):
-            base = tensor._base if in_place else None
-            node, mark = (tensor.grad_fn, mark_formula) if base is None else (base.grad_fn, mark_write)
-            if node is not None:
-                mark(node)
-                break  # all results of a call have one node
+        _mark(result, in_place)
         return result
 
     return kernel
 
 
+def _marking_views(func: OpOverload) -> Callable[..., object]:
+    """The same for ops that return views of their first argument, such as `split`: they save no tensor."""
+
+    def kernel(keys: Keys, *args: object, **kwargs: object) -> object:
+        result = call_with_autograd(func, keys, *args, **kwargs)
+        if torch.is_grad_enabled() and isinstance(args[0], DTensorBase):
+            _mark(result, in_place=False)
+        return result
+
+    return kernel
+
+
+def _mark(result: object, in_place: bool) -> None:
+    """Mark the node of the results of a call: they have one."""
+    for tensor in result if isinstance(result, (tuple, list)) else (result,):
+        if isinstance(tensor, Tensor):
+            base = tensor._base if in_place else None
+            node, mark = (tensor.grad_fn, mark_formula) if base is None else (base.grad_fn, mark_write)
+            if node is not None:
+                mark(node)
+                return
+
+
 def _is_integer_view(target: Tensor) -> bool:
     """Whether a target has no gradient, and is a view, which autograd would make again for the gradient's sake."""
     return target._base is not None and not (target.dtype.is_floating_point or target.dtype.is_complex)
-
-
-def _tensors(result: object) -> Sequence[Tensor]:
-    found = result if isinstance(result, (tuple, list)) else (result,)
-    return [value for value in found if isinstance(value, Tensor)]
 
 
 def _unpacking_outside_formulas() -> AbstractContextManager[object]:
