@@ -65,32 +65,26 @@ def _restore(path: Path) -> None:
 
 
 def commit(path: Path, sync: bool, keep: int | None) -> None:
-    """Give a complete checkpoint its name, move the pointer to it, and delete those beyond `keep`."""
-    source, old = saving(path), _replaced(path)
+    """Give a complete checkpoint its name, move the pointer to it, and delete those beyond `keep`.
+
+    With `sync`, both renames are on the disk when this returns. A power failure between them does no harm: a pointer
+    whose checkpoint is missing is ignored by `latest`.
+    """
+    source, old, pointer = saving(path), _replaced(path), path.with_name(f".{LATEST}.saving")
+    pointer.write_text(path.name + "\n", encoding="utf-8")
     if sync:
-        sync_folder(source)
+        sync_path(pointer)
+        sync_path(source)
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
         path.rename(old)
     source.rename(path)
+    pointer.replace(path.with_name(LATEST))
     if sync:
-        sync_folder(path.parent)
-    _point(path, sync)
+        sync_path(path.parent)
     shutil.rmtree(old, ignore_errors=True)
     if keep is not None:
         _retain(path, keep)
-
-
-def _point(path: Path, sync: bool) -> None:
-    temporary = path.with_name(f".{LATEST}.saving")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(path.name + "\n")
-        file.flush()
-        if sync:
-            os.fsync(file.fileno())
-    temporary.replace(path.with_name(LATEST))
-    if sync:
-        sync_folder(path.parent)
 
 
 def _retain(path: Path, keep: int) -> None:
@@ -154,8 +148,8 @@ def find(path: str | os.PathLike[str]) -> Path:
     raise CheckpointError(f"no checkpoint at {at}: expected {METADATA} or the pointer {LATEST!r}, found {_kind(at)}")
 
 
-def sync_folder(path: Path) -> None:
-    """Have the names in a folder on the disk."""
+def sync_path(path: Path) -> None:
+    """Have a file's data, or the names in a folder, on the disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

@@ -16,7 +16,7 @@ from ..sharding.base import DTensorBase
 from ..sharding.runtime import WorldState, runtime_of_world
 from .archive import ALIGNMENT, archive_of
 from .held import Held, boxes_of, chunks_of, shape_of
-from .ranks import Ranks, through_coordinator, together
+from .ranks import Ranks, agreed, through_coordinator
 from .spread import Piece, check_complete, merged, spread
 from .state import FlatState, Path
 
@@ -85,12 +85,18 @@ def plan_cache() -> PlanCache:
     return PLANS.of(runtime_of_world()) if torch.distributed.is_initialized() else _alone
 
 
-def plan_save(state: FlatState, ranks: Ranks, what: str, begin: Callable[[], None] = lambda: None) -> Plan:
+def plan_save(
+    state: FlatState,
+    ranks: Ranks,
+    what: str,
+    begin: Callable[[], None] = lambda: None,
+    cache: PlanCache | None = None,
+) -> Plan:
     """The plan of a save: the last one if names, dtypes, shapes and placements are unchanged on all ranks.
 
     `begin` is called in the same exchange, so that its errors reach all ranks, which are named by `what`.
     """
-    cache = plan_cache()
+    cache = cache or plan_cache()
     key: tuple[object, ...] = ()
 
     def is_kept() -> bool:
@@ -99,7 +105,7 @@ def plan_save(state: FlatState, ranks: Ranks, what: str, begin: Callable[[], Non
         key = _key(state)
         return cache.kept is not None and cache.kept.key == key
 
-    if all(together(ranks, what, is_kept)):
+    if agreed(ranks, what, is_kept):
         assert cache.kept is not None
         return cache.kept.plan
     plan = through_coordinator(

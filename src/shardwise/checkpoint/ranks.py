@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError, ShardwiseError
@@ -33,6 +34,10 @@ class Ranks:
         """What all processes gave, on all of them."""
         return [value]
 
+    def minimum(self, value: int) -> int:
+        """The least value of all processes."""
+        return value
+
     def gather(self, value: T) -> list[T]:
         """What all processes gave, on the coordinator; an empty list on others."""
         return [value]
@@ -55,6 +60,11 @@ class ProcessRanks(Ranks):
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self._group)
         return found
+
+    def minimum(self, value: int) -> int:
+        least = torch.tensor(value)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._group)
+        return int(least)
 
     def gather(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.size if self.coordinator else []
@@ -101,6 +111,27 @@ def together(ranks: Ranks, what: str, work: Callable[[], T]) -> list[T]:
     if failures:
         raise _common_error(what, failures, ranks) from cause
     return results  # type: ignore[return-value]
+
+
+def agreed(ranks: Ranks, what: str, work: Callable[[], bool]) -> bool:
+    """Run `work` on all processes and return whether it was true on all; if one fails, all raise the same error.
+
+    Costs an all-reduce of one number, unless there is an error.
+    """
+    caught: Exception | None = None
+    try:
+        answer = 2 if work() else 1
+    except Exception as error:
+        answer, caught = 0, error
+    least = _communicated(what, lambda: ranks.minimum(answer))
+
+    def report() -> None:
+        if caught is not None:
+            raise caught
+
+    if least == 0:
+        together(ranks, what, report)
+    return least == 2
 
 
 def through_coordinator(

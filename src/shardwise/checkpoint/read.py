@@ -23,7 +23,9 @@ _LONG_RUN = 1 << 16
 
 def read_tensors(folder: Path, reads: Iterable[Read], done: Callable[[int], None]) -> None:
     """Fill the targets. Files are read from front to back."""
-    scratch = torch.empty(_SCRATCH, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    reads = list(reads)
+    on_gpu = any(read.target.device.type == "cuda" for read in reads)
+    scratch = torch.empty(_SCRATCH, dtype=torch.uint8, pin_memory=on_gpu)
     file, opened = "", -1
     try:
         for read in sorted(reads, key=lambda read: (read.place.file, read.span())):

@@ -24,11 +24,19 @@ from ..errors import CheckpointError, ShardwiseError
 T = TypeVar("T")
 
 
-def can_snapshot(tensors: Iterable[Tensor]) -> bool:
-    """Whether a forked child sees these tensors as they are now: ordinary memory, in a process that uses no GPU."""
-    if not hasattr(os, "fork") or torch.cuda.is_initialized():
-        return False
-    return all(tensor.device.type == "cpu" and not tensor.is_shared() for tensor in tensors)
+def check_snapshot(tensors: Iterable[Tensor]) -> None:
+    """Raise an error if a forked process would not see these tensors with their present values.
+
+    A GPU that the process uses does no harm, since the child never calls it: workers of a DataLoader are forked, too.
+    """
+    if not hasattr(os, "fork"):
+        raise CheckpointError("a snapshot on a system that cannot fork processes", 'pass staging="buffer"')
+    cuda = torch.cuda.is_initialized()
+    for tensor in tensors:
+        if tensor.device.type != "cpu" or tensor.is_shared() or (cuda and tensor.is_pinned()):
+            raise CheckpointError(
+                "a snapshot of tensors on a GPU, in shared memory or in pinned memory", 'pass staging="buffer"'
+            )
 
 
 class Snapshot(Generic[T]):
