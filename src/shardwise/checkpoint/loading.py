@@ -14,11 +14,12 @@ from ..dispatch.gather_cache import after_write
 from ..sharding.base import DTensorBase
 from .background import finish_background
 from .folders import find
+from .optimizers import allocate_states, has_optimizers, use_stored_histories
 from .progress import Progress
 from .ranks import Ranks, ranks_of_world, together
 from .read import read_bytes, read_tensors
 from .reads import Reads, plan_reads
-from .state import FlatState, State, check_loadable, flatten, give_back, put, state_dicts
+from .state import FlatState, State, flatten, give_back, put, state_dicts
 from .stored import Stored
 from .write import load_object
 
@@ -34,7 +35,7 @@ def load(
 ) -> Path:
     """Load a checkpoint into a state, in place, and return its path. All ranks call it with the same path.
 
-    `path` is a checkpoint, or a folder of checkpoints, of which the latest is loaded. The state is a nested dict as for
+    `path` is a checkpoint, or a folder of checkpoints whose latest one is loaded. The state is a nested dict as for
     `save`, on any mesh and with any placements; what the checkpoint has beyond it is left alone. Modules and optimizers
     in it load their parts themselves.
 
@@ -51,13 +52,17 @@ def load(
     ranks = ranks_of_world()
     what = f"cannot load {Path(path)}"
     folder = together(ranks, what, lambda: find(path) if ranks.coordinator else Path())[0]
-    check_loadable(state)
-    loaded = state_dicts(state)
-    flat = _materialized(flatten(loaded), loaded)
     opened: dict[str, Any] = {}
+    if has_optimizers(state):
+        together(ranks, what, lambda: opened.update(stored=Stored(folder)))
+        allocate_states(state, opened["stored"])
+    loaded = state_dicts(state)
+    if has_optimizers(state):
+        use_stored_histories(state, loaded, opened["stored"])
+    flat = _materialized(flatten(loaded), loaded)
 
     def plan() -> set[tuple[str, int]]:
-        stored = Stored(folder)
+        stored = opened.get("stored") or Stored(folder)
         reads = plan_reads(flat, stored, ranks, strict, cast)
         opened.update(stored=stored, reads=reads)
         return reads.blocks(stored) if verify and stored.index is not None else set()

@@ -93,22 +93,12 @@ def _state_dict(value: object, state: State) -> Any:
     if isinstance(value, nn.Module):
         return get_model_state_dict(value)
     if isinstance(value, torch.optim.Optimizer):
-        return pytree.tree_map_only(DTensorBase, _reduced, _optimizer_state(value, _module_of(value, state)))
+        return pytree.tree_map_only(DTensorBase, _reduced, _optimizer_state(value, module_of(value, state)))
     return value.state_dict() if isinstance(value, Stateful) else value
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module | None) -> dict[str, Any]:
     return optimizer.state_dict() if module is None else get_optimizer_state_dict(module, optimizer)
-
-
-def check_loadable(state: State) -> None:
-    """Raise an error if an optimizer of the state has nothing that its state could be loaded into."""
-    for key, value in state.items():
-        if isinstance(value, torch.optim.LBFGS) and not value.state:
-            raise CheckpointError(
-                f"{key!r} is an LBFGS that has made no step: what its state consists of depends on its history",
-                "make as many steps as were made before the checkpoint was saved, or load without the optimizer",
-            )
 
 
 def _reduced(tensor: DTensorBase) -> Tensor:
@@ -129,7 +119,7 @@ def give_back(state: State, loaded: Mapping[str, Any]) -> None:
             else:
                 set_model_state_dict(value, cast(dict[str, Any], loaded[key]))
         elif isinstance(value, torch.optim.Optimizer):
-            module = _module_of(value, state)
+            module = module_of(value, state)
             if module is None:
                 value.load_state_dict(loaded[key])
             else:
@@ -140,8 +130,11 @@ def give_back(state: State, loaded: Mapping[str, Any]) -> None:
             state[key] = loaded[key]
 
 
-def _module_of(optimizer: torch.optim.Optimizer, state: State) -> nn.Module | None:
-    """The module of the state that has all parameters of an optimizer, if its state is one of each parameter."""
+def module_of(optimizer: torch.optim.Optimizer, state: State) -> nn.Module | None:
+    """The module of the state that owns all parameters of an optimizer; None for an `LBFGS`.
+
+    An `LBFGS` keeps one state for all parameters, which cannot be stored by their names.
+    """
     if isinstance(optimizer, torch.optim.LBFGS):
         return None
     wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
