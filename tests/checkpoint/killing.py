@@ -42,7 +42,7 @@ def whole(step: int) -> torch.Tensor:
 
 
 def train(rank: int, store: str, folder: str, pipe: Connection) -> None:
-    """Load and save until somebody kills this process, or another one was killed."""
+    """Load and save until this process or another one is killed."""
     torch.set_num_threads(1)
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=limit)

@@ -183,7 +183,7 @@ def test_errors_surface_at_the_next_call(tmp_path: Path, monkeypatch: pytest.Mon
     assert "b" not in names(tmp_path)
 
 
-def test_errors_that_nobody_asks_for_are_told_at_the_end(tmp_path: Path) -> None:
+def test_errors_that_no_call_has_raised_are_printed_at_exit(tmp_path: Path) -> None:
     program = f"from shardwise import checkpoint; checkpoint.async_save({{'a': object()}}, {str(tmp_path / 'x')!r})"
     paths = str(Path(__file__).parents[2] / "src")
     environment = {**os.environ, "PYTHONPATH": paths}

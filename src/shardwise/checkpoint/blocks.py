@@ -1,4 +1,4 @@
-"""Files in blocks with a checksum each, so that whoever reads a part of a file can verify that part.
+"""Files in blocks with a checksum each, so that a reader of a part of a file can verify that part.
 
 The checksum of a block is the CRC-32 of the sums of its 512-byte sectors, each taken as 64 little-endian integers
 modulo 2**64. The sums run at the speed of memory, many times that of a CRC over all bytes. Any change of one word, and
@@ -147,7 +147,7 @@ class BlockReader:
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def checksum(self, number: int) -> int:
-        """The checksum of a block as it is in the file."""
+        """The checksum of the present content of a block."""
         count = read_into(self._file, self._block, number * BLOCK)
         padded = _up(count, 8 * _SECTOR)
         self._block[count:padded] = 0

@@ -103,7 +103,7 @@ def _retain(path: Path, keep: int) -> None:
 
 
 def _complete(folder: Path) -> list[Path]:
-    """The checkpoints of ours in a folder, in the order in which they were completed."""
+    """The checkpoints in a folder that shardwise wrote, in the order in which they were completed."""
     found = [path for path in folder.iterdir() if not path.name.startswith(".") and (path / INDEX).is_file()]
     return sorted(found, key=lambda path: (order_of(path), path.name))
 

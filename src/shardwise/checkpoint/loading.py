@@ -36,17 +36,17 @@ def load(
     """Load a checkpoint into a state, in place, and return its path. All ranks call it with the same path.
 
     `path` is a checkpoint, or a folder of checkpoints whose latest one is loaded. The state is a nested dict as for
-    `save`, on any mesh and with any placements; what the checkpoint has beyond it is left alone. Modules and optimizers
-    in it load their parts themselves.
+    `save`, on any mesh and with any placements; other values of the checkpoint are ignored. Modules and optimizers are
+    loaded by their own `load_state_dict`; an optimizer may have made no step yet.
 
     Names, shapes, dtypes, file sizes and checksums are checked on all ranks first. If anything is wrong on any rank,
     all raise a `CheckpointError` that says what, where, what was expected and what was found, and the state is
     unchanged.
 
-    strict    an error if a name of the state is not in the checkpoint; False leaves such values alone
-    cast      convert dtypes instead of raising an error for another one
+    strict    raise an error if a name of the state is not in the checkpoint; False leaves such values unchanged
+    cast      convert dtypes instead of raising an error if they differ
     verify    compare checksums; False saves one pass over the files
-    progress  a bar on stderr; by default if it is a terminal
+    progress  show a progress bar on stderr; by default if stderr is a terminal
     """
     finish_background()
     ranks = ranks_of_world()
@@ -77,7 +77,7 @@ def load(
 
     together(ranks, what, check)
     _apply(folder, reads, progress if ranks.coordinator else False)
-    together(ranks, what, lambda: None)  # nobody goes on, and perhaps deletes files, while others read
+    together(ranks, what, lambda: None)  # a rank that returns may delete files that others still read
     for name, value in objects.items():
         put(loaded, flat.paths[name], value)
     give_back(state, loaded)
@@ -85,7 +85,7 @@ def load(
 
 
 def _my_share(wanted: list[set[tuple[str, int]]], ranks: Ranks) -> list[tuple[str, int]]:
-    """The blocks that this process verifies: each block that anybody reads once, by one of those who read it."""
+    """The blocks that this process verifies. Each block is verified once, by one of the processes that read it."""
     if len(wanted) == 1:
         return list(wanted[0])
     loads = [0] * len(wanted)
@@ -113,7 +113,7 @@ def _apply(folder: Path, reads: Reads, progress: bool | None) -> None:
     with torch.no_grad():
         read_tensors(folder, reads.tensors, bar.add)
     bar.finish()
-    for tensor in reads.written:  # memory was written behind the back of autograd and of what views it
+    for tensor in reads.written:  # their memory was written without autograd noticing
         if not tensor.is_inference():
             increment_version(tensor)
         if isinstance(tensor, DTensorBase):

@@ -1,7 +1,7 @@
-"""Plans: what each rank writes to which place of its file, kept from one save to the next.
+"""Plans: the pieces that each rank writes, and their places in its file. The last plan is cached.
 
-A plan depends on names, dtypes, shapes and placements, not on values. As long as they are the same on every rank, a
-save costs one small exchange in which the ranks say so.
+A plan depends on names, dtypes, shapes and placements, not on values. If these are unchanged on all ranks, planning a
+save takes an all-reduce of one number.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RankPlan(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """All that a checkpoint holds, for its metadata; known to the coordinator."""
+    """The tensors, plans and names of a checkpoint, from which the coordinator writes the metadata."""
 
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     plans: list[RankPlan]
@@ -94,7 +94,8 @@ def plan_save(
 ) -> Plan:
     """The plan of a save: the last one if names, dtypes, shapes and placements are unchanged on all ranks.
 
-    `begin` is called in the same exchange, so that its errors reach all ranks, which are named by `what`.
+    `begin` is called before the ranks agree on it; if it fails on one rank, all ranks raise its error. Messages of
+    errors begin with `what`.
     """
     cache = cache or plan_cache()
     key: tuple[object, ...] = ()
@@ -117,7 +118,7 @@ def plan_save(
 
 
 def _key(state: FlatState) -> tuple[object, ...]:
-    """What a plan depends on. Specs are interned, so they are compared by identity."""
+    """The cache key of a plan. Specs are interned, so they are compared by identity."""
     return tuple((name, path, _kind(state.values[name])) for name, path in state.paths.items())
 
 
@@ -170,7 +171,7 @@ def _contents(described: list[_Described], ranks: int) -> Contents:
 
 
 def _first_owners(described: list[_Described]) -> dict[int, list[str]]:
-    """Who writes objects: of each name the first rank that has it."""
+    """The names of the objects that each rank writes. The first rank that has a name writes it."""
     found: dict[int, list[str]] = {}
     seen: set[str] = set()
     for item in described:

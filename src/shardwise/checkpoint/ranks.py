@@ -1,7 +1,7 @@
 """The ranks that take part in a checkpoint, and how they agree: processes, simulated ranks, or a single process.
 
-Processes talk over a gloo group of their own, so that a save in the background cannot meet the collectives of the
-program. A simulated world is one process that stands for all its ranks.
+Processes communicate over a gloo group of their own, so that a save in the background cannot be mixed up with the
+collectives of the program. A simulated world is one process that holds the data of all its ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Ranks:
         self.coordinator = True
 
     def all_gather(self, value: T) -> list[T]:
-        """What all processes gave, on all of them."""
+        """The values of all processes, on all of them."""
         return [value]
 
     def minimum(self, value: int) -> int:
@@ -39,11 +39,11 @@ class Ranks:
         return value
 
     def gather(self, value: T) -> list[T]:
-        """What all processes gave, on the coordinator; an empty list on others."""
+        """The values of all processes, on the coordinator; an empty list on others."""
         return [value]
 
     def scatter(self, values: Sequence[T]) -> T:
-        """What the coordinator has for this process."""
+        """The value that the coordinator sends to this process."""
         return values[0]
 
 

@@ -25,11 +25,11 @@ from .ranks import Ranks, ranks_of_world, through_coordinator
 from .snapshot import Snapshot, check_snapshot
 from .staging import Copies, Deferred, Staging, copied
 from .state import FlatState, State, flatten, state_dicts
-from .write import Objects, WrittenFile, saved_objects, write_file
+from .write import Objects, WrittenFile, kept_object, saved_objects, write_file
 
 
 class _Job(NamedTuple):
-    """A planned save: what to write, and what to do when all ranks have written."""
+    """A planned save: what to write, and how to commit it."""
 
     path: Path
     ranks: Ranks
@@ -68,16 +68,16 @@ def save(
     """Save a state as the checkpoint `path`, a folder, and return its path. All ranks call it with the same path.
 
     The state is a nested dict of tensors and plain values; modules, optimizers and other objects with `state_dict` may
-    be values of it. DTensors are stored once, whatever their placements, plain tensors are taken to be replicated, and
-    other values are those of the first rank that has them.
+    be values of it. DTensors are stored once, whatever their placements. Plain tensors are assumed to be replicated.
+    Other values are stored by the first rank that has them.
 
-    The checkpoint is written beside `path`, and renamed when all ranks have written their files. Then the pointer
-    `latest` in the folder around it is moved. If a rank fails or dies at any moment, the checkpoint that was there
-    before is intact.
+    The checkpoint is written to a temporary folder next to `path`, which is renamed when all ranks have written their
+    files. Then the file `latest` in the parent folder is updated. If a rank fails or dies at any moment, the previous
+    checkpoint is intact.
 
-    keep      keep this many checkpoints in the folder around `path`, and delete older ones and what killed saves left
-    sync      have all data on the disk before the rename, so that a power failure does no harm either
-    progress  a bar on stderr; by default if it is a terminal
+    keep      number of checkpoints to keep in the parent folder; older ones and remains of killed saves are deleted
+    sync      call fsync for all files before the rename, so that the checkpoint survives a power failure
+    progress  show a progress bar on stderr; by default if stderr is a terminal
     """
     finish_background()
     job = _planned(flatten(state_dicts(state)), ranks_of_world(), Path(path).absolute(), sync, keep)
@@ -144,7 +144,7 @@ def _planned(
 
 @contextmanager
 def _cleaned_up(path: Path, ranks: Ranks) -> Iterator[None]:
-    """Delete what was written of a checkpoint if it fails."""
+    """Delete the temporary folder if the save fails."""
     try:
         yield
     except BaseException:
@@ -161,13 +161,14 @@ def _staged(job: _Job, staging: Staging) -> Callable[[], Written]:
 def _copied(job: _Job, copy: Callable[[list[list[Tensor]]], Copies]) -> Callable[[], Written]:
     """Copy the data. Returns a function that writes it, or raises this rank's error on all ranks."""
     try:
-        (tensors, wait), objects = copy(job.sources()), job.objects()
+        tensors, wait = copy(job.sources())
+        kept = {name: kept_object(job.values[name]) for plan in job.plan.mine for name in plan.objects}
     except Exception as error:
         return _failing(error)
 
     def write() -> Written:
         wait()
-        return job.write(tensors, objects, lambda count: None)
+        return job.write(tensors, [saved_objects(kept, plan) for plan in job.plan.mine], lambda count: None)
 
     return write
 

@@ -1,9 +1,11 @@
-"""A snapshot of this process's memory: a forked child that shares all pages until somebody writes them.
+"""A snapshot of this process's memory: a forked child that shares all pages until they are written.
 
-The operating system copies a page when the program next writes it, so taking a snapshot costs milliseconds for
-gigabytes, and at most one copy of what is written while the child lives. The child does what a worker of a DataLoader
-does: tensor code on one thread, and files. It closes the sockets that it inherits, so that other ranks notice when its
-parent dies, and ends with its parent.
+The operating system copies a page when the program writes it for the first time afterwards. So a snapshot needs memory
+for the pages that are written while the child lives, and no more; but each of these writes is a page fault, and
+together they take several times as long as a copy of the same memory.
+
+The child does what a worker of a DataLoader does: tensor code on one thread, and files. It closes the sockets that it
+inherits, so that other ranks notice when its parent dies, and exits with its parent.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from ..errors import CheckpointError
 from ..sharding.base import DTensorBase
 from .background import staging_buffer
 from .state import FlatState, State
-from .write import SavedObject, is_simple, saved_object_of
+from .write import kept_object
 
 Staging = Literal["buffer", "deferred", "snapshot"]
 
@@ -107,9 +107,11 @@ class Deferred:
 def _kept(value: Any, owner: object) -> Any:
     """A value in a form that later writes do not change; large tensors, and those of optimizers, as they are."""
     if not isinstance(value, Tensor):
-        return value if is_simple(value) else SavedObject(saved_object_of(value))
+        return kept_object(value)
     if isinstance(owner, torch.optim.Optimizer) or value.numel() * value.dtype.itemsize > _SMALL:
         return value
+    if isinstance(value, DTensorBase):  # without the cost of an op on a distributed tensor
+        return type(value).concrete.wrap(value._local_tensor.detach().clone(), value._spec)
     return value.detach().clone()
 
 

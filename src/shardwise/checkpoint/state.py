@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.stateful import Stateful
 
 from .._torch import pytree
 from ..comm.redistribute import redistribute_local
@@ -94,7 +93,14 @@ def _state_dict(value: object, state: State) -> Any:
         return get_model_state_dict(value)
     if isinstance(value, torch.optim.Optimizer):
         return pytree.tree_map_only(DTensorBase, _reduced, _optimizer_state(value, module_of(value, state)))
-    return value.state_dict() if isinstance(value, Stateful) else value
+    return value.state_dict() if _is_stateful(value) else value  # type: ignore[attr-defined]
+
+
+def _is_stateful(value: object) -> bool:
+    """`isinstance(value, Stateful)` of torch.distributed.checkpoint, which is slow for a state of many values."""
+    if isinstance(value, Tensor) or type(value) in (dict, list, bool, int, float, str):
+        return False
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module | None) -> dict[str, Any]:
@@ -124,7 +130,7 @@ def give_back(state: State, loaded: Mapping[str, Any]) -> None:
                 value.load_state_dict(loaded[key])
             else:
                 set_optimizer_state_dict(module, value, loaded[key])
-        elif isinstance(value, Stateful):
+        elif _is_stateful(value):
             value.load_state_dict(loaded[key])
         elif value is not loaded[key]:
             state[key] = loaded[key]

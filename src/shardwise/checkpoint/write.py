@@ -16,7 +16,7 @@ from .plan import RankPlan
 
 
 class WrittenFile(NamedTuple):
-    """What became of the file of one rank."""
+    """The size, checksums and objects of the file of one rank."""
 
     name: str
     size: int
@@ -34,12 +34,17 @@ class SavedObject(NamedTuple):
     data: bytes | CheckpointError
 
 
-def is_simple(value: object) -> bool:
+def kept_object(value: object) -> object:
+    """An object in a form that later changes of it do not reach: itself if it is a number or a string, else bytes."""
+    return value if _is_simple(value) or isinstance(value, SavedObject) else SavedObject(_saved(value))
+
+
+def _is_simple(value: object) -> bool:
     """Return whether a value is immutable, and can be stored without a check that it can be loaded."""
     return value is None or type(value) in (bool, int, float, str)
 
 
-def saved_object_of(value: object) -> bytes | CheckpointError:
+def _saved(value: object) -> bytes | CheckpointError:
     """An object as bytes, or an error if it could not be loaded without running code from the file."""
     data = saved_object(value)
     try:
@@ -59,13 +64,13 @@ def saved_objects(state: Mapping[str, Any], plan: RankPlan) -> Objects:
     found = {}
     for name in plan.objects:
         value = state[name]
-        if is_simple(value):
+        if _is_simple(value):
             key = (type(value), repr(value))
             if key not in known:
                 known[key] = saved_object(value)
             found[name] = known[key]
             continue
-        data = value.data if isinstance(value, SavedObject) else saved_object_of(value)
+        data = value.data if isinstance(value, SavedObject) else _saved(value)
         if isinstance(data, CheckpointError):
             raise CheckpointError(f"{name!r} is {data.problem}", data.fix)
         found[name] = data
