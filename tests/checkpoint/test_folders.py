@@ -51,6 +51,7 @@ def test_retention_deletes_the_oldest(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / ".step-0.saving").mkdir()
     (tmp_path / ".step-0.deleting").mkdir()
+    (tmp_path / ".step-0.latest").write_text("step-0")
     for step in range(5):
         checkpoint.save({"step": step}, tmp_path / f"step-{step}", keep=3)
     assert names(tmp_path) == ["latest", "notes", "step-2", "step-3", "step-4"]

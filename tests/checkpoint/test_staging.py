@@ -17,6 +17,7 @@ from torch import nn
 import shardwise
 from shardwise import Shard, checkpoint, distribute_tensor
 from shardwise.checkpoint import background, blocks, staging
+from shardwise.checkpoint import saving as saving_module
 from shardwise.checkpoint.blocks import BLOCK, BlockReader, BlockWriter
 from shardwise.errors import CheckpointError
 from tests.processes.pool import on_processes
@@ -103,6 +104,31 @@ def test_a_change_before_a_deferred_copy_is_noticed(tmp_path: Path, gate: Gate, 
     found = {"x": torch.zeros(1 << 16)}
     checkpoint.load(found, tmp_path / "x")
     assert torch.equal(found["x"], torch.full((1 << 16,), 2.0))
+
+
+@pytest.mark.parametrize("staging", ["buffer", "snapshot"])
+def test_optimizers_do_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staging: Any) -> None:
+    """Nor does `staged`, once the data has been copied."""
+    model, optimizer = trained()
+    checkpoint.async_save({"model": model}, tmp_path / "x", staging="deferred").wait()
+    written, carry_out = threading.Event(), saving_module._carry_out
+
+    def wait_and_carry_out(*args: Any) -> None:
+        assert written.wait(60)
+        carry_out(*args)
+
+    monkeypatch.setattr(saving_module, "_carry_out", wait_and_carry_out)
+    saving = checkpoint.async_save({"model": model}, tmp_path / "y", staging=staging)
+    saving.staged()
+    optimizer.step()
+    assert not saving.done()
+    written.set()
+    saving.wait()
+
+
+def test_ways_of_staging_have_names(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"staging='copy': one of 'buffer', 'deferred', 'snapshot'"):
+        checkpoint.async_save({"a": 1}, tmp_path / "x", staging="copy")  # type: ignore[arg-type]
 
 
 def test_errors_of_a_deferred_save_surface_at_the_next_call(tmp_path: Path) -> None:

@@ -21,12 +21,17 @@ from ..errors import CheckpointError
 class Saving:
     """A save in the background. `wait()` returns its path when the checkpoint is complete, or raises its error."""
 
-    def __init__(self, path: Path, work: Callable[[Callable[[], None]], None]) -> None:
-        """`work` is called in the worker thread, with a function to call as soon as the state has been copied."""
+    def __init__(self, path: Path, work: Callable[[Callable[[], None]], None], staged: bool = False) -> None:
+        """`work` is called in the worker thread, with a function to call as soon as the state has been copied.
+
+        `staged` says that this has happened already.
+        """
         self.path = path
         self._error: BaseException | None = None
         self._work: Callable[[Callable[[], None]], None] | None = work
         self._staged = threading.Event()
+        if staged:
+            self._staged.set()
         self._done = threading.Event()
         worker().submit(self._run)
 
@@ -87,10 +92,10 @@ def _forget_after_fork() -> None:
 os.register_at_fork(after_in_child=_forget_after_fork)
 
 
-def start_background(path: Path, work: Callable[[Callable[[], None]], None]) -> Saving:
+def start_background(path: Path, work: Callable[[Callable[[], None]], None], staged: bool = False) -> Saving:
     """Start the only save in the background."""
     assert _Background.saving is None or _Background.saving.done(), "the previous save was waited for"
-    _Background.saving = Saving(path, work)
+    _Background.saving = Saving(path, work, staged)
     return _Background.saving
 
 

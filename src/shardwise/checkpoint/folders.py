@@ -4,6 +4,7 @@
     runs/step-300             complete: the folder above, renamed
     runs/.step-300.replaced   the checkpoint that step-300 replaces, for the moment between two renames
     runs/latest               the name of the checkpoint that was completed last, replaced after the rename
+    runs/.step-300.latest     the next content of `latest`, until it replaces it
 
 A rename is atomic, so `runs/step-300` is a complete checkpoint at any moment at which it exists.
 """
@@ -70,16 +71,20 @@ def commit(path: Path, sync: bool, keep: int | None) -> None:
     With `sync`, both renames are on the disk when this returns. A power failure between them does no harm: a pointer
     whose checkpoint is missing is ignored by `latest`.
     """
-    source, old, pointer = saving(path), _replaced(path), path.with_name(f".{LATEST}.saving")
-    pointer.write_text(path.name + "\n", encoding="utf-8")
-    if sync:
-        sync_path(pointer)
-        sync_path(source)
-    shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
-        path.rename(old)
-    source.rename(path)
-    pointer.replace(path.with_name(LATEST))
+    source, old, pointer = saving(path), _replaced(path), path.with_name(f".{path.name}.{LATEST}")
+    try:
+        pointer.write_text(path.name + "\n", encoding="utf-8")
+        if sync:
+            sync_path(pointer)
+            sync_path(source)
+        shutil.rmtree(old, ignore_errors=True)
+        if path.exists():
+            path.rename(old)
+        source.rename(path)
+        pointer.replace(path.with_name(LATEST))
+    except BaseException:
+        pointer.unlink(missing_ok=True)
+        raise
     if sync:
         sync_path(path.parent)
     shutil.rmtree(old, ignore_errors=True)
@@ -100,6 +105,8 @@ def _retain(path: Path, keep: int) -> None:
         finished = kind in ("saving", "deleting") or (kind == "replaced" and (path.parent / name).exists())
         if left.name.startswith(".") and finished and left.is_dir():
             shutil.rmtree(left, ignore_errors=True)
+        elif left.name.startswith(".") and kind == LATEST and left.is_file():
+            left.unlink(missing_ok=True)
 
 
 def _complete(folder: Path) -> list[Path]:

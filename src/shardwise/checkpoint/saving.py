@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from torch import Tensor
 
@@ -109,13 +109,15 @@ def async_save(
              "snapshot": fork a process, whose memory the operating system keeps apart. For data on the CPU, if little
              of it changes while it is saved: it takes no second copy of what does not change.
     """
+    if staging not in get_args(Staging):
+        raise CheckpointError(f"staging={staging!r}", f"one of {', '.join(map(repr, get_args(Staging)))}")
     finish_background()
     ranks, at = ranks_of_world(), Path(path).absolute()
     flat = flatten(state_dicts(state))
     if staging != "deferred":
         job = _planned(flat, ranks, at, sync, keep)
         write = _staged(job, staging)
-        return start_background(at, lambda staged: _carry_out(job, write))
+        return start_background(at, lambda staged: _carry_out(job, write), staged=True)
     let_optimizers_wait()
     deferred, plans = Deferred(state, flat), plan_cache()
 
