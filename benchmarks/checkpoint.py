@@ -1,11 +1,13 @@
 """Saving and loading: shardwise.checkpoint beside plain torch.distributed.checkpoint, on the same tensors and disk.
 
-    python benchmarks/checkpoint.py [--print]
+    python benchmarks/checkpoint.py [--print] [--folder FOLDER]
 
-Four gloo processes hold the same DTensors for both libraries, which take turns. Both have all data on the disk when a
-save returns. "Blocked" is how long async_save keeps the program, "planning" what a second save of the same state spends
-before it writes, "memory" how far the peak of a process rises above what it held before (a snapshot is another process,
-which shares the memory of the first until it is written).
+Four gloo processes hold the same DTensors for both libraries. Each round runs every operation of one library right
+after the same operation of the other, with the order reversed from round to round; figures are medians, ratios are
+medians of the ratios of rounds, so that a busy machine slows both. Both libraries call fsync for every file before a
+save returns; shardwise also does for the folders. "Blocked" is how long `async_save` takes to return, "planning" what a
+second save of the same state spends before it writes, "memory" how far the peak of a process rises above what it held
+before.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from shardwise.checkpoint.ranks import ranks_of_world
 from shardwise.checkpoint.state import flatten, state_dicts
 
 RANKS = 4
-REPEATS = 5
+REPEATS = 7
 MIB = 2**20
 
 
@@ -106,11 +108,22 @@ def agreed(value: float) -> float:
 
 
 class Library:
-    """One library's calls, each with a folder of its own for a save."""
+    """One library's calls. Each save goes to a folder of its own, which is deleted before the next."""
 
     def __init__(self, name: str, folder: Path, state: dict[str, Any]) -> None:
         self.name, self.folder, self.state, self.count = name, folder / name, state, 0
-        self.figures: dict[str, list[float]] = {"save": [], "load": [], "blocked": [], "planning": [], "memory": []}
+        self.figures: dict[str, list[float]] = {name: [] for name in (*self.operations(), "memory")}
+        self.saved = ""
+
+    def operations(self) -> dict[str, Callable[[], float]]:
+        """What is measured in each round, in this order. An operation returns its seconds."""
+        return {
+            "save": self.measure_save,
+            "planning": self.planning,
+            "load": lambda: timed(lambda: self.load(self.saved)),
+            "blocked": lambda: self.measure_start(self.start),
+            "deferred": lambda: self.measure_start(self.start_deferred),
+        }
 
     def path(self) -> str:
         self.count += 1
@@ -118,6 +131,7 @@ class Library:
             for old in self.folder.glob("*"):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
             self.folder.mkdir(parents=True, exist_ok=True)
+            os.sync()  # nothing of an earlier save is left to write
         dist.barrier()
         return str(self.folder / str(self.count))
 
@@ -125,7 +139,7 @@ class Library:
         if self.name == "shardwise":
             checkpoint.save(self.state, path, progress=False)
         else:
-            theirs.save(self.state, storage_writer=FileSystemWriter(path), planner=Timed())
+            theirs.save(self.state, storage_writer=FileSystemWriter(path, sync_files=True), planner=Timed())
 
     def load(self, path: str) -> None:
         if self.name == "shardwise":
@@ -136,25 +150,30 @@ class Library:
     def start(self, path: str) -> Callable[[], Any]:
         if self.name == "shardwise":
             return checkpoint.async_save(self.state, path).wait
-        return theirs.async_save(self.state, storage_writer=FileSystemWriter(path)).result
+        return theirs.async_save(self.state, storage_writer=FileSystemWriter(path, sync_files=True)).result
+
+    def start_deferred(self, path: str) -> Callable[[], Any]:
+        if self.name == "shardwise":
+            return checkpoint.async_save(self.state, path, staging="deferred").wait
+        return lambda: None
 
     def planning(self) -> float:
         if self.name == "PyTorch":
             return Timed.seconds
         return timed(lambda: plan_save(flatten(state_dicts(self.state)), ranks_of_world(), ""))
 
-    def measure(self) -> None:
-        path = self.path()
-        self.figures["save"].append(timed(lambda: self.save(path)))
-        self.figures["planning"].append(agreed(self.planning()))
-        self.figures["load"].append(timed(lambda: self.load(path)))
+    def measure_save(self) -> float:
+        self.saved = self.path()
+        return timed(lambda: self.save(self.saved))
+
+    def measure_start(self, start: Callable[[str], Callable[[], Any]]) -> float:
         path = self.path()
         dist.barrier()
         begin = time.perf_counter()
-        wait = self.start(path)
+        wait = start(path)
         blocked = time.perf_counter() - begin
         wait()  # before any other collective: PyTorch's save in the background uses the same group
-        self.figures["blocked"].append(agreed(blocked))
+        return blocked
 
     def measure_memory(self) -> None:
         path = self.path()
@@ -177,8 +196,9 @@ def on_gloo(rank: int, folder: str) -> None:
             library.load(path)
             library.measure_memory()
         for turn in range(REPEATS):
-            for library in both if turn % 2 else both[::-1]:
-                library.measure()
+            for operation in both[0].operations():
+                for library in both if turn % 2 else both[::-1]:
+                    library.figures[operation].append(agreed(library.operations()[operation]()))
         results.append((title, rows_of(both, sum(v.numel() * 4 for v in state.values() if hasattr(v, "numel")))))
         if rank == 0:
             torch.save(results, f"{folder}/rows")
@@ -186,7 +206,8 @@ def on_gloo(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-HEADER = ["", "save GB/s", "load GB/s", "save, of PyTorch's speed", "load", "blocked ms", "of its save", "planning ms"]
+HEADER = ["", "save GB/s", "load GB/s", "save, of PyTorch's speed", "load"]
+HEADER += ["blocked ms", "of its save", "deferred: blocked ms", "of its save", "planning ms"]
 HEADER += ["memory of save MiB", "of load", "of async_save"]
 
 
@@ -195,16 +216,23 @@ def rows_of(both: list[Library], nbytes: int) -> list[list[str]]:
     reference = both[1].figures
     for library in both:
         figures = library.figures
-        save, load, blocked = median(figures["save"]), median(figures["load"]), median(figures["blocked"])
+
+        def speed(operation: str, figures: dict[str, list[float]] = figures) -> float:
+            return median([b / a for a, b in zip(figures[operation], reference[operation], strict=True)])
+
+        def blocked(operation: str, figures: dict[str, list[float]] = figures) -> list[str]:
+            share = median([a / b for a, b in zip(figures[operation], figures["save"], strict=True)])
+            return [f"{median(figures[operation]) * 1e3:.2f}", f"{share:.1%}"]
+
         rows.append(
             [
                 library.name,
-                f"{nbytes / save / 1e9:.3f}",
-                f"{nbytes / load / 1e9:.3f}",
-                f"{median(reference['save']) / save:.2f}",
-                f"{median(reference['load']) / load:.2f}",
-                f"{blocked * 1e3:.1f}",
-                f"{blocked / save:.1%}",
+                f"{nbytes / median(figures['save']) / 1e9:.3f}",
+                f"{nbytes / median(figures['load']) / 1e9:.3f}",
+                f"{speed('save'):.2f}",
+                f"{speed('load'):.2f}",
+                *blocked("blocked"),
+                *(blocked("deferred") if library.name == "shardwise" else ["", ""]),
                 f"{median(figures['planning']) * 1e3:.1f}",
                 f"{figures['memory'][0]:.0f}",
                 f"{figures['memory'][1]:.0f}",
@@ -214,26 +242,56 @@ def rows_of(both: list[Library], nbytes: int) -> list[list[str]]:
     return rows
 
 
-def blocked(folder: Path) -> list[list[str]]:
-    """How long each way of saving in the background keeps a process with 1 GiB, beside a save that waits."""
-    state = {"x": torch.arange(2**28).float()}
-    ways: dict[str, Callable[[str], Any]] = {
-        "snapshot": lambda path: checkpoint.async_save(state, path, staging="snapshot").wait,
-        "buffer": lambda path: checkpoint.async_save(state, path, staging="buffer").wait,
-        "PyTorch": lambda path: theirs.async_save(state, checkpoint_id=path, no_dist=True).result,
-    }
-    times: dict[str, list[float]] = {"save": [], **{name: [] for name in ways}}
-    for _ in range(REPEATS + 1):  # the first time makes buffers
+BLOCKED_HEADER = ["", "blocked ms", "of shardwise's save", "next update ms", "of shardwise's save"]
+
+
+def blocked(folder: Path, mib: int, device: str) -> list[list[str]]:
+    """How long each way of saving in the background keeps one process, beside a save that waits.
+
+    "Next update" is what an in-place update of the whole state takes right after: it waits for a deferred copy, and
+    pays for the pages that the operating system has to copy after a snapshot.
+    """
+    state = {"x": torch.arange(mib * 2**18, device=device).float()}
+
+    def start(way: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        path = str(folder / way)
+        if way == "PyTorch":
+            return lambda: None, theirs.async_save(state, checkpoint_id=path, no_dist=True).result
+        saving = checkpoint.async_save(state, path, staging=way)  # type: ignore[arg-type]
+        return saving.staged if way == "deferred" else lambda: None, saving.wait
+
+    def measure(way: str) -> None:
         begin = time.perf_counter()
-        checkpoint.save(state, folder / "save", progress=False)
-        times["save"].append(time.perf_counter() - begin)
-        for name, start in ways.items():
-            begin = time.perf_counter()
-            wait = start(str(folder / name))
-            times[name].append(time.perf_counter() - begin)
+        if way == "save":
+            checkpoint.save(state, folder / "save", progress=False)
+        else:
+            staged, wait = start(way)
+        times[way][0].append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        if way != "save":
+            staged()
+        state["x"].add_(1)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        times[way][1].append(time.perf_counter() - begin)
+        if way != "save":
             wait()
-    save = median(times["save"][1:])
-    return [[name, f"{median(times[name][1:]) * 1e3:.0f}", f"{median(times[name][1:]) / save:.1%}"] for name in times]
+        os.sync()
+
+    ways = ["save", "deferred", "buffer", "PyTorch", *(["snapshot"] if device == "cpu" else [])]
+    times: dict[str, tuple[list[float], list[float]]] = {way: ([], []) for way in ways}
+    for group in (ways[:4], ways[4:]):  # a snapshot makes the next writes to all memory slower: after the others
+        for _ in range(REPEATS + 1):
+            for way in group:
+                measure(way)
+    save = median(times["save"][0][1:])  # the first round allocates buffers
+    rows = []
+    for way, (returned, updated) in times.items():
+        cells = [f"{value * 1e3:.2f}" for value in (median(returned[1:]), median(updated[1:]))]
+        shares = [f"{value / save:.1%}" for value in (median(returned[1:]), median(updated[1:]))]
+        rows.append([way, cells[0], shares[0], cells[1], shares[1]])
+    checkpoint.release_staging_buffer()
+    return rows
 
 
 def main() -> None:
@@ -243,13 +301,22 @@ def main() -> None:
         mp.start_processes(on_gloo, (folder,), nprocs=RANKS, start_method="fork")
         results = torch.load(f"{folder}/rows")
         warnings.simplefilter("ignore")
-        one_process = blocked(Path(folder))
+        torch.set_num_threads(1)
+        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        one_process = {
+            f"{mib} MiB on the {device.replace('cuda', 'GPU').replace('cpu', 'CPU')}": blocked(
+                Path(folder), mib, device
+            )
+            for device in devices
+            for mib in (8, 64, 1024)
+        }
     report.add(
-        f"{RANKS} gloo processes; medians of {REPEATS} runs in turns; load of the machine {os.getloadavg()[0]:.1f}."
+        f"{RANKS} gloo processes; medians of {REPEATS} rounds in turns; load of the machine {os.getloadavg()[0]:.1f}."
     )
     for title, rows in results:
         report.table(title[0].upper() + title[1:], HEADER, rows)
-    report.table("Blocked by async_save: one process, 1 GiB", ["", "ms", "of shardwise's save"], one_process)
+    for title, rows in one_process.items():
+        report.table(f"Blocked by async_save: one process, {title}", BLOCKED_HEADER, rows)
     report.save()
 
 

@@ -2,7 +2,7 @@
 
     python -m tests.checkpoint.killing --kills 100 --seed 0
 
-Four gloo processes load the latest checkpoint and save without end, in turns by `save` and by both ways of
+Four gloo processes load the latest checkpoint and save without end, in turns by `save` and by all ways of
 `async_save`. At a random moment one of them is killed, or all. Then the latest checkpoint must load, bit by bit what
 was saved, and it may not be older than what any rank knows to be complete. The next four processes go on from there.
 """
@@ -42,7 +42,7 @@ def whole(step: int) -> torch.Tensor:
 
 
 def train(rank: int, store: str, folder: str, pipe: Connection) -> None:
-    """Load and save until somebody kills this process, or another one was killed."""
+    """Load and save until this process or another one is killed."""
     torch.set_num_threads(1)
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=limit)
@@ -66,9 +66,10 @@ def train(rank: int, store: str, folder: str, pipe: Connection) -> None:
             for tensor in tensors.values():
                 tensor.add_(1)  # while the save in the background goes on
             path = Path(folder) / f"step-{state['step']}"
-            if state["step"] % 3:
-                staging = ("buffer", "snapshot")[state["step"] % 2]
+            if state["step"] % 4:
+                staging = ("buffer", "snapshot", "deferred")[state["step"] % 4 - 1]
                 background = checkpoint.async_save(state, path, keep=3, staging=staging)
+                background.staged()
                 if saving is not None:
                     pipe.send(("complete", state["step"] - 1))
                 saving = background

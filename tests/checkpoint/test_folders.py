@@ -51,6 +51,7 @@ def test_retention_deletes_the_oldest(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / ".step-0.saving").mkdir()
     (tmp_path / ".step-0.deleting").mkdir()
+    (tmp_path / ".step-0.latest").write_text("step-0")
     for step in range(5):
         checkpoint.save({"step": step}, tmp_path / f"step-{step}", keep=3)
     assert names(tmp_path) == ["latest", "notes", "step-2", "step-3", "step-4"]
@@ -183,7 +184,7 @@ def test_errors_surface_at_the_next_call(tmp_path: Path, monkeypatch: pytest.Mon
     assert "b" not in names(tmp_path)
 
 
-def test_errors_that_nobody_asks_for_are_told_at_the_end(tmp_path: Path) -> None:
+def test_errors_that_no_call_has_raised_are_printed_at_exit(tmp_path: Path) -> None:
     program = f"from shardwise import checkpoint; checkpoint.async_save({{'a': object()}}, {str(tmp_path / 'x')!r})"
     paths = str(Path(__file__).parents[2] / "src")
     environment = {**os.environ, "PYTHONPATH": paths}

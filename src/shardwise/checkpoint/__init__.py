@@ -1,25 +1,27 @@
-"""Checkpoints that are complete or not there: atomic, checked, written by all ranks, in the background if wanted.
+"""Atomic checkpoints with checksums, written by all ranks, optionally in the background.
 
-    save        write a state as one folder: beside it first, renamed when all ranks are done
-    async_save  the same in the background, after a copy of the data
-    load        read a state on any mesh and with any placements; everything is checked before anything changes
-    latest      the checkpoint in a folder that was completed last
+    save        write a state to a temporary folder, and rename it when all ranks have written their files
+    async_save  the same in the background, from a copy of the data
+    load        read a state on any mesh and with any placements; all files are checked before the state changes
+    latest      the most recently completed checkpoint in a folder
 
 The files are those of `torch.distributed.checkpoint`, whose tools read them; `shardwise.json` adds checksums.
 
     state       nested dicts, modules and optimizers as one dict by name
-    held        which boxes of which tensors a rank holds
-    spread      who writes what
-    plan        what goes to which place of which file, kept between saves
-    archive     what surrounds the elements of a tensor in a file
+    held        the boxes of tensors that a rank holds
+    spread      which rank writes which boxes
+    plan        the places of tensors in files, cached between saves
+    archive     the bytes before and after the elements of a tensor in a file
     blocks      files in blocks with checksums
     write       the file of one rank
-    metadata    `.metadata`, read without pickle's power to call functions
+    metadata    `.metadata`, read without executing what is pickled in it
     index       `shardwise.json`
     folders     names, renames, the pointer, retention
     stored      an opened checkpoint
-    reads       what to read for a state, and whether it fits; `read` does it
-    background  the thread and the staging memory of a save in the background; `snapshot` stages by a forked child
+    reads       the parts of files to read for a state, and whether they fit it; `read` reads them
+    optimizers  memory for the state of optimizers that have made no step
+    background  the thread and the staging buffer of a save in the background
+    staging     how its data is kept apart from the state; `snapshot` does so by a forked child
     ranks       processes, simulated ranks, or one process
 """
 

@@ -1,15 +1,19 @@
-"""One save in the background: its thread, its staging memory, and its errors."""
+"""Saves in the background: the worker thread, the staging buffer, and how errors reach the program."""
 
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import CheckpointError
 
@@ -17,20 +21,31 @@ from ..errors import CheckpointError
 class Saving:
     """A save in the background. `wait()` returns its path when the checkpoint is complete, or raises its error."""
 
-    def __init__(self, path: Path, work: Callable[[], None]) -> None:
+    def __init__(self, path: Path, work: Callable[[Callable[[], None]], None], staged: bool = False) -> None:
+        """`work` is called in the worker thread, with a function to call as soon as the state has been copied.
+
+        `staged` says that this has happened already.
+        """
         self.path = path
         self._error: BaseException | None = None
-        self._work: Callable[[], None] | None = work
-        self._thread = threading.Thread(target=self._run, name=f"saving {path.name}")
-        self._thread.start()
+        self._work: Callable[[Callable[[], None]], None] | None = work
+        self._staged = threading.Event()
+        if staged:
+            self._staged.set()
+        self._done = threading.Event()
+        worker().submit(self._run)
+
+    def staged(self) -> None:
+        """Wait until the state has been copied and may be changed. Only `staging="deferred"` needs this call."""
+        self._staged.wait()
 
     def done(self) -> bool:
-        """Whether it has ended, with or without an error."""
-        return not self._thread.is_alive()
+        """Return whether the save has ended, with or without an error."""
+        return self._done.is_set()
 
     def wait(self) -> Path:
-        """Wait for the end, and raise the error if there was one."""
-        self._thread.join()
+        """Wait for the end of the save, and raise its error if it failed."""
+        self._done.wait()
         error, self._error = self._error, None
         if error is not None:
             raise CheckpointError(f"saving {self.path} in the background failed: {error}") from error
@@ -39,11 +54,13 @@ class Saving:
     def _run(self) -> None:
         try:
             assert self._work is not None
-            self._work()
+            self._work(self._staged.set)
         except BaseException as error:
             self._error = error
         finally:
             self._work = None  # with what it refers to
+            self._staged.set()
+            self._done.set()
 
     def __repr__(self) -> str:
         return f"Saving({str(self.path)!r}, {'done' if self.done() else 'under way'})"
@@ -51,40 +68,76 @@ class Saving:
 
 class _Background:
     saving: Saving | None = None
+    worker: ThreadPoolExecutor | None = None
     buffer: Tensor = torch.empty(0, dtype=torch.uint8)
+    optimizers_wait = False
 
 
-def start_background(path: Path, work: Callable[[], None]) -> Saving:
+def worker() -> ThreadPoolExecutor:
+    """The thread of all saves in the background.
+
+    It is kept between saves: the start of a new thread would hand it the interpreter's lock, and the program would wait
+    for its first milliseconds. Python finishes its work when the program ends.
+    """
+    if _Background.worker is None:
+        _Background.worker = ThreadPoolExecutor(1, thread_name_prefix="shardwise-checkpoint")
+    return _Background.worker
+
+
+def _forget_after_fork() -> None:
+    """A forked process has neither the worker thread nor the save that it was carrying out."""
+    _Background.worker = _Background.saving = None
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+def start_background(path: Path, work: Callable[[Callable[[], None]], None], staged: bool = False) -> Saving:
     """Start the only save in the background."""
-    assert _Background.saving is None or _Background.saving.done(), "the one before was waited for"
-    _Background.saving = Saving(path, work)
+    assert _Background.saving is None or _Background.saving.done(), "the previous save was waited for"
+    _Background.saving = Saving(path, work, staged)
     return _Background.saving
 
 
 def finish_background() -> None:
-    """Wait for the save in the background, if there is one, and raise its error unless somebody has seen it."""
+    """Wait for the save in the background, if there is one, and raise its error unless it was raised before."""
     saving, _Background.saving = _Background.saving, None
     if saving is not None:
         saving.wait()
 
 
+def let_optimizers_wait() -> None:
+    """Let every `step` of an optimizer wait until the state of a deferred save has been copied."""
+    if not _Background.optimizers_wait:
+        register_optimizer_step_pre_hook(_wait_until_staged)
+        _Background.optimizers_wait = True
+
+
+def _wait_until_staged(*arguments: Any) -> None:
+    saving = _Background.saving
+    if saving is not None:
+        saving.staged()
+
+
 @atexit.register
 def _report() -> None:
-    """Tell of an error that nobody has asked for, at the end of the process."""
+    """Print an error that no call has raised, at the end of the process."""
     saving = _Background.saving
     if saving is not None and saving.done() and saving._error is not None:
         print(f"saving {saving.path} in the background failed: {saving._error}", file=sys.stderr)
 
 
-def staging_buffer(nbytes: int) -> Tensor:
-    """The staging memory, one for the process, pinned if there is an accelerator: no save in the background uses it."""
-    if _Background.buffer.nbytes < nbytes:
-        _Background.buffer = torch.empty(0, dtype=torch.uint8)  # freed before the larger one is made
-        _Background.buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+def staging_buffer(nbytes: int, pinned: bool = False) -> Tensor:
+    """The staging buffer of this process, of at least `nbytes` bytes. It is kept and used again by the next save."""
+    kept = _Background.buffer
+    if kept.nbytes < nbytes or (pinned and not kept.is_pinned()):
+        del kept
+        _Background.buffer = torch.empty(0, dtype=torch.uint8)  # freed before the new one is made
+        _Background.buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
     return _Background.buffer
 
 
 def release_staging_buffer() -> None:
-    """Free the staging memory; the next save in the background makes it again."""
+    """Free the staging buffer; the next save in the background allocates it again."""
     finish_background()
     _Background.buffer = torch.empty(0, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Files in blocks with a checksum each, so that whoever reads a part of a file can verify that part.
+"""Files in blocks with a checksum each, so that a reader of a part of a file can verify that part.
 
 The checksum of a block is the CRC-32 of the sums of its 512-byte sectors, each taken as 64 little-endian integers
 modulo 2**64. The sums run at the speed of memory, many times that of a CRC over all bytes. Any change of one word, and
@@ -19,6 +19,22 @@ from torch import Tensor
 BLOCK = 1 << 20
 """Bytes of a block. Small enough to stay in a core's cache between copying, summing and writing."""
 _SECTOR = 64
+_WRITEBACK = 8 * BLOCK
+"""How many bytes are written between two requests to start moving them to the disk."""
+
+
+def _start_writeback_function() -> Callable[[int, int, int], object]:
+    """Linux's `sync_file_range`, which starts moving a range of a file to the disk without waiting for it."""
+    try:
+        function = ctypes.CDLL(None).sync_file_range
+    except (OSError, AttributeError, TypeError):  # another operating system
+        return lambda file, offset, count: None
+    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    write = 2  # SYNC_FILE_RANGE_WRITE
+    return lambda file, offset, count: function(file, offset, count, write)
+
+
+start_writeback = _start_writeback_function()
 
 
 def buffer_of(tensor: Tensor) -> memoryview:
@@ -35,13 +51,19 @@ def checksum(block: Tensor) -> int:
 
 
 class BlockWriter:
-    """Writes a file from the front, a block at a time; `sums` has the checksums of the blocks written."""
+    """Writes a file sequentially, one block at a time; `sums` holds the checksums of the blocks written so far.
 
-    def __init__(self, path: Path, written: Callable[[int], None] = lambda count: None) -> None:
+    With `sync`, the disk is kept busy from the first megabytes on, so that little is left for `fsync` in `close`.
+    """
+
+    def __init__(self, path: Path, sync: bool = False, written: Callable[[int], None] = lambda count: None) -> None:
         self._block = torch.zeros(BLOCK, dtype=torch.uint8)
         self._buffer = buffer_of(self._block)
         self._filled = 0
+        self._sync = sync
         self._written = written
+        self._flushed = 0
+        self._requested = 0
         self.size = 0
         self.sums: list[int] = []
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -56,10 +78,20 @@ class BlockWriter:
             view = view[count:]
 
     def write_tensor(self, tensor: Tensor) -> None:
-        """Append the elements of a tensor in row-major order; on an accelerator they are copied a block at a time."""
+        """Append the elements of a tensor in row-major order.
+
+        Blocks that lie in one contiguous CPU tensor are written from its memory. Others are copied into the writer's
+        block first.
+        """
         for piece in contiguous_pieces(tensor):
             flat, start = piece.view(-1).view(torch.uint8), 0
+            readable = flat.device.type == "cpu" and flat.data_ptr() % 8 == 0 and flat.storage_offset() % 8 == 0
             while start < len(flat):
+                if not self._filled and len(flat) - start >= BLOCK and readable and start % 8 == 0:
+                    self.size += BLOCK
+                    self._flush(flat[start : start + BLOCK], BLOCK)
+                    start += BLOCK
+                    continue
                 count = min(len(flat) - start, BLOCK - self._filled)
                 self._block[self._filled : self._filled + count].copy_(flat[start : start + count])
                 self._advance(count)
@@ -69,14 +101,14 @@ class BlockWriter:
         """Append zeros until the file has this size."""
         self.write(bytes(size - self.size))
 
-    def close(self, sync: bool) -> None:
-        """Write what is left and close the file; with `sync` it is on the disk afterwards."""
+    def close(self) -> None:
+        """Write the last block and close the file; with `sync` it is on the disk afterwards."""
         try:
             if self._filled:
                 count = self._filled
                 self._buffer[count : _up(count, 8 * _SECTOR)] = bytes(_up(count, 8 * _SECTOR) - count)
-                self._flush(count)
-            if sync:
+                self._flush(self._block, count)
+            if self._sync:
                 os.fsync(self._file)
         finally:
             self.abandon()
@@ -91,14 +123,19 @@ class BlockWriter:
         self._filled += count
         self.size += count
         if self._filled == BLOCK:
-            self._flush(BLOCK)
+            self._flush(self._block, BLOCK)
 
-    def _flush(self, count: int) -> None:
-        self.sums.append(checksum(self._block[: _up(count, 8 * _SECTOR)]))
-        view = self._buffer[:count]
+    def _flush(self, block: Tensor, count: int) -> None:
+        """Write the first `count` bytes of a block. Bytes after them, up to a multiple of 512, must be zero."""
+        self.sums.append(checksum(block[: _up(count, 8 * _SECTOR)]))
+        view = buffer_of(block)[:count]
         while view:
             view = view[os.write(self._file, view) :]
         self._filled = 0
+        self._flushed += count
+        if self._sync and self._flushed - self._requested >= _WRITEBACK:
+            start_writeback(self._file, self._requested, self._flushed - self._requested)
+            self._requested = self._flushed
         self._written(count)
 
 
@@ -110,7 +147,7 @@ class BlockReader:
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def checksum(self, number: int) -> int:
-        """The checksum of a block as it is in the file."""
+        """The checksum of the present content of a block."""
         count = read_into(self._file, self._block, number * BLOCK)
         padded = _up(count, 8 * _SECTOR)
         self._block[count:padded] = 0

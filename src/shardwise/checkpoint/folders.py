@@ -4,6 +4,7 @@
     runs/step-300             complete: the folder above, renamed
     runs/.step-300.replaced   the checkpoint that step-300 replaces, for the moment between two renames
     runs/latest               the name of the checkpoint that was completed last, replaced after the rename
+    runs/.step-300.latest     the next content of `latest`, until it replaces it
 
 A rename is atomic, so `runs/step-300` is a complete checkpoint at any moment at which it exists.
 """
@@ -65,32 +66,30 @@ def _restore(path: Path) -> None:
 
 
 def commit(path: Path, sync: bool, keep: int | None) -> None:
-    """Give a complete checkpoint its name, move the pointer to it, and delete those beyond `keep`."""
-    source, old = saving(path), _replaced(path)
+    """Give a complete checkpoint its name, move the pointer to it, and delete those beyond `keep`.
+
+    With `sync`, both renames are on the disk when this returns. A power failure between them does no harm: a pointer
+    whose checkpoint is missing is ignored by `latest`.
+    """
+    source, old, pointer = saving(path), _replaced(path), path.with_name(f".{path.name}.{LATEST}")
+    try:
+        pointer.write_text(path.name + "\n", encoding="utf-8")
+        if sync:
+            sync_path(pointer)
+            sync_path(source)
+        shutil.rmtree(old, ignore_errors=True)
+        if path.exists():
+            path.rename(old)
+        source.rename(path)
+        pointer.replace(path.with_name(LATEST))
+    except BaseException:
+        pointer.unlink(missing_ok=True)
+        raise
     if sync:
-        sync_folder(source)
-    shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
-        path.rename(old)
-    source.rename(path)
-    if sync:
-        sync_folder(path.parent)
-    _point(path, sync)
+        sync_path(path.parent)
     shutil.rmtree(old, ignore_errors=True)
     if keep is not None:
         _retain(path, keep)
-
-
-def _point(path: Path, sync: bool) -> None:
-    temporary = path.with_name(f".{LATEST}.saving")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(path.name + "\n")
-        file.flush()
-        if sync:
-            os.fsync(file.fileno())
-    temporary.replace(path.with_name(LATEST))
-    if sync:
-        sync_folder(path.parent)
 
 
 def _retain(path: Path, keep: int) -> None:
@@ -106,10 +105,12 @@ def _retain(path: Path, keep: int) -> None:
         finished = kind in ("saving", "deleting") or (kind == "replaced" and (path.parent / name).exists())
         if left.name.startswith(".") and finished and left.is_dir():
             shutil.rmtree(left, ignore_errors=True)
+        elif left.name.startswith(".") and kind == LATEST and left.is_file():
+            left.unlink(missing_ok=True)
 
 
 def _complete(folder: Path) -> list[Path]:
-    """The checkpoints of ours in a folder, in the order in which they were completed."""
+    """The checkpoints in a folder that shardwise wrote, in the order in which they were completed."""
     found = [path for path in folder.iterdir() if not path.name.startswith(".") and (path / INDEX).is_file()]
     return sorted(found, key=lambda path: (order_of(path), path.name))
 
@@ -154,8 +155,8 @@ def find(path: str | os.PathLike[str]) -> Path:
     raise CheckpointError(f"no checkpoint at {at}: expected {METADATA} or the pointer {LATEST!r}, found {_kind(at)}")
 
 
-def sync_folder(path: Path) -> None:
-    """Have the names in a folder on the disk."""
+def sync_path(path: Path) -> None:
+    """Have a file's data, or the names in a folder, on the disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

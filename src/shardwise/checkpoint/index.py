@@ -1,7 +1,7 @@
 """The index of a checkpoint, `shardwise.json`: sizes and checksums of its files, and its own checksum.
 
-PyTorch's tools ignore the file. It has what their `.metadata` lacks: checksums of the blocks of every file, and where
-the elements of each tensor begin, so that any part of them can be read without the rest.
+PyTorch's tools ignore the file. It adds to `.metadata` the checksums of the blocks of every file, and the offset at
+which the elements of each tensor begin, so that any part of a tensor can be read on its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _VERSION = 1
 
 
 class FileRecord(NamedTuple):
-    """What is known of one file: its size, the checksums of its blocks, and where archives have their elements."""
+    """Size of a file, checksums of its blocks, and the offsets of elements in its archives."""
 
     size: int
     sums: list[int]
@@ -58,7 +58,7 @@ def index_text(index: Index) -> str:
         },
     }
     body = json.dumps(content, separators=(",", ":"), sort_keys=True)
-    head = {"crc32": zlib.crc32(body.encode()), "order": index.order}  # one short line, for those who only sort
+    head = {"crc32": zlib.crc32(body.encode()), "order": index.order}  # a short line, enough to sort by
     return json.dumps(head) + "\n" + body + "\n"
 
 

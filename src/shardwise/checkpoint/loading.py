@@ -14,11 +14,12 @@ from ..dispatch.gather_cache import after_write
 from ..sharding.base import DTensorBase
 from .background import finish_background
 from .folders import find
+from .optimizers import allocate_states, has_optimizers, use_stored_histories
 from .progress import Progress
 from .ranks import Ranks, ranks_of_world, together
 from .read import read_bytes, read_tensors
 from .reads import Reads, plan_reads
-from .state import FlatState, State, check_loadable, flatten, give_back, put, state_dicts
+from .state import FlatState, State, flatten, give_back, put, state_dicts
 from .stored import Stored
 from .write import load_object
 
@@ -34,30 +35,34 @@ def load(
 ) -> Path:
     """Load a checkpoint into a state, in place, and return its path. All ranks call it with the same path.
 
-    `path` is a checkpoint, or a folder of checkpoints, of which the latest is loaded. The state is a nested dict as for
-    `save`, on any mesh and with any placements; what the checkpoint has beyond it is left alone. Modules and optimizers
-    in it load their parts themselves.
+    `path` is a checkpoint, or a folder of checkpoints whose latest one is loaded. The state is a nested dict as for
+    `save`, on any mesh and with any placements; other values of the checkpoint are ignored. Modules and optimizers are
+    loaded by their own `load_state_dict`; an optimizer may have made no step yet.
 
     Names, shapes, dtypes, file sizes and checksums are checked on all ranks first. If anything is wrong on any rank,
     all raise a `CheckpointError` that says what, where, what was expected and what was found, and the state is
     unchanged.
 
-    strict    an error if a name of the state is not in the checkpoint; False leaves such values alone
-    cast      convert dtypes instead of raising an error for another one
+    strict    raise an error if a name of the state is not in the checkpoint; False leaves such values unchanged
+    cast      convert dtypes instead of raising an error if they differ
     verify    compare checksums; False saves one pass over the files
-    progress  a bar on stderr; by default if it is a terminal
+    progress  show a progress bar on stderr; by default if stderr is a terminal
     """
     finish_background()
     ranks = ranks_of_world()
     what = f"cannot load {Path(path)}"
     folder = together(ranks, what, lambda: find(path) if ranks.coordinator else Path())[0]
-    check_loadable(state)
-    loaded = state_dicts(state)
-    flat = _materialized(flatten(loaded), loaded)
     opened: dict[str, Any] = {}
+    if has_optimizers(state):
+        together(ranks, what, lambda: opened.update(stored=Stored(folder)))
+        allocate_states(state, opened["stored"])
+    loaded = state_dicts(state)
+    if has_optimizers(state):
+        use_stored_histories(state, loaded, opened["stored"])
+    flat = _materialized(flatten(loaded), loaded)
 
     def plan() -> set[tuple[str, int]]:
-        stored = Stored(folder)
+        stored = opened.get("stored") or Stored(folder)
         reads = plan_reads(flat, stored, ranks, strict, cast)
         opened.update(stored=stored, reads=reads)
         return reads.blocks(stored) if verify and stored.index is not None else set()
@@ -72,7 +77,7 @@ def load(
 
     together(ranks, what, check)
     _apply(folder, reads, progress if ranks.coordinator else False)
-    together(ranks, what, lambda: None)  # nobody goes on, and perhaps deletes files, while others read
+    together(ranks, what, lambda: None)  # a rank that returns may delete files that others still read
     for name, value in objects.items():
         put(loaded, flat.paths[name], value)
     give_back(state, loaded)
@@ -80,7 +85,7 @@ def load(
 
 
 def _my_share(wanted: list[set[tuple[str, int]]], ranks: Ranks) -> list[tuple[str, int]]:
-    """The blocks that this process verifies: each block that anybody reads once, by one of those who read it."""
+    """The blocks that this process verifies. Each block is verified once, by one of the processes that read it."""
     if len(wanted) == 1:
         return list(wanted[0])
     loads = [0] * len(wanted)
@@ -108,7 +113,7 @@ def _apply(folder: Path, reads: Reads, progress: bool | None) -> None:
     with torch.no_grad():
         read_tensors(folder, reads.tensors, bar.add)
     bar.finish()
-    for tensor in reads.written:  # memory was written behind the back of autograd and of what views it
+    for tensor in reads.written:  # their memory was written without autograd noticing
         if not tensor.is_inference():
             increment_version(tensor)
         if isinstance(tensor, DTensorBase):

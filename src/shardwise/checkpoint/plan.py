@@ -1,7 +1,7 @@
-"""Plans: what each rank writes to which place of its file, kept from one save to the next.
+"""Plans: the pieces that each rank writes, and their places in its file. The last plan is cached.
 
-A plan depends on names, dtypes, shapes and placements, not on values. As long as they are the same on every rank, a
-save costs one small exchange in which the ranks say so.
+A plan depends on names, dtypes, shapes and placements, not on values. If these are unchanged on all ranks, planning a
+save takes an all-reduce of one number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..sharding.base import DTensorBase
 from ..sharding.runtime import WorldState, runtime_of_world
 from .archive import ALIGNMENT, archive_of
 from .held import Held, boxes_of, chunks_of, shape_of
-from .ranks import Ranks, through_coordinator, together
+from .ranks import Ranks, agreed, through_coordinator
 from .spread import Piece, check_complete, merged, spread
 from .state import FlatState, Path
 
@@ -49,7 +49,7 @@ class RankPlan(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """All that a checkpoint holds, for its metadata; known to the coordinator."""
+    """The tensors, plans and names of a checkpoint, from which the coordinator writes the metadata."""
 
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     plans: list[RankPlan]
@@ -85,12 +85,19 @@ def plan_cache() -> PlanCache:
     return PLANS.of(runtime_of_world()) if torch.distributed.is_initialized() else _alone
 
 
-def plan_save(state: FlatState, ranks: Ranks, what: str, begin: Callable[[], None] = lambda: None) -> Plan:
+def plan_save(
+    state: FlatState,
+    ranks: Ranks,
+    what: str,
+    begin: Callable[[], None] = lambda: None,
+    cache: PlanCache | None = None,
+) -> Plan:
     """The plan of a save: the last one if names, dtypes, shapes and placements are unchanged on all ranks.
 
-    `begin` is called in the same exchange, so that its errors reach all ranks, which are named by `what`.
+    `begin` is called before the ranks agree on it; if it fails on one rank, all ranks raise its error. Messages of
+    errors begin with `what`.
     """
-    cache = plan_cache()
+    cache = cache or plan_cache()
     key: tuple[object, ...] = ()
 
     def is_kept() -> bool:
@@ -99,7 +106,7 @@ def plan_save(state: FlatState, ranks: Ranks, what: str, begin: Callable[[], Non
         key = _key(state)
         return cache.kept is not None and cache.kept.key == key
 
-    if all(together(ranks, what, is_kept)):
+    if agreed(ranks, what, is_kept):
         assert cache.kept is not None
         return cache.kept.plan
     plan = through_coordinator(
@@ -111,7 +118,7 @@ def plan_save(state: FlatState, ranks: Ranks, what: str, begin: Callable[[], Non
 
 
 def _key(state: FlatState) -> tuple[object, ...]:
-    """What a plan depends on. Specs are interned, so they are compared by identity."""
+    """The cache key of a plan. Specs are interned, so they are compared by identity."""
     return tuple((name, path, _kind(state.values[name])) for name, path in state.paths.items())
 
 
@@ -164,7 +171,7 @@ def _contents(described: list[_Described], ranks: int) -> Contents:
 
 
 def _first_owners(described: list[_Described]) -> dict[int, list[str]]:
-    """Who writes objects: of each name the first rank that has it."""
+    """The names of the objects that each rank writes. The first rank that has a name writes it."""
     found: dict[int, list[str]] = {}
     seen: set[str] = set()
     for item in described:

@@ -7,7 +7,7 @@ import time
 
 
 class Progress:
-    """Counts bytes; shows them on stderr if that is a terminal, or if asked to."""
+    """Counts bytes, and shows them on stderr if `show` is true, or None and stderr is a terminal."""
 
     def __init__(self, label: str, total: int, show: bool | None) -> None:
         self.label, self.total, self.done = label, max(total, 1), 0

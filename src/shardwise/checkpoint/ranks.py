@@ -1,7 +1,7 @@
 """The ranks that take part in a checkpoint, and how they agree: processes, simulated ranks, or a single process.
 
-Processes talk over a gloo group of their own, so that a save in the background cannot meet the collectives of the
-program. A simulated world is one process that stands for all its ranks.
+Processes communicate over a gloo group of their own, so that a save in the background cannot be mixed up with the
+collectives of the program. A simulated world is one process that holds the data of all its ranks.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError, ShardwiseError
@@ -30,15 +31,19 @@ class Ranks:
         self.coordinator = True
 
     def all_gather(self, value: T) -> list[T]:
-        """What all processes gave, on all of them."""
+        """The values of all processes, on all of them."""
         return [value]
 
+    def minimum(self, value: int) -> int:
+        """The least value of all processes."""
+        return value
+
     def gather(self, value: T) -> list[T]:
-        """What all processes gave, on the coordinator; an empty list on others."""
+        """The values of all processes, on the coordinator; an empty list on others."""
         return [value]
 
     def scatter(self, values: Sequence[T]) -> T:
-        """What the coordinator has for this process."""
+        """The value that the coordinator sends to this process."""
         return values[0]
 
 
@@ -55,6 +60,11 @@ class ProcessRanks(Ranks):
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self._group)
         return found
+
+    def minimum(self, value: int) -> int:
+        least = torch.tensor(value)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._group)
+        return int(least)
 
     def gather(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.size if self.coordinator else []
@@ -101,6 +111,27 @@ def together(ranks: Ranks, what: str, work: Callable[[], T]) -> list[T]:
     if failures:
         raise _common_error(what, failures, ranks) from cause
     return results  # type: ignore[return-value]
+
+
+def agreed(ranks: Ranks, what: str, work: Callable[[], bool]) -> bool:
+    """Run `work` on all processes and return whether it was true on all; if one fails, all raise the same error.
+
+    Costs an all-reduce of one number, unless there is an error.
+    """
+    caught: Exception | None = None
+    try:
+        answer = 2 if work() else 1
+    except Exception as error:
+        answer, caught = 0, error
+    least = _communicated(what, lambda: ranks.minimum(answer))
+
+    def report() -> None:
+        if caught is not None:
+            raise caught
+
+    if least == 0:
+        together(ranks, what, report)
+    return least == 2
 
 
 def through_coordinator(

@@ -1,4 +1,4 @@
-"""Reading parts of stored tensors straight into where they belong."""
+"""Reading parts of stored tensors directly into the memory of the state."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from .stored import Place
 
 _SCRATCH = 1 << 20
 _LONG_RUN = 1 << 16
-"""Rows of which at least this many bytes are wanted are read one by one; of others, all of each row is read."""
+"""If at least this many bytes of each row are needed, only those are read. Otherwise complete rows are read."""
 
 
 def read_tensors(folder: Path, reads: Iterable[Read], done: Callable[[int], None]) -> None:
     """Fill the targets. Files are read from front to back."""
-    scratch = torch.empty(_SCRATCH, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    reads = list(reads)
+    on_gpu = any(read.target.device.type == "cuda" for read in reads)
+    scratch = torch.empty(_SCRATCH, dtype=torch.uint8, pin_memory=on_gpu)
     file, opened = "", -1
     try:
         for read in sorted(reads, key=lambda read: (read.place.file, read.span())):
@@ -94,7 +96,7 @@ class _Reading:
             at += part.numel() * self.dtype.itemsize
 
     def _rows(self, at: int, row: int, sizes: tuple[int, ...], begin: tuple[int, ...], target: Tensor) -> None:
-        """Read whole rows and keep the part of each that is wanted."""
+        """Read complete rows, and copy the needed columns of each."""
         for part in target.split(max(1, _SCRATCH // row)):
             found = self._scratch(at, len(part) * row).view(self.dtype).view(len(part), *sizes)
             for dim, (start, length) in enumerate(zip(begin, target.shape[1:], strict=True), 1):

@@ -1,4 +1,4 @@
-"""Saving: plan, write beside, commit. In the background, what comes after a copy of the data is left to a thread."""
+"""Saving: plan, write to a folder beside the checkpoint's, commit. A thread does this in the background."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .background import Saving, finish_background, staging_buffer, start_background
+from .background import Saving, finish_background, let_optimizers_wait, start_background
 from .blocks import BLOCK
 from .folders import commit, next_order, prepare, saving
 from .index import INDEX, METADATA, FileRecord, Index, index_text
 from .metadata import metadata_of
-from .plan import Contents, Plan, plan_save, sources
+from .plan import Contents, Plan, PlanCache, plan_cache, plan_save, sources
 from .progress import Progress
 from .ranks import Ranks, ranks_of_world, through_coordinator
-from .snapshot import Snapshot, can_snapshot
-from .state import State, flatten, state_dicts
-from .write import Objects, WrittenFile, saved_objects, write_file
+from .snapshot import Snapshot, check_snapshot
+from .staging import Copies, Deferred, Staging, copied
+from .state import FlatState, State, flatten, state_dicts
+from .write import Objects, WrittenFile, kept_object, saved_objects, write_file
 
 
 class _Job(NamedTuple):
-    """A planned save: what to write, and what to do when all ranks have written."""
+    """A planned save: what to write, and how to commit it."""
 
     path: Path
     ranks: Ranks
@@ -55,7 +55,6 @@ class _Job(NamedTuple):
 
 
 Written = list[WrittenFile]
-Staging = Literal["snapshot", "buffer"]
 
 
 def save(
@@ -69,18 +68,19 @@ def save(
     """Save a state as the checkpoint `path`, a folder, and return its path. All ranks call it with the same path.
 
     The state is a nested dict of tensors and plain values; modules, optimizers and other objects with `state_dict` may
-    be values of it. DTensors are stored once, whatever their placements, plain tensors are taken to be replicated, and
-    other values are those of the first rank that has them.
+    be values of it. DTensors are stored once, whatever their placements. Plain tensors are assumed to be replicated.
+    Other values are stored by the first rank that has them.
 
-    The checkpoint is written beside `path`, and renamed when all ranks have written their files. Then the pointer
-    `latest` in the folder around it is moved. If a rank fails or dies at any moment, the checkpoint that was there
-    before is intact.
+    The checkpoint is written to a temporary folder next to `path`, which is renamed when all ranks have written their
+    files. Then the file `latest` in the parent folder is updated. If a rank fails or dies at any moment, the previous
+    checkpoint is intact.
 
-    keep      keep this many checkpoints in the folder around `path`, and delete older ones and what killed saves left
-    sync      have all data on the disk before the rename, so that a power failure does no harm either
-    progress  a bar on stderr; by default if it is a terminal
+    keep      number of checkpoints to keep in the parent folder; older ones and remains of killed saves are deleted
+    sync      call fsync for all files before the rename, so that the checkpoint survives a power failure
+    progress  show a progress bar on stderr; by default if stderr is a terminal
     """
-    job = _planned(state, path, sync, keep)
+    finish_background()
+    job = _planned(flatten(state_dicts(state)), ranks_of_world(), Path(path).absolute(), sync, keep)
     total = sum(plan.nbytes for plan in job.plan.mine)
     bar = Progress("saving", total, progress if job.ranks.coordinator else False)
     _carry_out(job, lambda: job.write(job.sources(), job.objects(), bar.add))
@@ -94,39 +94,59 @@ def async_save(
     *,
     keep: int | None = None,
     sync: bool = True,
-    staging: Staging | None = None,
+    staging: Staging = "buffer",
 ) -> Saving:
-    """Stage what this rank will write, and save it in the background. Returns an object to wait for.
+    """Copy what this rank will write, and save it in the background. Returns an object to wait for.
 
-    The state may be changed as soon as this returns. One save is under way at a time, with at most one copy of the
-    data: the next call of `save`, `async_save` or `load` waits for it, and raises its error if it failed.
+    One save is under way at a time, with at most one copy of the data: the next call of `save`, `async_save` or `load`
+    waits for it, and raises its error if it failed.
 
-    staging  "buffer": copy to memory that is kept for the next save, pinned if there is a GPU; "snapshot": let the
-             operating system copy the pages that are written meanwhile. By default a snapshot if all is on the CPU.
+    staging  "buffer": copy the data to memory that is kept for the next save, pinned if the data is on a GPU. The state
+             may be changed as soon as this returns; copies from a GPU are ordered by the current stream.
+             "deferred": the same copy, made in the background. This returns at once, optimizers wait for the copy
+             before their next step, and other code that changes the state calls `staged()` of the result first; a
+             change that came too early makes the save fail.
+             "snapshot": fork a process, whose memory the operating system keeps apart. For data on the CPU, if little
+             of it changes while it is saved: it takes no second copy of what does not change.
     """
-    job = _planned(state, path, sync, keep)
-    write = _staged(job, staging)
-    return start_background(job.path, lambda: _carry_out(job, write))
-
-
-def _planned(state: State, path: str | os.PathLike[str], sync: bool, keep: int | None) -> _Job:
+    if staging not in get_args(Staging):
+        raise CheckpointError(f"staging={staging!r}", f"one of {', '.join(map(repr, get_args(Staging)))}")
     finish_background()
     ranks, at = ranks_of_world(), Path(path).absolute()
     flat = flatten(state_dicts(state))
+    if staging != "deferred":
+        job = _planned(flat, ranks, at, sync, keep)
+        write = _staged(job, staging)
+        return start_background(at, lambda staged: _carry_out(job, write), staged=True)
+    let_optimizers_wait()
+    deferred, plans = Deferred(state, flat), plan_cache()
 
+    def work(staged: Callable[[], None]) -> None:
+        job = _planned(FlatState(deferred.values, flat.paths), ranks, at, sync, keep, plans)
+        write = _copied(job, deferred.copied)
+        staged()
+        _carry_out(job, write)
+
+    return start_background(at, work)
+
+
+def _planned(
+    flat: FlatState, ranks: Ranks, path: Path, sync: bool, keep: int | None, plans: PlanCache | None = None
+) -> _Job:
     def begin() -> None:
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep={keep}", "at least the new checkpoint is kept: keep=1 or more")
         if ranks.coordinator:
-            prepare(at)
+            prepare(path)
 
-    with _cleaned_up(at, ranks):
-        return _Job(at, ranks, plan_save(flat, ranks, f"cannot save {at}", begin), flat.values, sync, keep)
+    with _cleaned_up(path, ranks):
+        plan = plan_save(flat, ranks, f"cannot save {path}", begin, plans)
+        return _Job(path, ranks, plan, flat.values, sync, keep)
 
 
 @contextmanager
 def _cleaned_up(path: Path, ranks: Ranks) -> Iterator[None]:
-    """Delete what was written of a checkpoint if it fails."""
+    """Delete the temporary folder if the save fails."""
     try:
         yield
     except BaseException:
@@ -135,44 +155,40 @@ def _cleaned_up(path: Path, ranks: Ranks) -> Iterator[None]:
         raise
 
 
-def _staged(job: _Job, staging: Staging | None) -> Callable[[], Written]:
-    """Stage the data. Returns what writes it; an error of this rank is raised there, so that all ranks learn of it."""
+def _staged(job: _Job, staging: Staging) -> Callable[[], Written]:
+    """Stage the data. Returns a function that writes it."""
+    return _copied(job, copied) if staging == "buffer" else _snapshot(job)
+
+
+def _copied(job: _Job, copy: Callable[[list[list[Tensor]]], Copies]) -> Callable[[], Written]:
+    """Copy the data. Returns a function that writes it, or raises this rank's error on all ranks."""
+    try:
+        tensors, wait = copy(job.sources())
+        kept = {name: kept_object(job.values[name]) for plan in job.plan.mine for name in plan.objects}
+    except Exception as error:
+        return _failing(error)
+
+    def write() -> Written:
+        wait()
+        return job.write(tensors, [saved_objects(kept, plan) for plan in job.plan.mine], lambda count: None)
+
+    return write
+
+
+def _snapshot(job: _Job) -> Callable[[], Written]:
     try:
         tensors = job.sources()
-        safe = can_snapshot(tensor for row in tensors for tensor in row)
-        if staging == "snapshot" and not safe:
-            raise CheckpointError("a snapshot of tensors on a GPU or in shared memory", 'pass staging="buffer"')
-        if staging != "buffer" and safe:
-            return Snapshot(lambda check: job.write(tensors, job.objects(), lambda count: check())).result
-        copies, objects = _copied(tensors), job.objects()
-        return lambda: job.write(copies, objects, lambda count: None)
-    except Exception as caught:
-        error = caught
-
-        def fail() -> Written:
-            raise error
-
-        return fail
+        check_snapshot(tensor for row in tensors for tensor in row)
+        return Snapshot(lambda check: job.write(tensors, job.objects(), lambda count: check())).result
+    except Exception as error:
+        return _failing(error)
 
 
-def _copied(tensors: list[list[Tensor]]) -> list[list[Tensor]]:
-    """Copies of tensors, in the staging memory."""
-    buffer, end = staging_buffer(sum(_aligned(tensor) for row in tensors for tensor in row)), 0
-    copies: list[list[Tensor]] = []
-    for row in tensors:
-        copies.append([])
-        for tensor in row:
-            place = buffer[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            place.copy_(tensor.detach(), non_blocking=True)
-            copies[-1].append(place)
-            end += _aligned(tensor)
-    if torch.cuda.is_initialized():
-        torch.cuda.current_stream().synchronize()
-    return copies
+def _failing(error: Exception) -> Callable[[], Written]:
+    def fail() -> Written:
+        raise error
 
-
-def _aligned(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // 64) * 64
+    return fail
 
 
 # ---- writing and committing ------------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
-"""A snapshot of this process's memory: a forked child that shares all pages until somebody writes them.
+"""A snapshot of this process's memory: a forked child that shares all pages until they are written.
 
-The operating system copies a page when the program next writes it, so taking a snapshot costs milliseconds for
-gigabytes, and at most one copy of what is written while the child lives. The child does what a worker of a DataLoader
-does: tensor code on one thread, and files. It closes the sockets that it inherits, so that other ranks notice when its
-parent dies, and ends with its parent.
+The operating system copies a page when the program writes it for the first time afterwards. So a snapshot needs memory
+for the pages that are written while the child lives, and no more; but each of these writes is a page fault, and
+together they take several times as long as a copy of the same memory.
+
+The child does what a worker of a DataLoader does: tensor code on one thread, and files. It closes the sockets that it
+inherits, so that other ranks notice when its parent dies, and exits with its parent.
 """
 
 from __future__ import annotations
@@ -24,11 +26,19 @@ from ..errors import CheckpointError, ShardwiseError
 T = TypeVar("T")
 
 
-def can_snapshot(tensors: Iterable[Tensor]) -> bool:
-    """Whether a forked child sees these tensors as they are now: ordinary memory, in a process that uses no GPU."""
-    if not hasattr(os, "fork") or torch.cuda.is_initialized():
-        return False
-    return all(tensor.device.type == "cpu" and not tensor.is_shared() for tensor in tensors)
+def check_snapshot(tensors: Iterable[Tensor]) -> None:
+    """Raise an error if a forked process would not see these tensors with their present values.
+
+    A GPU that the process uses does no harm, since the child never calls it: workers of a DataLoader are forked, too.
+    """
+    if not hasattr(os, "fork"):
+        raise CheckpointError("a snapshot on a system that cannot fork processes", 'pass staging="buffer"')
+    cuda = torch.cuda.is_initialized()
+    for tensor in tensors:
+        if tensor.device.type != "cpu" or tensor.is_shared() or (cuda and tensor.is_pinned()):
+            raise CheckpointError(
+                "a snapshot of tensors on a GPU, in shared memory or in pinned memory", 'pass staging="buffer"'
+            )
 
 
 class Snapshot(Generic[T]):

@@ -1,4 +1,4 @@
-"""Who writes what: every box once, and as many bytes on each rank as the others, as far as holdings allow.
+"""Which rank writes which boxes: every box once, and about the same number of bytes on each rank.
 
 A box that several ranks hold is written by one of them. A large one is split into pieces, one for each holder, so that
 a replicated embedding does not keep one rank busy while the others wait.
@@ -42,7 +42,7 @@ class Tensors(NamedTuple):
 
 
 def merged(held: Mapping[int, Iterable[Held]]) -> Tensors:
-    """What all ranks hold, as one table. Ranks that disagree on dtype or shape are an error."""
+    """The holdings of all ranks as one table. Raises an error if ranks disagree on a dtype or shape."""
     described: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     first: dict[str, int] = {}
     holders: dict[tuple[str, Box], list[int]] = {}

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.stateful import Stateful
 
 from .._torch import pytree
 from ..comm.redistribute import redistribute_local
@@ -93,22 +92,19 @@ def _state_dict(value: object, state: State) -> Any:
     if isinstance(value, nn.Module):
         return get_model_state_dict(value)
     if isinstance(value, torch.optim.Optimizer):
-        return pytree.tree_map_only(DTensorBase, _reduced, _optimizer_state(value, _module_of(value, state)))
-    return value.state_dict() if isinstance(value, Stateful) else value
+        return pytree.tree_map_only(DTensorBase, _reduced, _optimizer_state(value, module_of(value, state)))
+    return value.state_dict() if _is_stateful(value) else value  # type: ignore[attr-defined]
+
+
+def _is_stateful(value: object) -> bool:
+    """`isinstance(value, Stateful)` of torch.distributed.checkpoint, which is slow for a state of many values."""
+    if isinstance(value, Tensor) or type(value) in (dict, list, bool, int, float, str):
+        return False
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module | None) -> dict[str, Any]:
     return optimizer.state_dict() if module is None else get_optimizer_state_dict(module, optimizer)
-
-
-def check_loadable(state: State) -> None:
-    """Raise an error if an optimizer of the state has nothing that its state could be loaded into."""
-    for key, value in state.items():
-        if isinstance(value, torch.optim.LBFGS) and not value.state:
-            raise CheckpointError(
-                f"{key!r} is an LBFGS that has made no step: what its state consists of depends on its history",
-                "make as many steps as were made before the checkpoint was saved, or load without the optimizer",
-            )
 
 
 def _reduced(tensor: DTensorBase) -> Tensor:
@@ -129,19 +125,22 @@ def give_back(state: State, loaded: Mapping[str, Any]) -> None:
             else:
                 set_model_state_dict(value, cast(dict[str, Any], loaded[key]))
         elif isinstance(value, torch.optim.Optimizer):
-            module = _module_of(value, state)
+            module = module_of(value, state)
             if module is None:
                 value.load_state_dict(loaded[key])
             else:
                 set_optimizer_state_dict(module, value, loaded[key])
-        elif isinstance(value, Stateful):
+        elif _is_stateful(value):
             value.load_state_dict(loaded[key])
         elif value is not loaded[key]:
             state[key] = loaded[key]
 
 
-def _module_of(optimizer: torch.optim.Optimizer, state: State) -> nn.Module | None:
-    """The module of the state that has all parameters of an optimizer, if its state is one of each parameter."""
+def module_of(optimizer: torch.optim.Optimizer, state: State) -> nn.Module | None:
+    """The module of the state that owns all parameters of an optimizer; None for an `LBFGS`.
+
+    An `LBFGS` keeps one state for all parameters, which cannot be stored by their names.
+    """
     if isinstance(optimizer, torch.optim.LBFGS):
         return None
     wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -1,4 +1,4 @@
-"""A checkpoint in its folder: what it holds, where, and whether its files are as they were written."""
+"""An opened checkpoint: its tensors and objects, their places in files, and the verification of these files."""
 
 from __future__ import annotations
 

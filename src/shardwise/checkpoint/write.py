@@ -16,7 +16,7 @@ from .plan import RankPlan
 
 
 class WrittenFile(NamedTuple):
-    """What became of the file of one rank."""
+    """The size, checksums and objects of the file of one rank."""
 
     name: str
     size: int
@@ -28,33 +28,53 @@ class WrittenFile(NamedTuple):
 Objects = dict[str, bytes]
 
 
+class SavedObject(NamedTuple):
+    """An object of the state that has been turned into bytes already."""
+
+    data: bytes | CheckpointError
+
+
+def kept_object(value: object) -> object:
+    """An object in a form that later changes of it do not reach: itself if it is a number or a string, else bytes."""
+    return value if _is_simple(value) or isinstance(value, SavedObject) else SavedObject(_saved(value))
+
+
+def _is_simple(value: object) -> bool:
+    """Return whether a value is immutable, and can be stored without a check that it can be loaded."""
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _saved(value: object) -> bytes | CheckpointError:
+    """An object as bytes, or an error if it could not be loaded without running code from the file."""
+    data = saved_object(value)
+    try:
+        load_object(data)
+    except CheckpointError as error:
+        return CheckpointError(
+            f"a {type(value).__module__}.{type(value).__qualname__}, which can only be loaded by running "
+            f"code from the file ({error.problem})",
+            "store tensors, numbers, strings, and lists, tuples and dicts of them",
+        )
+    return data
+
+
 def saved_objects(state: Mapping[str, Any], plan: RankPlan) -> Objects:
     """The objects that a rank writes, as bytes. An object that could not be loaded without pickle is an error."""
     known: dict[tuple[type, Any], bytes] = {}
     found = {}
     for name in plan.objects:
         value = state[name]
-        simple = value is None or type(value) in (bool, int, float, str)
-        key = (type(value), repr(value)) if simple else None
-        if key is None or key not in known:
-            data = saved_object(value)
-            if key is None:
-                _check_loadable(name, value, data)
-            else:
-                known[key] = data
-        found[name] = data if key is None else known[key]
+        if _is_simple(value):
+            key = (type(value), repr(value))
+            if key not in known:
+                known[key] = saved_object(value)
+            found[name] = known[key]
+            continue
+        data = value.data if isinstance(value, SavedObject) else _saved(value)
+        if isinstance(data, CheckpointError):
+            raise CheckpointError(f"{name!r} is {data.problem}", data.fix)
+        found[name] = data
     return found
-
-
-def _check_loadable(name: str, value: object, data: bytes) -> None:
-    try:
-        load_object(data)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{name!r} is a {type(value).__module__}.{type(value).__qualname__}, which can only be loaded by running "
-            f"code from the file ({error.problem})",
-            "store tensors, numbers, strings, and lists, tuples and dicts of them",
-        ) from None
 
 
 def load_object(data: bytes) -> Any:
@@ -79,7 +99,7 @@ def write_file(
     """Write the file of one rank; None if it has nothing to write."""
     if not plan.entries and not objects:
         return None
-    writer = BlockWriter(folder / plan.file, written)
+    writer = BlockWriter(folder / plan.file, sync, written)
     places: dict[str, tuple[int, int]] = {}
     stored: dict[bytes, tuple[int, int]] = {}
     try:
@@ -95,7 +115,7 @@ def write_file(
                 stored[data] = (writer.size, len(data))
                 writer.write(data)
             places[name] = stored[data]
-        writer.close(sync)
+        writer.close()
     finally:
         writer.abandon()
     return WrittenFile(plan.file, writer.size, writer.sums, places)

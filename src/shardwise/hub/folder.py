@@ -10,7 +10,7 @@ import os
 import shutil
 from pathlib import Path
 
-from ..checkpoint.folders import saving, sync_folder
+from ..checkpoint.folders import saving, sync_path
 from ..errors import CheckpointError
 from .files import is_weights
 
@@ -34,7 +34,7 @@ def commit(folder: Path, sync: bool) -> None:
     if folder.exists():
         _keep_others(folder, beside)
     if sync:
-        sync_folder(beside)
+        sync_path(beside)
     shutil.rmtree(replaced, ignore_errors=True)
     if not folder.exists():
         beside.rename(folder)
@@ -42,7 +42,7 @@ def commit(folder: Path, sync: bool) -> None:
         folder.rename(replaced)
         beside.rename(folder)
     if sync:
-        sync_folder(folder.parent)
+        sync_path(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
     shutil.rmtree(beside, ignore_errors=True)  # after an exchange it is the earlier folder
 

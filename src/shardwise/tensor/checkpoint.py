@@ -58,7 +58,8 @@ def _chunks_at(spec: DTensorSpec, at: Coordinate, local: Tensor) -> list[Chunk]:
     for box in itertools.product(*starts):
         data = local
         for dim, (begin, _, length) in enumerate(box):
-            data = data.narrow(dim, begin, length)
+            if data.shape[dim] != length:
+                data = data.narrow(dim, begin, length)
         offset = torch.Size(start for _, start, _ in box)
         chunks.append(Chunk(offset, torch.Size(length for _, _, length in box), data))
     return chunks
