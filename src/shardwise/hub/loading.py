@@ -22,7 +22,7 @@ from .mosaic import Mosaic
 from .plans import Plan, apply_plan
 from .positioned import Reader, Transfer
 from .state import State, state_of
-from .transfers import Patch, held_shards, patches_to_load, transfers_of
+from .transfers import Patch, boxes_of, held_shards, patches_to_load, transfers_of
 
 
 class LoadReport(NamedTuple):
@@ -114,8 +114,9 @@ def _reads(state: State, patches: list[Patch]) -> dict[int, list[Transfer]]:
     shards = {name: held_shards(tensor) for name, tensor in state.tensors.items()}
     found: dict[int, list[Transfer]] = {}
     for patch in patches:
-        for shard in shards[patch.name]:
-            found.setdefault(shard.rank, []).extend(transfers_of(patch, shard))
+        for box in boxes_of(patch, tuple(state.tensors[patch.name].shape)):
+            for shard in shards[patch.name]:
+                found.setdefault(shard.rank, []).extend(transfers_of(patch.stored, box, shard))
     return found
 
 

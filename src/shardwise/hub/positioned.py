@@ -28,10 +28,13 @@ Sizes = tuple[int, ...]
 
 
 class Transfer(NamedTuple):
-    """A box of a stored tensor, and the view of a local shard with the same elements, dims in the order of the file."""
+    """Elements of a stored tensor, and the view of a local shard that holds them, with dims in the order of the file."""
 
     stored: Stored
-    start: Sizes
+    offset: int
+    """The index of the first element in the stored tensor, counted in row-major order."""
+    strides: Sizes
+    """For each dim of the view the distance of neighbours in the file, in elements; the largest is first."""
     view: Tensor
 
     @property
@@ -40,21 +43,23 @@ class Transfer(NamedTuple):
         return self.view.numel() * self.stored.dtype.itemsize
 
 
-def runs_of(stored: Stored, start: Sizes, size: Sizes) -> tuple[int, Iterable[int]]:
-    """The length in bytes of the runs of a box, and where in the file each begins."""
-    shape, itemsize = stored.shape, stored.dtype.itemsize
-    strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
-    first = len(shape)
-    while first and (first == len(shape) or size[first] == shape[first]):
-        first -= 1  # the run has all dims from `first` on
-    begin = stored.offset + sum(index * stride for index, stride in zip(start, strides, strict=True))
-    length = math.prod(size[first:]) * itemsize
-    outer = [dim for dim in range(first) if size[dim] > 1]
-    if len(outer) < 2:  # as most are; and there may be very many runs
-        count, stride = (size[outer[0]], strides[outer[0]]) if outer else (1, 1)
-        return length, range(begin, begin + count * stride, stride)
-    steps = [range(0, size[dim] * strides[dim], strides[dim]) for dim in outer]
-    return length, (begin + sum(offsets) for offsets in itertools.product(*steps))
+def runs_of(transfer: Transfer) -> tuple[int, Iterable[int]]:
+    """Return the length in bytes of the runs of a transfer, and where in the file each begins."""
+    stored, offset, strides, view = transfer
+    itemsize, length = stored.dtype.itemsize, 1
+    inner = view.dim()
+    while inner and strides[inner - 1] == length:
+        inner -= 1
+        length *= view.shape[inner]
+    begin = stored.offset + offset * itemsize
+    steps = [
+        range(0, size * stride * itemsize, stride * itemsize)
+        for size, stride in zip(view.shape[:inner], strides[:inner], strict=True)
+    ]
+    if len(steps) < 2:  # as most are; and there may be very many runs
+        offsets = steps[0] if steps else range(1)
+        return length * itemsize, range(begin + offsets.start, begin + offsets.stop, offsets.step)
+    return length * itemsize, (begin + sum(index) for index in itertools.product(*steps))
 
 
 class _Files:
@@ -103,11 +108,12 @@ class Reader(_Files):
     def read(self, transfer: Transfer) -> None:
         """Fill a view."""
         file, stored, preadv = self.file(transfer.stored.file), transfer.stored, os.preadv
-        for start, view in _parts(transfer):
+        for part in _parts(transfer):
+            view = part.view
             direct = _in_file_order(view, stored.dtype)
             target = view if direct else self.buffer(tuple(view.shape), stored.dtype)
             memory = buffer_of(target)
-            length, offsets = runs_of(stored, start, tuple(view.shape))
+            length, offsets = runs_of(part)
             for low, offset in zip(range(0, len(memory), length), offsets, strict=True):
                 run = memory[low : low + length]
                 if preadv(file, (run,), offset) != length:  # the rest, if there is one
@@ -127,13 +133,13 @@ class Writer(_Files):
     def write(self, transfer: Transfer) -> None:
         """Write all of a view."""
         file, stored, pwrite = self.file(transfer.stored.file), transfer.stored, os.pwrite
-        for start, view in _parts(transfer):
-            source = view
+        for part in _parts(transfer):
+            view = source = part.view
             if not _in_file_order(view, stored.dtype):
                 source = self.buffer(tuple(view.shape), stored.dtype)
                 source.copy_(view)
             memory = buffer_of(source)
-            length, offsets = runs_of(stored, start, tuple(view.shape))
+            length, offsets = runs_of(part)
             for low, offset in zip(range(0, len(memory), length), offsets, strict=True):
                 run = memory[low : low + length]
                 if pwrite(file, run, offset) != length:
@@ -151,23 +157,21 @@ def _in_file_order(view: Tensor, dtype: torch.dtype) -> bool:
     return plain and not (view.is_conj() or view.is_neg())
 
 
-def _parts(transfer: Transfer) -> Iterator[tuple[Sizes, Tensor]]:
-    """The view in parts that fit into the buffer, each with the place where it begins in the stored tensor."""
-    pending = [(transfer.start, transfer.view)]
+def _parts(transfer: Transfer) -> Iterator[Transfer]:
+    """Yield the transfer in parts that fit into the buffer."""
+    pending = [transfer]
     while pending:
-        start, view = pending.pop()
+        stored, offset, strides, view = part = pending.pop()
         if not view.numel():
             continue
-        nbytes = view.numel() * transfer.stored.dtype.itemsize
         dim = next((dim for dim, size in enumerate(view.shape) if size > 1), None)
-        if nbytes <= BUFFER or dim is None:
-            # A tensor without dims is stored like one of one element.
-            yield start, view
+        if part.nbytes <= BUFFER or dim is None:
+            yield part
             continue
-        rows = max(1, view.shape[dim] * BUFFER // nbytes)
-        at = range(0, view.shape[dim], rows)
-        parts = zip(at, view.split(rows, dim), strict=True)
-        pending += [((*start[:dim], start[dim] + low, *start[dim + 1 :]), part) for low, part in parts][::-1]
+        rows = max(1, view.shape[dim] * BUFFER // part.nbytes)
+        split = enumerate(view.split(rows, dim))
+        parts = [Transfer(stored, offset + i * rows * strides[dim], strides, rest) for i, rest in split]
+        pending += parts[::-1]
 
 
 def _read(file: int, memory: memoryview, offset: int, stored: Stored) -> None:

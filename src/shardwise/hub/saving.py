@@ -21,7 +21,7 @@ from .files import Described, create_files, file_size, lay_out, sync_file
 from .folder import commit, prepare
 from .positioned import Transfer, Writer
 from .state import State, parameter_count, state_of
-from .transfers import Patch, held_shards, patches_to_save, share, transfers_of
+from .transfers import Patch, boxes_of, held_shards, patches_to_save, share, transfers_of
 
 
 def save(
@@ -96,11 +96,10 @@ def _writes(state: State, patches: list[Patch]) -> list[Transfer]:
     shards = {name: held_shards(tensor) for name, tensor in state.tensors.items()}
     found = []
     for number, patch in enumerate(patches):
-        for shard in shards[patch.name]:
-            for transfer in transfers_of(patch, shard):
-                own = share(transfer, shard, number)
-                if own is not None:
-                    found.append(own)
+        for box in boxes_of(patch, tuple(state.tensors[patch.name].shape)):
+            for shard in shards[patch.name]:
+                shares = (share(transfer, shard, number) for transfer in transfers_of(patch.stored, box, shard))
+                found += [own for own in shares if own is not None]
     return found
 
 
