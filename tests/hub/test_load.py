@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from shardwise import InterleavedShard, P, Placement, Replicate, Shard, init_device_mesh, simulate
 from shardwise.errors import CheckpointError, InputError
-from shardwise.hub import load, load_with_report
+from shardwise.hub import LoadReport, load, load_with_report
 from shardwise.hub.build import parameters_on_meta
+from shardwise.hub.files import read_folder
 from shardwise.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
 from shardwise.tensor.dtensor import DTensor
 from tests.hub.models import Net, assert_same, net, plain, stored
@@ -114,6 +115,14 @@ def test_several_files(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     with mesh_of(4) as mesh:
         assert_same(load(Net, tmp_path, mesh, sharded(1)), net())
+
+
+def test_the_report(tmp_path: Path) -> None:
+    folder, report = stored(net(), tmp_path), LoadReport()
+    load(Net, folder, report=report)
+    assert report.read_bytes == report.shard_bytes == {0: sum(t.nbytes for t in read_folder(folder).tensors.values())}
+    assert report.header_bytes == read_folder(folder).header_bytes
+    assert load_with_report(Net, folder)[1] == report
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -28,7 +28,10 @@ def assembled(mosaic: Mosaic, sources: dict[str, Tensor]) -> Tensor:
 
 def _step(rng: random.Random, values: list[Any]) -> list[Any]:
     """The same random function of each value: of real tensors and of mosaics alike."""
-    kind, seed = rng.choice(["cat", "stack", "chunk", "split", "transpose", "squeeze", "select", "reshape"]), rng.random()
+    kind, seed = (
+        rng.choice(["cat", "stack", "chunk", "split", "transpose", "squeeze", "select", "reshape"]),
+        rng.random(),
+    )
     return [_apply(kind, random.Random(seed), value) for value in values]
 
 

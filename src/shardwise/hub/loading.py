@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,13 +26,14 @@ from .state import State, state_of
 from .transfers import Patch, boxes_of, held_shards, patches_to_load, transfers_of
 
 
-class LoadReport(NamedTuple):
-    """What a load read: bytes of headers, and bytes of tensors for each rank of this process."""
+@dataclass
+class LoadReport:
+    """The bytes that a load has read: of headers, and of tensors for each rank of this process."""
 
-    header_bytes: int
-    read_bytes: dict[int, int]
-    shard_bytes: dict[int, int]
-    """The bytes of the shards as they are in the files."""
+    header_bytes: int = 0
+    read_bytes: dict[int, int] = field(default_factory=dict)
+    shard_bytes: dict[int, int] = field(default_factory=dict)
+    """The bytes of the local shards, in the dtypes of the files."""
 
 
 def load(
@@ -43,6 +45,7 @@ def load(
     dtype: torch.dtype | None = None,
     strict: bool = True,
     progress: bool | None = None,
+    report: LoadReport | None = None,
 ) -> Any:
     """Load a model from the safetensors files of a folder; each rank reads the bytes of its own shards only.
 
@@ -62,23 +65,10 @@ def load(
     dtype     the dtype of floating-point parameters, cast as they are read; by default that of the configuration
     strict    whether keys of the files that the model lacks are an error; keys that the files lack always are
     progress  a bar on stderr; by default if it is a terminal
+    report    a `LoadReport` that is filled with the bytes that were read
 
     All ranks call it. Missing, unexpected and misshapen keys are listed in one error before anything is read.
     """
-    return load_with_report(model, folder, mesh, plan, dtype=dtype, strict=strict, progress=progress)[0]
-
-
-def load_with_report(
-    model: Any,
-    folder: str | os.PathLike[str],
-    mesh: DeviceMesh | None = None,
-    plan: Plan = None,
-    *,
-    dtype: torch.dtype | None = None,
-    strict: bool = True,
-    progress: bool | None = None,
-) -> tuple[Any, LoadReport]:
-    """`load`, and what was read."""
     at, ranks = Path(folder), ranks_of_world()
     contents: list[Contents] = []
     together(ranks, f"cannot load {at}", lambda: contents.append(read_folder(at)))
@@ -99,12 +89,20 @@ def load_with_report(
     together(ranks, f"cannot load {at}", lambda: done.append(read()))
     bar.finish()
     forget_gathered()  # what ops have made of parameters was made of earlier values
-    return built, LoadReport(contents[0].header_bytes, done[0], totals)
+    if report is not None:
+        report.header_bytes, report.read_bytes, report.shard_bytes = contents[0].header_bytes, done[0], totals
+    return built
+
+
+def load_with_report(*args: Any, **options: Any) -> tuple[Any, LoadReport]:
+    """Return the model and the report of `load(*args, report=LoadReport(), **options)`."""
+    report = LoadReport()
+    return load(*args, report=report, **options), report
 
 
 def _read_all(reader: Reader, transfers: list[Transfer]) -> int:
     before = reader.bytes
-    for transfer in sorted(transfers, key=lambda transfer: (transfer.stored.file, transfer.stored.offset)):
+    for transfer in sorted(transfers, key=lambda transfer: transfer.place):
         reader.read(transfer)
     return reader.bytes - before
 

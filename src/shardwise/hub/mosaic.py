@@ -15,6 +15,7 @@ elements of a parameter, so that a rank reads and writes the elements of its own
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -71,7 +72,7 @@ class Piece(NamedTuple):
         start, stop = self.at[dim], self.at[dim] + self.size[dim]
         first, last = -(-start // inner), stop // inner  # complete rows
         bounds = [start, *(row * inner for row in (first, last) if start < row * inner < stop), stop]
-        for low, high in zip(bounds, bounds[1:], strict=False):
+        for low, high in itertools.pairwise(bounds):
             if low == high:
                 continue
             rows = max(1, (high - low) // inner)
@@ -85,7 +86,7 @@ class Piece(NamedTuple):
     def merge_dim(self, dim: int, inner: int) -> Iterator[Piece]:
         """Yield the parts of the piece in a mosaic where a dim and the next one, of size `inner`, have become one.
 
-        It stays one piece if it has complete rows, one after the other in the source. Otherwise it has one for each row.
+        It stays one piece if it has complete rows that follow each other in the source. Otherwise each row is a piece.
         """
         rows, length = self.size[dim : dim + 2]
         outer, stride = self.strides[dim : dim + 2]
@@ -124,9 +125,9 @@ class Mosaic(torch.Tensor):
             return handler(*args, **(kwargs or {}))
         if func not in _METADATA:
             raise _unknown(getattr(func, "__name__", str(func)))
-        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[arg-type, no-untyped-call]
+        return super().__torch_function__(func, types, args, kwargs)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Mosaic({list(self.shape)} of {', '.join(sorted({piece.source for piece in self.pieces}))})"
 
 
@@ -167,12 +168,13 @@ def _chunk(mosaic: Mosaic, chunks: int, dim: int = 0) -> tuple[Mosaic, ...]:
     return _split(mosaic, max(1, -(-mosaic.shape[dim] // chunks)), dim)
 
 
-def _select(mosaic: Mosaic, dim: int, index: int) -> Mosaic:
+def select(mosaic: Mosaic, dim: int, index: int) -> Mosaic:
+    """Return a mosaic at one index of a dim."""
     return _squeeze(_narrow(mosaic, dim, index, 1), dim)
 
 
 def _unbind(mosaic: Mosaic, dim: int = 0) -> tuple[Mosaic, ...]:
-    return tuple(_select(mosaic, dim, index) for index in range(mosaic.shape[dim]))
+    return tuple(select(mosaic, dim, index) for index in range(mosaic.shape[dim]))
 
 
 def _permute(mosaic: Mosaic, *dims: Any) -> Mosaic:
@@ -289,14 +291,14 @@ _FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     **dict.fromkeys((torch.Tensor.contiguous, torch.Tensor.clone, torch.clone, torch.Tensor.detach), _unchanged),
     **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), _cat),
     **dict.fromkeys((torch.Tensor.view, torch.Tensor.reshape, torch.reshape), _reshape),
-    **dict.fromkeys((torch.Tensor.t, torch.t, torch.Tensor.T.__get__), _t),
+    **dict.fromkeys((torch.Tensor.t, torch.t), _t),
     torch.stack: _stack,
 }
-for _name, _handler in {
+_NAMED: dict[str, Callable[..., Any]] = {
     "narrow": _narrow,
     "split": _split,
     "chunk": _chunk,
-    "select": _select,
+    "select": select,
     "unbind": _unbind,
     "permute": _permute,
     "transpose": _transpose,
@@ -304,7 +306,8 @@ for _name, _handler in {
     "squeeze": _squeeze,
     "flatten": _flatten,
     "unflatten": _unflatten,
-}.items():
+}
+for _name, _handler in _NAMED.items():
     _FUNCTIONS[getattr(torch, _name)] = _FUNCTIONS[getattr(torch.Tensor, _name)] = _handler
 
 _METADATA = {

@@ -28,7 +28,7 @@ Sizes = tuple[int, ...]
 
 
 class Transfer(NamedTuple):
-    """Elements of a stored tensor, and the view of a local shard that holds them, with dims in the order of the file."""
+    """Elements of a stored tensor, and the view of a local shard that holds them, with the file's order of dims."""
 
     stored: Stored
     offset: int
@@ -42,16 +42,21 @@ class Transfer(NamedTuple):
         """Its bytes in the file."""
         return self.view.numel() * self.stored.dtype.itemsize
 
+    @property
+    def place(self) -> tuple[Path, int]:
+        """The file, and where in it the first element begins."""
+        return self.stored.file, self.stored.offset + self.offset * self.stored.dtype.itemsize
+
 
 def runs_of(transfer: Transfer) -> tuple[int, Iterable[int]]:
     """Return the length in bytes of the runs of a transfer, and where in the file each begins."""
-    stored, offset, strides, view = transfer
-    itemsize, length = stored.dtype.itemsize, 1
+    strides, view = transfer.strides, transfer.view
+    itemsize, length = transfer.stored.dtype.itemsize, 1
     inner = view.dim()
     while inner and strides[inner - 1] == length:
         inner -= 1
         length *= view.shape[inner]
-    begin = stored.offset + offset * itemsize
+    _, begin = transfer.place
     steps = [
         range(0, size * stride * itemsize, stride * itemsize)
         for size, stride in zip(view.shape[:inner], strides[:inner], strict=True)

@@ -84,7 +84,7 @@ def _write(state: State, patches: list[Patch], ranks: Ranks, sync: bool, progres
     total = sum(transfer.nbytes for transfer in writes)
     bar = Progress("saving", total, progress if ranks.coordinator else False)
     with Writer(bar.add) as writer, torch.no_grad():
-        for transfer in sorted(writes, key=lambda transfer: (transfer.stored.file, transfer.stored.offset)):
+        for transfer in sorted(writes, key=lambda transfer: transfer.place):
             writer.write(transfer)
         if sync:
             writer.sync()

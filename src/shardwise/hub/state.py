@@ -15,7 +15,7 @@ from .._torch.state_dicts import non_persistent_buffers
 from ..fsdp import FSDPModule
 from ..nn.parameters import own_tensors
 from ..parallel.expert_list import STACKED, ExpertList
-from .mosaic import Mosaic
+from .mosaic import Mosaic, select
 
 
 class State(NamedTuple):
@@ -62,7 +62,7 @@ def state_of(model: nn.Module) -> State:
                 continue
             experts, inner = above.removesuffix(STACKED), key.removeprefix(f"{above}.")
             for index in range(stacked[above]):
-                state.entries[f"{experts}{index}.{inner}"] = whole.select(0, index)
+                state.entries[f"{experts}{index}.{inner}"] = select(whole, 0, index)
     return state
 
 

@@ -70,8 +70,8 @@ class Box(NamedTuple):
     """A box of a tensor of the model, with steps, whose elements are at regular distances in a stored tensor."""
 
     start: Sizes
-    count: Sizes
-    step: Sizes
+    counts: Sizes
+    steps: Sizes
     stored_offset: int
     stored_strides: Sizes
     """For each dim of the model's tensor."""
@@ -80,7 +80,7 @@ class Box(NamedTuple):
 class _Loop(NamedTuple):
     """A dim of a patch: how many indices it has, and how far apart these are on both sides."""
 
-    count: int
+    length: int
     stride: int
     stored_stride: int
 
@@ -95,11 +95,11 @@ def boxes_of(patch: Patch, shape: Sizes) -> Iterator[Box]:
 def _joined(loops: Iterable[_Loop]) -> list[_Loop]:
     """Return the loops from the outermost on, without those of one index; two that are one on both sides are joined."""
     found: list[_Loop] = []
-    for loop in sorted((loop for loop in loops if loop.count > 1), key=lambda loop: -loop.stride):
+    for loop in sorted((loop for loop in loops if loop.length > 1), key=lambda loop: -loop.stride):
         outer = found[-1] if found else None
-        distances = (loop.count * loop.stride, loop.count * loop.stored_stride)
+        distances = (loop.length * loop.stride, loop.length * loop.stored_stride)
         if outer is not None and (outer.stride, outer.stored_stride) == distances:
-            found[-1] = _Loop(outer.count * loop.count, loop.stride, loop.stored_stride)
+            found[-1] = _Loop(outer.length * loop.length, loop.stride, loop.stored_stride)
         else:
             found.append(loop)
     return found
@@ -117,30 +117,30 @@ def _boxes(offset: int, stored_offset: int, loops: list[_Loop], shape: Sizes) ->
         step, odd = divmod(loop.stride, strides[dim])
         turn, incomplete = divmod(shape[dim], step)
         room = -(-(shape[dim] - start[dim]) // step)
-        if odd or (loop.count > room and incomplete):
-            cuts = range(loop.count)
-        elif loop.count <= room:
+        if odd or (loop.length > room and incomplete):
+            cuts = range(loop.length)
+        elif loop.length <= room:
             other = by_dim.get(dim)
             by_dim[dim] = loop
             if other is None:
                 continue
             loop, by_dim[dim] = sorted((loop, other))  # unroll the shorter one
-            cuts = range(loop.count)
-        elif room == turn and loop.count % turn == 0:  # complete turns in this dim: the others are in dims before it
-            pending.append(_Loop(loop.count // turn, loop.stride * turn, loop.stored_stride * turn))
-            pending.append(loop._replace(count=turn))
+            cuts = range(loop.length)
+        elif room == turn and loop.length % turn == 0:  # complete turns in this dim: the others are in dims before it
+            pending.append(_Loop(loop.length // turn, loop.stride * turn, loop.stored_stride * turn))
+            pending.append(loop._replace(length=turn))
             continue
         else:
-            cuts = range(0, loop.count, loop.count // turn * turn if room == turn else room)[:2]
-        for first, stop in zip(cuts, [*cuts[1:], loop.count], strict=True):
-            part = [loop._replace(count=stop - first)] if stop - first > 1 else []
+            cuts = range(0, loop.length, loop.length // turn * turn if room == turn else room)[:2]
+        for first, stop in zip(cuts, [*cuts[1:], loop.length], strict=True):
+            part = [loop._replace(length=stop - first)] if stop - first > 1 else []
             at = offset + first * loop.stride, stored_offset + first * loop.stored_stride
             yield from _boxes(*at, [*by_dim.values(), *pending, *part], shape)
         return
     every = range(len(shape))
     yield Box(
         start,
-        tuple(by_dim[dim].count if dim in by_dim else 1 for dim in every),
+        tuple(by_dim[dim].length if dim in by_dim else 1 for dim in every),
         tuple(by_dim[dim].stride // strides[dim] if dim in by_dim else 1 for dim in every),
         stored_offset,
         tuple(by_dim[dim].stored_stride if dim in by_dim else 0 for dim in every),
@@ -216,7 +216,7 @@ def transfers_of(stored: Stored, box: Box, shard: HeldShard) -> Iterator[Transfe
         view = torch.as_strided(
             local,
             [parts[dim][2] for dim in dims],
-            [strides[dim] * box.step[dim] for dim in dims],
+            [strides[dim] * box.steps[dim] for dim in dims],
             local.storage_offset() + _dot(tuple(begin for begin, _, _ in parts), strides),
         )
         offset = box.stored_offset + _dot(tuple(first for _, first, _ in parts), box.stored_strides)
