@@ -20,7 +20,7 @@ from .conversions import expected_anyway, from_files
 from .files import Contents, Stored, read_folder
 from .memory import allocate, compute_lost_buffers
 from .mosaic import Mosaic
-from .plans import Plan, apply_plan
+from .plans import Plan, apply_plan, describe_to_transformers
 from .positioned import Reader, Transfer
 from .state import State, state_of
 from .transfers import Patch, boxes_of, held_shards, patches_to_load, transfers_of
@@ -75,6 +75,7 @@ def load(
     built = build(model, at, dtype)
     compute_lost_buffers(built)
     built = apply_plan(built, mesh, plan)
+    describe_to_transformers(built, mesh, plan)
     patches = _fitting(built, at, contents[0].tensors, state_of(built), strict)
     allocate(built, mesh)
     reads = _reads(state_of(built), patches)

@@ -15,6 +15,7 @@ from ..nn.shard import PlacementFn, shard_parameters
 from ..parallel import parallelize_module
 from ..parallel.plan import Style
 from ..sharding.base import DTensorBase
+from ..world import current_world
 
 Plan = Mapping[str, Style] | PlacementFn | str | None
 
@@ -42,6 +43,20 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh | None, plan: Plan) -> nn.Modu
             f'pass styles by path, "{OF_MODEL}", "{FULLY_SHARDED}", or a function (name, parameter) -> placements',
         )
     return shard_parameters(model, mesh, plan, src_data_rank=None)
+
+
+def describe_to_transformers(model: nn.Module, mesh: DeviceMesh | None, plan: Plan) -> None:
+    """Set the attributes by which `Trainer` knows that a model is sharded, as `from_pretrained` sets them.
+
+    It then neither wraps the model for data parallelism nor moves it, and gives ranks of tensor parallelism the same
+    batches. Simulated ranks are one process, for which it has nothing to do.
+    """
+    owner: Any = model
+    if mesh is None or plan is None or mesh.size() == 1 or current_world() is not None:
+        return
+    if hasattr(owner, "is_distributed_loading_by_transformers"):
+        owner._is_distributed_loading_by_transformers = True
+        owner._tp_size, owner._fsdp_size = (1, mesh.size()) if plan == FULLY_SHARDED else (mesh.size(), 1)
 
 
 def _own_plan(model: nn.Module) -> Mapping[str, Style]:
