@@ -1,4 +1,4 @@
-"""Loading: build on the meta device, distribute, compare keys and shapes, and read what this rank holds."""
+"""`load`: build on the meta device, distribute, compare keys and shapes, and read the local shards."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def load(
     """Load a model from the safetensors files of a folder; each rank reads the bytes of its own shards only.
 
     `model` is a class of transformers, which is built from the folder's `config.json`; a function without arguments
-    that makes a module; or a module. Classes and functions are built on the meta device, so that nothing is allocated
-    but the local shards.
+    that returns a module; or a module. Classes and functions are built on the meta device, and only local shards are
+    allocated.
 
-    `plan` says how parameters are distributed over `mesh`:
+    `plan` defines how parameters are distributed over `mesh`:
 
     - styles by path, as `parallelize_module` takes them; paths may begin in the base model, as those of
       `config.base_model_tp_plan` do
@@ -89,7 +89,7 @@ def load(
     done: list[dict[int, int]] = []
     together(ranks, f"cannot load {at}", lambda: done.append(read()))
     bar.finish()
-    forget_gathered()  # what ops have made of parameters was made of earlier values
+    forget_gathered()  # gathered copies of earlier values
     if report is not None:
         report.header_bytes, report.read_bytes, report.shard_bytes = contents[0].header_bytes, done[0], totals
     return built
@@ -109,7 +109,7 @@ def _read_all(reader: Reader, transfers: list[Transfer]) -> int:
 
 
 def _reads(state: State, patches: list[Patch]) -> dict[int, list[Transfer]]:
-    """What each rank of this process reads."""
+    """Return what each rank of this process reads."""
     shards = {name: held_shards(tensor) for name, tensor in state.tensors.items()}
     found: dict[int, list[Transfer]] = {}
     for patch in patches:
@@ -123,7 +123,7 @@ def _reads(state: State, patches: list[Patch]) -> dict[int, list[Transfer]]:
 
 
 def _fitting(model: nn.Module, folder: Path, stored: dict[str, Stored], state: State, strict: bool) -> list[Patch]:
-    """Which boxes of the model's tensors are which of the files; an error that lists all that does not fit."""
+    """Return the patches of all tensors of the model. Raises one error for all keys and shapes that do not fit."""
     files = {key: Mosaic.of(key, tensor.shape, tensor.dtype) for key, tensor in stored.items()}
     found, unexpected = from_files(model, files, state)
     patches: list[Patch] = []

@@ -1,7 +1,7 @@
-"""Reading and writing boxes of a stored tensor at their places in a file, from and into views of local shards.
+"""Positioned reads and writes between stored tensors and views of local shards.
 
-The elements of a box are in the file in runs. Each run is one positioned read or write, straight from or into the
-memory of the view where that is in the file's dtype and order, otherwise through one buffer.
+The elements of a view are contiguous runs of bytes in the file. Each run is one positioned read or write, directly
+between the file and the memory of the view if dtype and order agree, otherwise through one buffer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..errors import CheckpointError
 from .files import Stored
 
 BUFFER = 16 << 20
-"""Bytes of the buffer through which elements go that are cast, transposed, or on an accelerator."""
+"""Size in bytes of the buffer for elements that are cast, transposed, or on an accelerator."""
 
 Sizes = tuple[int, ...]
 
@@ -39,17 +39,17 @@ class Transfer(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its bytes in the file."""
+        """The number of bytes in the file."""
         return self.view.numel() * self.stored.dtype.itemsize
 
     @property
     def place(self) -> tuple[Path, int]:
-        """The file, and where in it the first element begins."""
+        """The file, and the byte offset of the first element in it."""
         return self.stored.file, self.stored.offset + self.offset * self.stored.dtype.itemsize
 
 
 def runs_of(transfer: Transfer) -> tuple[int, Iterable[int]]:
-    """Return the length in bytes of the runs of a transfer, and where in the file each begins."""
+    """Return the length in bytes of the runs of a transfer, and the byte offset of each in the file."""
     strides, view = transfer.strides, transfer.view
     itemsize, length = transfer.stored.dtype.itemsize, 1
     inner = view.dim()
@@ -68,13 +68,13 @@ def runs_of(transfer: Transfer) -> tuple[int, Iterable[int]]:
 
 
 class _Files:
-    """Files that are opened when they are first needed, and the buffer."""
+    """File descriptors, opened at first use, and the buffer."""
 
     flags = os.O_RDONLY
 
     def __init__(self, done: Callable[[int], None] = lambda count: None) -> None:
         self.bytes = 0
-        """What was read or written."""
+        """The number of bytes that were read or written."""
         self._done = done
         self._open: dict[Path, int] = {}
         self._memory: Tensor | None = None
@@ -90,13 +90,13 @@ class _Files:
         self._open.clear()
 
     def file(self, path: Path) -> int:
-        """The descriptor of a file."""
+        """Return the descriptor of a file."""
         if path not in self._open:
             self._open[path] = os.open(path, self.flags | os.O_CLOEXEC)
         return self._open[path]
 
     def buffer(self, size: Sizes, dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor in the buffer."""
+        """Return a contiguous tensor in the memory of the buffer."""
         if self._memory is None:
             self._memory = torch.empty(BUFFER, dtype=torch.uint8)
         return self._memory[: math.prod(size) * dtype.itemsize].view(dtype).view(size)
@@ -108,7 +108,7 @@ class _Files:
 
 
 class Reader(_Files):
-    """Reads boxes of stored tensors into views of local shards."""
+    """Reads elements of stored tensors into views of local shards."""
 
     def read(self, transfer: Transfer) -> None:
         """Fill a view."""
@@ -125,13 +125,13 @@ class Reader(_Files):
                     _read(file, run, offset, stored)
             self.count(len(memory))
             if direct:
-                view.view(-1)[:0].zero_()  # counts as a write, for whoever looks at versions
+                view.view(-1)[:0].zero_()  # increments the version counter
             else:
                 view.copy_(target)
 
 
 class Writer(_Files):
-    """Writes views of local shards into boxes of stored tensors."""
+    """Writes views of local shards into stored tensors."""
 
     flags = os.O_WRONLY
 
@@ -152,7 +152,7 @@ class Writer(_Files):
             self.count(len(memory))
 
     def sync(self) -> None:
-        """Have what was written on the disk."""
+        """Flush what was written to the disk."""
         for file in self._open.values():
             os.fsync(file)
 

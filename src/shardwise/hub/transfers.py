@@ -1,4 +1,4 @@
-"""What each rank reads and writes: the intersections of its shards with the boxes of the files."""
+"""The elements that each rank reads and writes: the intersections of its local shards with stored tensors."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def boxes_of(patch: Patch, shape: Sizes) -> Iterator[Box]:
 
 
 def _joined(loops: Iterable[_Loop]) -> list[_Loop]:
-    """Return the loops from the outermost on, without those of one index; two that are one on both sides are joined."""
+    """Return the loops of more than one index, outermost first; two that are contiguous on both sides are joined."""
     found: list[_Loop] = []
     for loop in sorted((loop for loop in loops if loop.length > 1), key=lambda loop: -loop.stride):
         outer = found[-1] if found else None
@@ -106,7 +106,7 @@ def _joined(loops: Iterable[_Loop]) -> list[_Loop]:
 
 
 def _boxes(offset: int, stored_offset: int, loops: list[_Loop], shape: Sizes) -> Iterator[Box]:
-    """Yield boxes in which each dim has one loop at most, and that stays inside the dim."""
+    """Yield boxes in which each dim has at most one loop, and no loop leaves its dim."""
     strides = row_major(shape)
     start = tuple(offset // stride % size for size, stride in zip(shape, strides, strict=True))
     by_dim: dict[int, _Loop] = {}
@@ -151,18 +151,18 @@ def _boxes(offset: int, stored_offset: int, loops: list[_Loop], shape: Sizes) ->
 
 
 class HeldShard(NamedTuple):
-    """The shard of a tensor that a rank holds, and which of the ranks with the same elements that one is."""
+    """The local shard of a rank, and the number of the rank among those that hold the same elements."""
 
     rank: int
     local: Tensor
     runs: tuple[tuple[Run, ...], ...]
-    """For each dim the indices of the tensor that it holds."""
+    """For each dim the ranges of indices that the shard holds."""
     replica: int
     replicas: int
 
 
 def held_shards(tensor: Tensor) -> list[HeldShard]:
-    """The shards that this process holds: its own, or in a simulated world those of all ranks.
+    """Return the shards that this process holds: its own, or in a simulated world those of all ranks.
 
     A plain tensor is held by every rank of the world; in a simulated world there is one of it.
     """
@@ -176,7 +176,7 @@ def held_shards(tensor: Tensor) -> list[HeldShard]:
 
 
 def _whole(rank: int, tensor: Tensor, ranks: int) -> HeldShard:
-    """All of a tensor, which each of these ranks holds."""
+    """Return a shard with all elements of a tensor that is replicated over this many ranks."""
     return HeldShard(rank, tensor, tuple(((0, size),) for size in tensor.shape), rank, ranks)
 
 
@@ -200,7 +200,7 @@ def _of_distributed(local: Tensor, spec: DTensorSpec) -> list[HeldShard]:
 
 
 def _places(spec: DTensorSpec) -> Iterator[tuple[int, tuple[int, ...], int]]:
-    """For each rank its coordinate, and the number of the instance of the mesh that it is in."""
+    """Yield each rank with its coordinate, and the number of its instance of the mesh."""
     mesh_info = spec.mesh_info
     instance_of = {rank: i for i, ranks in enumerate(mesh_info.instances.flatten(1).tolist()) for rank in ranks}
     for rank, at in zip(mesh_info.ranks, mesh_info.coordinates, strict=True):
@@ -208,7 +208,7 @@ def _places(spec: DTensorSpec) -> Iterator[tuple[int, tuple[int, ...], int]]:
 
 
 def transfers_of(stored: Stored, box: Box, shard: HeldShard) -> Iterator[Transfer]:
-    """Yield what a shard has of a box, each with dims in the order of the file."""
+    """Yield transfers of the elements of a box that a shard holds."""
     common = [list(_common(runs, *sizes)) for runs, *sizes in zip(shard.runs, *box[:3], strict=True)]
     local, strides = shard.local, shard.local.stride()
     for parts in itertools.product(*common):
@@ -236,11 +236,11 @@ def _common(runs: tuple[Run, ...], start: int, count: int, step: int) -> Iterato
 # ---- who writes ------------------------------------------------------------------------------------------------------
 
 SPLIT = 1 << 20
-"""Boxes that several ranks hold are divided among them if they have as many bytes as this."""
+"""The smallest transfer in bytes that replicas divide among themselves."""
 
 
 def share(transfer: Transfer, shard: HeldShard, number: int) -> Transfer | None:
-    """The part of a transfer that this rank writes of what its replicas hold, too; `number` spreads small ones."""
+    """Return the part of a transfer that this rank writes, if any. `number` spreads small ones over replicas."""
     ranks, turn = shard.replicas, (shard.replica + number) % shard.replicas
     if ranks == 1:
         return transfer
