@@ -2,6 +2,9 @@
 
     python benchmarks/hub.py [--print] [--small]
 
+Times are the best of three: on a machine that does other work, too, four busy processes wait for a core more often than
+one does. The seconds of CPU time of all ranks together do not depend on that.
+
 Four gloo processes, a Llama in float32. `shardwise.hub` reads and writes shards; the other way is what programs do
 without it: rank 0 loads the model and `parallelize_module` sends the shards to the others; `full_tensor()` gathers all
 parameters, and rank 0 writes them.
@@ -17,7 +20,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +28,7 @@ import torch.multiprocessing as mp
 from report import Report
 
 RANKS = 4
+REPEATS = 3
 SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "vocab_size": 8192}
 SMALL = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "vocab_size": 512}
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8}
@@ -41,17 +45,19 @@ PLANS: dict[str, Any] = {"tensor parallel": "base_model_tp_plan", "fully sharded
 
 
 class Usage:
-    """Seconds, bytes read and peak of the memory of this process inside `with`."""
+    """Seconds, CPU seconds, bytes read and peak of the memory of this process inside `with`."""
 
     def __enter__(self) -> Usage:
         ctypes.CDLL(None).malloc_trim(0)
         dist.barrier()
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        self._resident, self._read, self._begin = _status("VmRSS"), _characters(), time.perf_counter()
+        self._resident, self._read = _status("VmRSS"), _characters()
+        self._begin, self._cpu = time.perf_counter(), time.process_time()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.read = _characters() - self._read
+        self.cpu = time.process_time() - self._cpu
         dist.barrier()
         self.seconds = time.perf_counter() - self._begin
         self.peak = _status("VmHWM") - self._resident
@@ -136,6 +142,17 @@ WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
+class Row(NamedTuple):
+    """What one rank has measured in one repeat."""
+
+    local_bytes: int
+    counted: int
+    read: int
+    load: tuple[int, float, float]
+    """Peak, seconds, CPU seconds."""
+    save: tuple[int, float, float]
+
+
 def run(rank: int, folder: str, way: str, plan: str, results: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -145,30 +162,39 @@ def run(rank: int, folder: str, way: str, plan: str, results: Any) -> None:
 
     transformers.utils.logging.disable_progress_bar()
     load, save = WAYS[way]
-    for warm in (True, False):  # the first time imports modules and makes groups
-        source = Path(folder) / ("small" if warm else "model")
+    rows = []
+    for source in ("small", *["model"] * REPEATS):  # the first time imports modules and makes groups
         mesh = dist.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
         with Usage() as loading:
-            model, counted = load(source, mesh, PLANS[plan])
+            model, counted = load(Path(folder) / source, mesh, PLANS[plan])
         with Usage() as saving:
             save(model, Path(folder) / f"{way} {plan}")
-        row = (local_bytes(model), counted, loading.read, loading.peak, loading.seconds, saving.peak, saving.seconds)
+        costs = [(usage.peak, usage.seconds, usage.cpu) for usage in (loading, saving)]
+        rows.append(Row(local_bytes(model), counted, loading.read, *costs))
         del model
     every: list[Any] = [None] * RANKS
-    dist.all_gather_object(every, row)
+    dist.all_gather_object(every, rows[1:])
     if rank == 0:
         results.put(every)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measured(folder: str, way: str, plan: str) -> list[tuple[float, ...]]:
+def measured(folder: str, way: str, plan: str) -> list[list[Row]]:
+    """The rows of each rank, one for each repeat."""
     results = mp.get_context("spawn").SimpleQueue()
     mp.start_processes(run, (folder, way, plan, results), nprocs=RANKS, start_method="spawn")
     return results.get()
 
 
 # ---- report ----------------------------------------------------------------------------------------------------------
+
+
+def cost_of(rows: list[list[Row]], task: str) -> tuple[float, float, float]:
+    """MiB of the rank with most, seconds, and CPU seconds of all ranks: the least of the repeats."""
+    repeats = [[getattr(row, task) for row in ranks] for ranks in zip(*rows, strict=True)]
+    peak = max(cost[0] for costs in repeats for cost in costs) / 2**20
+    return peak, min(costs[0][1] for costs in repeats), min(sum(cost[2] for cost in costs) for costs in repeats)
 
 
 def make(folder: Path, sizes: dict[str, int]) -> None:
@@ -191,20 +217,20 @@ def main() -> None:
         total = (Path(folder) / "model" / "model.safetensors").stat().st_size
         for plan in PLANS:
             rows = {way: measured(folder, way, plan) for way in WAYS}
-            one, other = rows["shards"], rows["rank 0"]
             identical = [(Path(folder) / at / "model.safetensors").read_bytes() for at in (f"shards {plan}", "model")]
             assert identical[0] == identical[1], "what was saved is what was loaded"
-            most = max(one, key=lambda row: row[1] / row[0])
-            reads.append([plan, f"{most[0] / 2**20:.1f}", f"{most[1] / most[0]:.4f}", f"{most[2] / most[0]:.4f}"])
-            for task, peak, seconds in (("load", 3, 4), ("save", 5, 6)):
-                peaks = [max(row[peak] for row in table) / 2**20 for table in (one, other)]
-                times = [table[0][seconds] for table in (one, other)]
-                cells = [f"{peaks[0]:.0f}", f"{peaks[1]:.0f}", f"{times[0]:.2f}", f"{times[1]:.2f}"]
-                costs.append([f"{task}, {plan}", *cells, f"{times[0] / times[1]:.2f}"])
+            most = max((rank[0] for rank in rows["shards"]), key=lambda row: row.counted / row.local_bytes)
+            size = most.local_bytes
+            reads.append([plan, f"{size / 2**20:.1f}", f"{most.counted / size:.4f}", f"{most.read / size:.4f}"])
+            for task in ("load", "save"):
+                one, other = (cost_of(rows[way], task) for way in WAYS)
+                pairs = zip((".0f", ".2f", ".2f"), one, other, strict=True)
+                cells = [f"{value:{form}}" for form, *values in pairs for value in values]
+                costs.append([f"{task}, {plan}", *cells, f"{one[1] / other[1]:.2f}"])
     report.add(f"A model of {total / 2**20:.0f} MiB on {RANKS} gloo processes; `sync=False`, files in the page cache.")
     header = ["", "shards of a rank, MiB", "read / shards", "asked of the system / shards"]
     report.table("Bytes that a rank reads, headers included (the rank with most)", header, reads)
-    header = ["", "peak MiB", "rank 0: peak MiB", "s", "rank 0: s", "ratio"]
+    header = ["", "peak MiB", "rank 0: peak MiB", "s", "rank 0: s", "CPU s", "rank 0: CPU s", "ratio of s"]
     report.table("Memory (of the rank with most) and time, beside gathering on rank 0", header, costs)
     report.save()
 

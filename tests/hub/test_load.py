@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 
 from shardwise import InterleavedShard, P, Placement, Replicate, Shard, init_device_mesh, simulate
 from shardwise.errors import CheckpointError, InputError
-from shardwise.hub import load, load_with_report
+from shardwise.hub import LoadReport, load, load_with_report
 from shardwise.hub.build import parameters_on_meta
+from shardwise.hub.files import read_folder
+from shardwise.hub.positioned import Reader, Transfer
 from shardwise.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
 from shardwise.tensor.dtensor import DTensor
 from tests.hub.models import Net, assert_same, net, plain, stored
@@ -116,6 +119,14 @@ def test_several_files(tmp_path: Path) -> None:
         assert_same(load(Net, tmp_path, mesh, sharded(1)), net())
 
 
+def test_the_report(tmp_path: Path) -> None:
+    folder, report = stored(net(), tmp_path), LoadReport()
+    load(Net, folder, report=report)
+    assert report.read_bytes == report.shard_bytes == {0: sum(t.nbytes for t in read_folder(folder).tensors.values())}
+    assert report.header_bytes == read_folder(folder).header_bytes
+    assert load_with_report(Net, folder)[1] == report
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_another_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     expected = net()
@@ -129,6 +140,7 @@ def test_another_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
 
 def test_views_larger_than_the_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.hub.positioned.BUFFER", 16)
+    monkeypatch.setattr("shardwise.hub.positioned.MANY", 1000)
     with mesh_of(4) as mesh:
         for plan in (sharded(1), interleaved):
             assert_same(load(Net, stored(net(), tmp_path), mesh, plan), net())
@@ -136,6 +148,40 @@ def test_views_larger_than_the_buffer(tmp_path: Path, monkeypatch: pytest.Monkey
         for parameter in expected.parameters():
             parameter.data = parameter.data.to(torch.float64)
         assert_same(load(Net, stored(net(), tmp_path), mesh, sharded(1), dtype=torch.float64), expected)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+@pytest.mark.parametrize("plan", [sharded(1), interleaved], ids=["1", "interleaved"])
+def test_short_runs_are_read_from_windows(
+    plan: Any, dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"MANY": 2, "WINDOW": 60}.items():
+        monkeypatch.setattr(f"shardwise.hub.positioned.{name}", value)
+    windows: list[Transfer] = []
+    original = Reader._read_mapped
+    monkeypatch.setattr(Reader, "_read_mapped", lambda self, part: (windows.append(part), original(self, part)))
+    expected = net()
+    for parameter in expected.parameters():
+        parameter.data = parameter.data.to(dtype or torch.float32)
+    with mesh_of(4) as mesh:
+        found, report = load_with_report(Net, stored(net(), tmp_path), mesh, plan, dtype=dtype)
+        assert_same(found, expected)
+        assert report.read_bytes == report.shard_bytes
+    assert (len(windows) > 4) == (plan is not interleaved)
+    assert all(part.span <= 60 for part in windows)
+
+
+@pytest.mark.parametrize("many", [2, 1000], ids=["window", "runs"])
+def test_a_file_that_is_cut_after_its_header_was_read(
+    many: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.hub.positioned.MANY", many)
+    path = stored(net(), tmp_path) / "model.safetensors"
+    found = read_folder(tmp_path).tensors["embedding.weight"]
+    os.truncate(path, found.offset + 100)
+    transfer = Transfer(found, 0, (6, 1), torch.empty(10, 3))
+    with Reader() as reader, pytest.raises(CheckpointError, match="ends at byte"):
+        reader.read(transfer)
 
 
 class Mixture(nn.Module):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +184,21 @@ def test_placements_that_only_a_layout_describes(tmp_path: Path) -> None:
         save(model, tmp_path / "a")
         assert model.weight.placements != (Shard(0),)
     assert torch.equal(load_file(tmp_path / "a" / "model.safetensors")["weight"], whole.t())
+
+
+def test_kills() -> None:
+    """A few of what `python -m tests.hub.killing --kills 20` does."""
+    pytest.importorskip("transformers")
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join([str(root / "src"), str(root)])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.hub.killing", "--kills", "3", "--seed", "7"],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("3 kills")

@@ -1,4 +1,4 @@
-"""Building a model without memory for its parameters, with the buffers that its code computes.
+"""Build a model whose parameters have no memory, and whose buffers are initialized.
 
 On the meta device alone, buffers that no file has (the frequencies of rotary embeddings) would be lost. So factories
 that leave memory uninitialised make meta tensors, all others run as written, and what becomes a parameter goes to the
@@ -22,11 +22,11 @@ from ..sharding.base import DTensorBase
 from .conversions import kept_dtypes
 
 _TWIN = "_on_meta"
-"""The attribute of a parameter that holds the one on the meta device in its place: modules that share it share that."""
+"""The attribute of a parameter that holds its replacement on the meta device, so that tied parameters stay tied."""
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Inside, `torch.empty` and its like make meta tensors."""
+    """A mode in which `torch.empty` and `torch.empty_strided` return meta tensors."""
 
     _FACTORIES = (torch.empty, torch.empty_strided)
 
@@ -52,7 +52,7 @@ def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Inside, modules are made with parameters on the meta device, and with buffers that have their values."""
+    """A context in which modules are created with parameters on the meta device, and with initialized buffers."""
     hook = register_module_parameter_registration_hook(_to_meta)  # type: ignore[arg-type]  # it may return another
     try:
         with _EmptyOnMeta():
@@ -62,7 +62,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def build(model: Any, folder: Path, dtype: torch.dtype | None) -> nn.Module:
-    """Return a model to load: as given, or made from a class of transformers or a function without arguments."""
+    """Return the module to load: `model` itself, or one built from a class of transformers or by a function."""
     if isinstance(model, nn.Module):
         if dtype is not None:
             _cast(model, dtype)
@@ -101,7 +101,7 @@ def _of_transformers(cls: Any, folder: Path, dtype: torch.dtype | None) -> nn.Mo
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give the floating-point parameters of a model another dtype; buffers keep theirs."""
+    """Cast the floating-point parameters of a model; buffers keep their dtype."""
     kept = kept_dtypes(model, dtype)
     for key, parameter in model.named_parameters():
         wanted = kept.get(key, dtype)

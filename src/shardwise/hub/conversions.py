@@ -1,4 +1,4 @@
-"""What transformers calls weights in files, and how it puts them together: its own conversions, run on mosaics.
+"""Map the tensors in files to the entries of a state dict: transformers' own conversions, run on mosaics.
 
 Checkpoints of a mixture of experts have a matrix for each expert, `experts.3.w1.weight`, where the module has one
 stacked parameter; old names are renamed; a checkpoint of a base model lacks the prefix that a model with a head gives
@@ -20,7 +20,7 @@ from .state import State
 
 
 class Converted(NamedTuple):
-    """For each key of the state dict what it is in the files; and the keys of the files that nothing needs."""
+    """The contents of each key of the state dict in terms of files, and the keys of the files that the model lacks."""
 
     entries: dict[str, Mosaic]
     unexpected: list[str]
@@ -31,7 +31,7 @@ def _of_transformers(model: nn.Module) -> bool:
 
 
 def _loading() -> Any:
-    """The module of transformers that converts weights; None where transformers has none, before version 5."""
+    """Return the module of transformers that converts weights, or None before version 5, which has none."""
     try:
         from transformers import core_model_loading
     except ImportError:
@@ -40,7 +40,7 @@ def _loading() -> Any:
 
 
 def from_files(model: nn.Module, files: dict[str, Mosaic], state: State) -> Converted:
-    """Put the entries of the state dict together from the tensors in files."""
+    """Assemble the entries of the state dict from the tensors in files."""
     loading = _loading() if _of_transformers(model) else None
     if loading is None:
         return Converted(
@@ -78,7 +78,7 @@ def from_files(model: nn.Module, files: dict[str, Mosaic], state: State) -> Conv
 
 
 def to_files(model: nn.Module, state: State) -> dict[str, Mosaic]:
-    """Put the tensors of files together from the entries of the state dict; tied weights once."""
+    """Assemble the tensors of files from the entries of the state dict; tied weights are stored once."""
     entries = _without_ties(model, state)
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     entries = {key: entry for key, entry in entries.items() if key not in ignored}
@@ -87,7 +87,7 @@ def to_files(model: nn.Module, state: State) -> dict[str, Mosaic]:
 
 
 def _without_ties(model: nn.Module, state: State) -> dict[str, Mosaic]:
-    """The entries without those that are tied to another one: transformers says which of them stays."""
+    """Return the entries without duplicates of tied weights; transformers decides which key is kept."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     dropped: set[str] = set()
     for name, keys in state.names().items():
@@ -98,11 +98,11 @@ def _without_ties(model: nn.Module, state: State) -> dict[str, Mosaic]:
     return {key: entry for key, entry in state.entries.items() if key not in dropped}
 
 
-# ---- what transformers does not complain of --------------------------------------------------------------------------
+# ---- keys and dtypes that transformers treats specially --------------------------------------------------------------
 
 
 def expected_anyway(model: nn.Module, keys: Iterable[str], kind: str) -> list[str]:
-    """The keys without those that a model of transformers says may be missing, or unexpected."""
+    """Return the keys without those that a model of transformers allows to be missing, or unexpected."""
     patterns = list(getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ())
     if kind == "unexpected" and _of_transformers(model):
         buffers = [name for name, _ in model.named_buffers()]
@@ -114,7 +114,7 @@ def expected_anyway(model: nn.Module, keys: Iterable[str], kind: str) -> list[st
 
 
 def kept_dtypes(model: Any, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """The dtypes of parameters, by key, that a model of transformers keeps although it is loaded in `dtype`."""
+    """Return the dtypes, by key, of parameters that a model of transformers does not cast to `dtype`."""
     loading: Any = _loading() if _of_transformers(model) else None
     plan = model._get_dtype_plan(dtype) if loading is not None and hasattr(model, "_get_dtype_plan") else {}
     if not plan:

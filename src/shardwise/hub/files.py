@@ -1,4 +1,4 @@
-"""The files of a model hub: safetensors, one file or several with an index, read and laid out without their data.
+"""The files of a model hub: headers and layout of safetensors, in one file or in several with an index.
 
 A file begins with the length of its header (8 bytes), then the header (JSON: dtype, shape and place of each tensor),
 then the tensors, row-major, without gaps.
@@ -50,7 +50,7 @@ class Stored(NamedTuple):
 
     file: Path
     offset: int
-    """Where its first byte is in the file."""
+    """The offset of its first byte in the file."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -73,7 +73,7 @@ class Described(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """The tensors in the files of a folder by name, and the bytes that were read to know them."""
+    """The tensors in the files of a folder by name, and the bytes of headers and index that were read."""
 
     tensors: dict[str, Stored]
     header_bytes: int
@@ -157,7 +157,7 @@ def _json(path: Path, data: bytes) -> dict[str, Any]:
 
 
 class NewFile(NamedTuple):
-    """A file to be written: its header, and the length of all of it."""
+    """A file to be written: its header, and its total length."""
 
     name: str
     header: bytes
@@ -218,7 +218,7 @@ def _code(name: str, dtype: torch.dtype) -> str:
 
 
 def create_files(folder: Path, files: Iterable[NewFile], index: bytes | None) -> None:
-    """Make files of their final length, with their headers, in which all ranks then write."""
+    """Create files of their final length with their headers; all ranks then write tensors into them."""
     for name, header, length in files:
         with open(folder / name, "wb") as file:
             file.write(header)
@@ -233,7 +233,7 @@ def is_weights(name: str) -> bool:
 
 
 def file_size(text: int | str) -> int:
-    """The number of bytes that a text such as "5GB" means."""
+    """Return the number of bytes of a size such as "5GB"."""
     if isinstance(text, int):
         return text
     for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
@@ -243,7 +243,7 @@ def file_size(text: int | str) -> int:
 
 
 def sync_file(path: Path) -> None:
-    """Have a file on the disk."""
+    """Flush a file to the disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

@@ -1,4 +1,4 @@
-"""The folder of a model while it is written: beside its place, and renamed when it is complete.
+"""A temporary folder beside the target, which replaces it when it is complete.
 
 Files that a save does not write (a tokenizer, a model card) stay in the folder: the new one links to them.
 """
@@ -16,7 +16,7 @@ from .files import is_weights
 
 
 def prepare(folder: Path) -> Path:
-    """Make the empty folder in which a model will be written."""
+    """Create the empty temporary folder in which a model is written, and remove what a killed save has left."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file", "save to a folder")
     replaced = _replaced(folder)
@@ -29,7 +29,7 @@ def prepare(folder: Path) -> Path:
 
 
 def commit(folder: Path, sync: bool) -> None:
-    """Give a complete folder its name."""
+    """Replace the target by the complete temporary folder."""
     beside, replaced = saving(folder), _replaced(folder)
     if folder.exists():
         _keep_others(folder, beside)
@@ -44,21 +44,21 @@ def commit(folder: Path, sync: bool) -> None:
     if sync:
         sync_path(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-    shutil.rmtree(beside, ignore_errors=True)  # after an exchange it is the earlier folder
+    shutil.rmtree(beside, ignore_errors=True)  # after an exchange, the earlier folder
 
 
 _HERE, _EXCHANGE = -100, 2
-"""Arguments of `renameat2`: paths are as they are; the two names change places."""
+"""Arguments of `renameat2`: AT_FDCWD and RENAME_EXCHANGE."""
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two folders change places in one step. Returns whether the system can."""
+    """Exchange two folders atomically. Returns False if the system does not support it."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     return renameat2 is not None and renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0
 
 
 def _keep_others(folder: Path, beside: Path) -> None:
-    """Have the files of an earlier folder that this save does not write in the new one."""
+    """Link the files of the earlier folder that this save does not write into the new one."""
     for path in folder.iterdir():
         target = beside / path.name
         if is_weights(path.name) or target.exists():

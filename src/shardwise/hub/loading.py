@@ -1,10 +1,11 @@
-"""Loading: build on the meta device, distribute, compare keys and shapes, and read what this rank holds."""
+"""`load`: build on the meta device, distribute, compare keys and shapes, and read the local shards."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,19 +20,20 @@ from .conversions import expected_anyway, from_files
 from .files import Contents, Stored, read_folder
 from .memory import allocate, compute_lost_buffers
 from .mosaic import Mosaic
-from .plans import Plan, apply_plan
+from .plans import Plan, apply_plan, describe_to_transformers
 from .positioned import Reader, Transfer
 from .state import State, state_of
-from .transfers import Patch, held_shards, patches_to_load, transfers_of
+from .transfers import Patch, boxes_of, held_shards, patches_to_load, transfers_of
 
 
-class LoadReport(NamedTuple):
-    """What a load read: bytes of headers, and bytes of tensors for each rank of this process."""
+@dataclass
+class LoadReport:
+    """The bytes that a load has read: of headers, and of tensors for each rank of this process."""
 
-    header_bytes: int
-    read_bytes: dict[int, int]
-    shard_bytes: dict[int, int]
-    """The bytes of the shards as they are in the files."""
+    header_bytes: int = 0
+    read_bytes: dict[int, int] = field(default_factory=dict)
+    shard_bytes: dict[int, int] = field(default_factory=dict)
+    """The bytes of the local shards, in the dtypes of the files."""
 
 
 def load(
@@ -43,14 +45,15 @@ def load(
     dtype: torch.dtype | None = None,
     strict: bool = True,
     progress: bool | None = None,
+    report: LoadReport | None = None,
 ) -> Any:
     """Load a model from the safetensors files of a folder; each rank reads the bytes of its own shards only.
 
     `model` is a class of transformers, which is built from the folder's `config.json`; a function without arguments
-    that makes a module; or a module. Classes and functions are built on the meta device, so that nothing is allocated
-    but the local shards.
+    that returns a module; or a module. Classes and functions are built on the meta device, and only local shards are
+    allocated.
 
-    `plan` says how parameters are distributed over `mesh`:
+    `plan` defines how parameters are distributed over `mesh`:
 
     - styles by path, as `parallelize_module` takes them; paths may begin in the base model, as those of
       `config.base_model_tp_plan` do
@@ -62,29 +65,17 @@ def load(
     dtype     the dtype of floating-point parameters, cast as they are read; by default that of the configuration
     strict    whether keys of the files that the model lacks are an error; keys that the files lack always are
     progress  a bar on stderr; by default if it is a terminal
+    report    a `LoadReport` that is filled with the bytes that were read
 
     All ranks call it. Missing, unexpected and misshapen keys are listed in one error before anything is read.
     """
-    return load_with_report(model, folder, mesh, plan, dtype=dtype, strict=strict, progress=progress)[0]
-
-
-def load_with_report(
-    model: Any,
-    folder: str | os.PathLike[str],
-    mesh: DeviceMesh | None = None,
-    plan: Plan = None,
-    *,
-    dtype: torch.dtype | None = None,
-    strict: bool = True,
-    progress: bool | None = None,
-) -> tuple[Any, LoadReport]:
-    """`load`, and what was read."""
     at, ranks = Path(folder), ranks_of_world()
     contents: list[Contents] = []
     together(ranks, f"cannot load {at}", lambda: contents.append(read_folder(at)))
     built = build(model, at, dtype)
     compute_lost_buffers(built)
     built = apply_plan(built, mesh, plan)
+    describe_to_transformers(built, mesh, plan)
     patches = _fitting(built, at, contents[0].tensors, state_of(built), strict)
     allocate(built, mesh)
     reads = _reads(state_of(built), patches)
@@ -98,24 +89,33 @@ def load_with_report(
     done: list[dict[int, int]] = []
     together(ranks, f"cannot load {at}", lambda: done.append(read()))
     bar.finish()
-    forget_gathered()  # what ops have made of parameters was made of earlier values
-    return built, LoadReport(contents[0].header_bytes, done[0], totals)
+    forget_gathered()  # gathered copies of earlier values
+    if report is not None:
+        report.header_bytes, report.read_bytes, report.shard_bytes = contents[0].header_bytes, done[0], totals
+    return built
+
+
+def load_with_report(*args: Any, **options: Any) -> tuple[Any, LoadReport]:
+    """Return the model and the report of `load(*args, report=LoadReport(), **options)`."""
+    report = LoadReport()
+    return load(*args, report=report, **options), report
 
 
 def _read_all(reader: Reader, transfers: list[Transfer]) -> int:
     before = reader.bytes
-    for transfer in sorted(transfers, key=lambda transfer: (transfer.stored.file, transfer.stored.offset)):
+    for transfer in sorted(transfers, key=lambda transfer: transfer.place):
         reader.read(transfer)
     return reader.bytes - before
 
 
 def _reads(state: State, patches: list[Patch]) -> dict[int, list[Transfer]]:
-    """What each rank of this process reads."""
+    """Return what each rank of this process reads."""
     shards = {name: held_shards(tensor) for name, tensor in state.tensors.items()}
     found: dict[int, list[Transfer]] = {}
     for patch in patches:
-        for shard in shards[patch.name]:
-            found.setdefault(shard.rank, []).extend(transfers_of(patch, shard))
+        for box in boxes_of(patch, tuple(state.tensors[patch.name].shape)):
+            for shard in shards[patch.name]:
+                found.setdefault(shard.rank, []).extend(transfers_of(patch.stored, box, shard))
     return found
 
 
@@ -123,7 +123,7 @@ def _reads(state: State, patches: list[Patch]) -> dict[int, list[Transfer]]:
 
 
 def _fitting(model: nn.Module, folder: Path, stored: dict[str, Stored], state: State, strict: bool) -> list[Patch]:
-    """Which boxes of the model's tensors are which of the files; an error that lists all that does not fit."""
+    """Return the patches of all tensors of the model. Raises one error for all keys and shapes that do not fit."""
     files = {key: Mosaic.of(key, tensor.shape, tensor.dtype) for key, tensor in stored.items()}
     found, unexpected = from_files(model, files, state)
     patches: list[Patch] = []

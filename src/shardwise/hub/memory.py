@@ -1,4 +1,4 @@
-"""Giving memory to the parameters and buffers of a model that was built without, and values to buffers no file has."""
+"""Allocate the parameters and buffers of a model on the meta device, and compute buffers that no file has."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .state import device_of
 
 
 def allocate(model: nn.Module, mesh: DeviceMesh | None) -> None:
-    """Give each tensor on the meta device memory for its local shard; modules that share one share the new one.
+    """Allocate the local shard of each tensor on the meta device; tied tensors stay tied.
 
     Buffers that have values are moved to the device of the mesh.
     """
@@ -45,7 +45,7 @@ def _device(tensor: Tensor, device: torch.device) -> torch.device:
 
 
 def compute_lost_buffers(model: nn.Module) -> None:
-    """Compute buffers on the meta device that no file has: models of transformers do so as they initialise themselves.
+    """Compute the buffers on the meta device that no file has, by the initialization of models of transformers.
 
     For other models, and where a buffer is still without a value, this is an error.
     """
@@ -72,7 +72,7 @@ def compute_lost_buffers(model: nn.Module) -> None:
 
 
 def _lost_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """The buffers on the meta device that no file has: the modules that own them, and their names there."""
+    """Return the buffers on the meta device that no file has, each as its module and its name in that."""
     found = {}
     for path, module in model.named_modules():
         for name in sorted(non_persistent_buffers(module)):
@@ -82,7 +82,7 @@ def _lost_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 
 def _unset(dtype: torch.dtype) -> float:
-    """A value that no buffer is computed to be."""
+    """A value that marks a buffer as not computed."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 0 if dtype == torch.bool else torch.iinfo(dtype).min + 1

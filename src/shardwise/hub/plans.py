@@ -1,4 +1,4 @@
-"""The plans that `hub.load` takes: which placements the parameters of a model get before they are read."""
+"""The plans that `hub.load` takes: how the parameters of a model are distributed before they are read."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..nn.shard import PlacementFn, shard_parameters
 from ..parallel import parallelize_module
 from ..parallel.plan import Style
 from ..sharding.base import DTensorBase
+from ..world import current_world
 
 Plan = Mapping[str, Style] | PlacementFn | str | None
 
@@ -22,7 +23,7 @@ FULLY_SHARDED, OF_MODEL = "fully_sharded", "base_model_tp_plan"
 
 
 def apply_plan(model: nn.Module, mesh: DeviceMesh | None, plan: Plan) -> nn.Module:
-    """Distribute the parameters of a model as a plan says, without communication."""
+    """Distribute the parameters of a model by a plan, without communication."""
     if plan is None:
         distributed = any(isinstance(parameter, DTensorBase) for parameter in model.parameters())
         if mesh is None or distributed:
@@ -44,6 +45,20 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh | None, plan: Plan) -> nn.Modu
     return shard_parameters(model, mesh, plan, src_data_rank=None)
 
 
+def describe_to_transformers(model: nn.Module, mesh: DeviceMesh | None, plan: Plan) -> None:
+    """Set the attributes by which `Trainer` knows that a model is sharded, as `from_pretrained` sets them.
+
+    It then neither wraps the model for data parallelism nor moves it, and gives ranks of tensor parallelism the same
+    batches. Simulated ranks are one process, for which it has nothing to do.
+    """
+    owner: Any = model
+    if mesh is None or plan is None or mesh.size() == 1 or current_world() is not None:
+        return
+    if hasattr(owner, "is_distributed_loading_by_transformers"):
+        owner._is_distributed_loading_by_transformers = True
+        owner._tp_size, owner._fsdp_size = (1, mesh.size()) if plan == FULLY_SHARDED else (mesh.size(), 1)
+
+
 def _own_plan(model: nn.Module) -> Mapping[str, Style]:
     own = getattr(model, "tp_plan", None) or getattr(getattr(model, "config", None), OF_MODEL, None)
     if not own:
@@ -55,7 +70,7 @@ def _own_plan(model: nn.Module) -> Mapping[str, Style]:
 
 
 def _below_base(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
-    """A plan whose paths begin in the model. Those of `config.base_model_tp_plan` begin in its base model."""
+    """Return a plan with paths from the model. Those of `config.base_model_tp_plan` are relative to its base model."""
     prefix = getattr(model, "base_model_prefix", "")
     base: Any = getattr(model, prefix, None) if prefix else None
 
@@ -71,7 +86,7 @@ def _below_base(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks that are gathered one after the other: those that transformers names, or the members of lists."""
+    """Return the modules to shard one by one: those that transformers names, or the members of module lists."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:

@@ -1,4 +1,4 @@
-"""Saving: every rank writes its own byte ranges into the final files, which one rank has laid out."""
+"""`save`: one rank creates the files, and every rank writes its own byte ranges into them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .files import Described, create_files, file_size, lay_out, sync_file
 from .folder import commit, prepare
 from .positioned import Transfer, Writer
 from .state import State, parameter_count, state_of
-from .transfers import Patch, held_shards, patches_to_save, share, transfers_of
+from .transfers import Patch, boxes_of, held_shards, patches_to_save, share, transfers_of
 
 
 def save(
@@ -34,15 +34,15 @@ def save(
 ) -> Path:
     """Save a model as a folder that `from_pretrained` of transformers reads, and return its path. All ranks call it.
 
-    Each rank writes the elements that it holds to their places in the final safetensors files; ranks that hold the same
-    divide it. Tied weights are written once, and conversions of transformers are reverted, as `save_pretrained` does.
+    Each rank writes the elements of its local shards at their offsets in the safetensors files; replicas share the work
+    evenly. Tied weights are written once, and conversions of transformers are reverted, as `save_pretrained` does.
     Nothing is gathered. Modules that are not of transformers have no configuration: only their weights are written.
 
-    The folder is written beside its place and renamed when all ranks are done. Other files of an earlier folder, such
-    as a tokenizer, are kept.
+    The model is written to a temporary folder beside `folder`, which replaces it atomically when all ranks are done.
+    Other files of an earlier folder, such as a tokenizer, are kept.
 
     max_shard_size  the largest file; a larger model has several files and an index
-    sync            have all data on the disk before the rename
+    sync            flush all data to the disk before the folder is replaced
     progress        a bar on stderr; by default if it is a terminal
     """
     at, ranks, state = Path(folder).absolute(), ranks_of_world(), state_of(model)
@@ -84,7 +84,7 @@ def _write(state: State, patches: list[Patch], ranks: Ranks, sync: bool, progres
     total = sum(transfer.nbytes for transfer in writes)
     bar = Progress("saving", total, progress if ranks.coordinator else False)
     with Writer(bar.add) as writer, torch.no_grad():
-        for transfer in sorted(writes, key=lambda transfer: (transfer.stored.file, transfer.stored.offset)):
+        for transfer in sorted(writes, key=lambda transfer: transfer.place):
             writer.write(transfer)
         if sync:
             writer.sync()
@@ -92,15 +92,14 @@ def _write(state: State, patches: list[Patch], ranks: Ranks, sync: bool, progres
 
 
 def _writes(state: State, patches: list[Patch]) -> list[Transfer]:
-    """What this process writes: of what several ranks hold, its share."""
+    """Return what this process writes; of elements that several ranks hold, its share."""
     shards = {name: held_shards(tensor) for name, tensor in state.tensors.items()}
     found = []
     for number, patch in enumerate(patches):
-        for shard in shards[patch.name]:
-            for transfer in transfers_of(patch, shard):
-                own = share(transfer, shard, number)
-                if own is not None:
-                    found.append(own)
+        for box in boxes_of(patch, tuple(state.tensors[patch.name].shape)):
+            for shard in shards[patch.name]:
+                shares = (share(transfer, shard, number) for transfer in transfers_of(patch.stored, box, shard))
+                found += [own for own in shares if own is not None]
     return found
 
 
@@ -114,7 +113,7 @@ def _complete(folder: Path, ranks: Ranks, sync: bool) -> None:
 
 
 def _write_configuration(model: nn.Module, folder: Path) -> None:
-    """Write `config.json` and its like, as transformers writes them."""
+    """Write `config.json` and `generation_config.json` as transformers does."""
     owner: Any = model
     config: Any = getattr(owner, "config", None)
     if not hasattr(config, "save_pretrained"):

@@ -1,4 +1,4 @@
-"""The state of a model as hubs know it: its parameters and persistent buffers under the keys of its state dict.
+"""The state of a model in the terms of hubs: parameters and persistent buffers under the keys of the state dict.
 
 A tensor that modules share has several keys. The stacked parameters of an `ExpertList` have a key for each expert, as
 the list of modules had that it was made from.
@@ -15,17 +15,17 @@ from .._torch.state_dicts import non_persistent_buffers
 from ..fsdp import FSDPModule
 from ..nn.parameters import own_tensors
 from ..parallel.expert_list import STACKED, ExpertList
-from .mosaic import Mosaic
+from .mosaic import Mosaic, select
 
 
 class State(NamedTuple):
-    """The tensors by their first name, and for each key of the state dict the part of a tensor that it stands for."""
+    """The tensors by their first name, and for each key of the state dict a tensor or a part of one."""
 
     tensors: dict[str, Tensor]
     entries: dict[str, Mosaic]
 
     def names(self) -> dict[str, list[str]]:
-        """For each tensor the keys that stand for it, or for parts of it."""
+        """Return for each tensor the keys of it, or of its parts."""
         found: dict[str, list[str]] = {name: [] for name in self.tensors}
         for key, entry in self.entries.items():
             found[source_of(entry)].append(key)
@@ -33,12 +33,12 @@ class State(NamedTuple):
 
 
 def source_of(entry: Mosaic) -> str:
-    """The tensor that an entry is, or is a part of."""
+    """Return the name of the tensor that an entry is a part of."""
     return entry.pieces[0].source
 
 
 def state_of(model: nn.Module) -> State:
-    """The state of a model. Parameters that `fully_shard` has gathered are freed first."""
+    """Return the state of a model. Parameters that `fully_shard` has gathered are freed first."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -62,7 +62,7 @@ def state_of(model: nn.Module) -> State:
                 continue
             experts, inner = above.removesuffix(STACKED), key.removeprefix(f"{above}.")
             for index in range(stacked[above]):
-                state.entries[f"{experts}{index}.{inner}"] = whole.select(0, index)
+                state.entries[f"{experts}{index}.{inner}"] = select(whole, 0, index)
     return state
 
 
@@ -72,7 +72,7 @@ def parameter_count(state: State) -> int:
 
 
 def device_of(device_type: str) -> torch.device:
-    """The device of this kind that this process works on."""
+    """Return the current device of this type."""
     if device_type in ("cpu", "meta"):
         return torch.device(device_type)
     return torch.device(device_type, torch.get_device_module(device_type).current_device())

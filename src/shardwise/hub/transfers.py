@@ -1,9 +1,9 @@
-"""What each rank reads and writes: the intersections of its shards with the boxes of the files."""
+"""The elements that each rank reads and writes: the intersections of its local shards with stored tensors."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,73 +15,154 @@ from ..sharding.layout import Run, chunk_range, dim_axes
 from ..sharding.spec import DTensorSpec
 from ..world import RankTensor, current_world
 from .files import Stored
-from .mosaic import Mosaic, Piece
+from .mosaic import Mosaic, row_major
 from .positioned import Sizes, Transfer
 
 
 class Patch(NamedTuple):
-    """A box of a tensor of the model that is a box of a stored tensor."""
+    """A box of elements that are at regular distances in a tensor of the model, and in a stored tensor as well."""
 
     name: str
-    start: Sizes
     size: Sizes
-    """The box in the tensor of the model."""
+    offset: int
+    """The index of the first element in the tensor of the model, counted in row-major order."""
+    strides: Sizes
+    """For each dim of the box the distance of neighbours in the tensor of the model."""
     stored: Stored
-    stored_start: Sizes
-    dims: tuple[int | None, ...]
-    """For each dim of the stored tensor the dim of the model's tensor, or None for one that it lacks."""
+    stored_offset: int
+    stored_strides: Sizes
 
 
 def patches_to_save(entry: Mosaic, stored: Stored) -> list[Patch]:
-    """The patches of a stored tensor that is put together from tensors of the model."""
+    """Return the patches of a stored tensor that is assembled from tensors of the model."""
+    strides = row_major(stored.shape)
     return [
-        Patch(piece.source, piece.start, _source_size(piece), stored, piece.at, piece.dims) for piece in entry.pieces
+        Patch(piece.source, piece.size, piece.offset, piece.strides, stored, _dot(piece.at, strides), strides)
+        for piece in entry.pieces
     ]
 
 
 def patches_to_load(entry: Mosaic, contents: Mosaic, stored: Mapping[str, Stored]) -> list[Patch]:
-    """The patches of an entry, a part of a tensor of the model, that is put together from stored tensors."""
+    """Return the patches of an entry, a part of a tensor of the model, that is assembled from stored tensors."""
     (own,) = entry.pieces
-    found = []
-    for piece in contents.pieces:
-        start, size = list(own.start), [1] * len(own.start)
-        for dim, source_dim in enumerate(own.dims):
-            if source_dim is not None:
-                start[source_dim] += piece.at[dim]
-                size[source_dim] = piece.size[dim]
-        dims: list[int | None] = [None] * len(piece.start)
-        for dim, stored_dim in enumerate(piece.dims):
-            if stored_dim is not None:
-                dims[stored_dim] = own.dims[dim]
-        file = stored[piece.source]
-        found.append(Patch(own.source, tuple(start), tuple(size), file, piece.start, tuple(dims)))
+    return [
+        Patch(
+            own.source,
+            piece.size,
+            own.offset + _dot(piece.at, own.strides),
+            own.strides,
+            stored[piece.source],
+            piece.offset,
+            piece.strides,
+        )
+        for piece in contents.pieces
+    ]
+
+
+def _dot(index: Sizes, strides: Sizes) -> int:
+    return sum(i * stride for i, stride in zip(index, strides, strict=True))
+
+
+# ---- patches as boxes of the model's tensors -------------------------------------------------------------------------
+
+
+class Box(NamedTuple):
+    """A box of a tensor of the model, with steps, whose elements are at regular distances in a stored tensor."""
+
+    start: Sizes
+    counts: Sizes
+    steps: Sizes
+    stored_offset: int
+    stored_strides: Sizes
+    """For each dim of the model's tensor."""
+
+
+class _Loop(NamedTuple):
+    """A dim of a patch: how many indices it has, and how far apart these are on both sides."""
+
+    length: int
+    stride: int
+    stored_stride: int
+
+
+def boxes_of(patch: Patch, shape: Sizes) -> Iterator[Box]:
+    """Yield the boxes of a tensor of the model, of this shape, that a patch consists of; most patches are one box."""
+    loops = map(_Loop._make, zip(patch.size, patch.strides, patch.stored_strides, strict=True))
+    if 0 not in patch.size:
+        yield from _boxes(patch.offset, patch.stored_offset, _joined(loops), shape)
+
+
+def _joined(loops: Iterable[_Loop]) -> list[_Loop]:
+    """Return the loops of more than one index, outermost first; two that are contiguous on both sides are joined."""
+    found: list[_Loop] = []
+    for loop in sorted((loop for loop in loops if loop.length > 1), key=lambda loop: -loop.stride):
+        outer = found[-1] if found else None
+        distances = (loop.length * loop.stride, loop.length * loop.stored_stride)
+        if outer is not None and (outer.stride, outer.stored_stride) == distances:
+            found[-1] = _Loop(outer.length * loop.length, loop.stride, loop.stored_stride)
+        else:
+            found.append(loop)
     return found
 
 
-def _source_size(piece: Piece) -> Sizes:
-    size = [1] * len(piece.start)
-    for dim, source_dim in enumerate(piece.dims):
-        if source_dim is not None:
-            size[source_dim] = piece.size[dim]
-    return tuple(size)
+def _boxes(offset: int, stored_offset: int, loops: list[_Loop], shape: Sizes) -> Iterator[Box]:
+    """Yield boxes in which each dim has at most one loop, and no loop leaves its dim."""
+    strides = row_major(shape)
+    start = tuple(offset // stride % size for size, stride in zip(shape, strides, strict=True))
+    by_dim: dict[int, _Loop] = {}
+    pending = list(loops)
+    while pending:
+        loop = pending.pop()
+        dim = next(dim for dim, stride in enumerate(strides) if shape[dim] > 1 and stride <= loop.stride)
+        step, odd = divmod(loop.stride, strides[dim])
+        turn, incomplete = divmod(shape[dim], step)
+        room = -(-(shape[dim] - start[dim]) // step)
+        if odd or (loop.length > room and incomplete):
+            cuts = range(loop.length)
+        elif loop.length <= room:
+            other = by_dim.get(dim)
+            by_dim[dim] = loop
+            if other is None:
+                continue
+            loop, by_dim[dim] = sorted((loop, other))  # unroll the shorter one
+            cuts = range(loop.length)
+        elif room == turn and loop.length % turn == 0:  # complete turns in this dim: the others are in dims before it
+            pending.append(_Loop(loop.length // turn, loop.stride * turn, loop.stored_stride * turn))
+            pending.append(loop._replace(length=turn))
+            continue
+        else:
+            cuts = range(0, loop.length, loop.length // turn * turn if room == turn else room)[:2]
+        for first, stop in zip(cuts, [*cuts[1:], loop.length], strict=True):
+            part = [loop._replace(length=stop - first)] if stop - first > 1 else []
+            at = offset + first * loop.stride, stored_offset + first * loop.stored_stride
+            yield from _boxes(*at, [*by_dim.values(), *pending, *part], shape)
+        return
+    every = range(len(shape))
+    yield Box(
+        start,
+        tuple(by_dim[dim].length if dim in by_dim else 1 for dim in every),
+        tuple(by_dim[dim].stride // strides[dim] if dim in by_dim else 1 for dim in every),
+        stored_offset,
+        tuple(by_dim[dim].stored_stride if dim in by_dim else 0 for dim in every),
+    )
 
 
 # ---- the shards of this process --------------------------------------------------------------------------------------
 
 
 class HeldShard(NamedTuple):
-    """The shard of a tensor that a rank holds, and which of the ranks with the same elements that one is."""
+    """The local shard of a rank, and the number of the rank among those that hold the same elements."""
 
     rank: int
     local: Tensor
     runs: tuple[tuple[Run, ...], ...]
-    """For each dim the indices of the tensor that it holds."""
+    """For each dim the ranges of indices that the shard holds."""
     replica: int
     replicas: int
 
 
 def held_shards(tensor: Tensor) -> list[HeldShard]:
-    """The shards that this process holds: its own, or in a simulated world those of all ranks.
+    """Return the shards that this process holds: its own, or in a simulated world those of all ranks.
 
     A plain tensor is held by every rank of the world; in a simulated world there is one of it.
     """
@@ -95,7 +176,7 @@ def held_shards(tensor: Tensor) -> list[HeldShard]:
 
 
 def _whole(rank: int, tensor: Tensor, ranks: int) -> HeldShard:
-    """All of a tensor, which each of these ranks holds."""
+    """Return a shard with all elements of a tensor that is replicated over this many ranks."""
     return HeldShard(rank, tensor, tuple(((0, size),) for size in tensor.shape), rank, ranks)
 
 
@@ -119,63 +200,54 @@ def _of_distributed(local: Tensor, spec: DTensorSpec) -> list[HeldShard]:
 
 
 def _places(spec: DTensorSpec) -> Iterator[tuple[int, tuple[int, ...], int]]:
-    """For each rank its coordinate, and the number of the instance of the mesh that it is in."""
+    """Yield each rank with its coordinate, and the number of its instance of the mesh."""
     mesh_info = spec.mesh_info
     instance_of = {rank: i for i, ranks in enumerate(mesh_info.instances.flatten(1).tolist()) for rank in ranks}
     for rank, at in zip(mesh_info.ranks, mesh_info.coordinates, strict=True):
         yield rank, at, instance_of[rank]
 
 
-def transfers_of(patch: Patch, shard: HeldShard) -> Iterator[Transfer]:
-    """What of a patch is in a shard."""
-    common = [
-        list(_common(runs, start, start + size))
-        for runs, start, size in zip(shard.runs, patch.start, patch.size, strict=True)
-    ]
-    for box in itertools.product(*common):
-        local = shard.local
-        for dim, (begin, _, length) in enumerate(box):
-            local = local.narrow(dim, begin, length)
-        start = tuple(
-            own if dim is None else own + box[dim][1] for own, dim in zip(patch.stored_start, patch.dims, strict=True)
+def transfers_of(stored: Stored, box: Box, shard: HeldShard) -> Iterator[Transfer]:
+    """Yield transfers of the elements of a box that a shard holds."""
+    common = [list(_common(runs, *sizes)) for runs, *sizes in zip(shard.runs, *box[:3], strict=True)]
+    local, strides = shard.local, shard.local.stride()
+    for parts in itertools.product(*common):
+        dims = sorted((d for d, (_, _, count) in enumerate(parts) if count > 1), key=lambda d: -box.stored_strides[d])
+        view = torch.as_strided(
+            local,
+            [parts[dim][2] for dim in dims],
+            [strides[dim] * box.steps[dim] for dim in dims],
+            local.storage_offset() + _dot(tuple(begin for begin, _, _ in parts), strides),
         )
-        yield Transfer(patch.stored, start, _in_dims_of_file(local, patch.dims))
+        offset = box.stored_offset + _dot(tuple(first for _, first, _ in parts), box.stored_strides)
+        yield Transfer(stored, offset, tuple(box.stored_strides[dim] for dim in dims), view)
 
 
-def _common(runs: tuple[Run, ...], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """For each run in `[start, stop)`: where it begins in the shard, how far after `start`, and its length."""
+def _common(runs: tuple[Run, ...], start: int, count: int, step: int) -> Iterator[tuple[int, int, int]]:
+    """For each run with some of the indices `start + i * step`: the first one's place in the shard, its i, how many."""
     begin = 0
     for low, high in runs:
-        first, last = max(low, start), min(high, stop)
-        if first < last:
-            yield begin + first - low, first - start, last - first
+        first, stop = max(0, -((start - low) // step)), min(count, -((start - high) // step))
+        if first < stop:
+            yield begin + start + first * step - low, first, stop - first
         begin += high - low
-
-
-def _in_dims_of_file(local: Tensor, dims: tuple[int | None, ...]) -> Tensor:
-    """A view with the dims of the file. Dims that one side lacks have one index."""
-    sizes = [1 if dim is None else local.shape[dim] for dim in dims]
-    strides = [1 if dim is None else local.stride(dim) for dim in dims]
-    return torch.as_strided(local, sizes, strides, local.storage_offset())
 
 
 # ---- who writes ------------------------------------------------------------------------------------------------------
 
 SPLIT = 1 << 20
-"""Boxes that several ranks hold are divided among them if they have as many bytes as this."""
+"""The smallest transfer in bytes that replicas divide among themselves."""
 
 
 def share(transfer: Transfer, shard: HeldShard, number: int) -> Transfer | None:
-    """The part of a transfer that this rank writes of what its replicas hold, too; `number` spreads small ones."""
+    """Return the part of a transfer that this rank writes, if any. `number` spreads small ones over replicas."""
     ranks, turn = shard.replicas, (shard.replica + number) % shard.replicas
     if ranks == 1:
         return transfer
-    stored, start, view = transfer
-    dim = next((dim for dim, size in enumerate(view.shape) if size > 1), None)
-    if dim is None or transfer.nbytes < SPLIT:
+    stored, offset, strides, view = transfer
+    if not view.dim() or transfer.nbytes < SPLIT:
         return transfer if turn == 0 else None
-    low, high = chunk_range(0, view.shape[dim], ranks, turn)
+    low, high = chunk_range(0, view.shape[0], ranks, turn)
     if low == high:
         return None
-    place = (*start[:dim], start[dim] + low, *start[dim + 1 :])
-    return Transfer(stored, place, view.narrow(dim, low, high - low))
+    return Transfer(stored, offset + low * strides[0], strides, view.narrow(0, low, high - low))

@@ -1,10 +1,10 @@
 """Moving a model's state from one mesh to another, such as from a trainer's ranks to a generator's.
 
-api             `transfer`, and `plan_transfer`: what it would do, as a value that prints
-naming          which tensors become which: renamed, left out, or put together
+api             `transfer`, and `plan_transfer`, which returns its plan
+naming          names in the result: tensors are renamed, left out, or concatenated
 planning        routes, and buckets of bounded size
-running         the buckets, one after the other
-describing      what ranks without the state dict have to know of it
+running         sends the buckets, with two collectives in flight
+describing      names, shapes and placements for ranks without the state dict
 """
 
 from .api import plan_transfer, transfer

@@ -47,10 +47,10 @@ def transfer(
 
     `placements` are one list for all tensors, a mapping from names, or a function of a tensor's name and shape. Names
     and shapes are those of the result: `convert` returns the name of a tensor there, None to leave it out, or a `Part`
-    to put several tensors together: `("layers.0.qkv.weight", 0)` for q, and so on. `dtype` is the dtype of all
+    to concatenate several tensors: `("layers.0.qkv.weight", 0)` for q, and so on. `dtype` is the dtype of all
     floating-point tensors, or a function of the name; tensors are cast before they are sent if that is smaller.
 
-    With `into`, the tensors of that state dict are written in the place of new ones; they say mesh and placements.
+    With `into`, the result is written to the tensors of that state dict, with their mesh and placements.
 
     Ranks outside the source mesh need not have the state dict if all ranks pass its mesh as `source`: they pass None,
     and names, shapes and placements are sent to them. Plain tensors count as replicated over the source mesh. Other
@@ -78,14 +78,14 @@ def plan_transfer(
     bucket_bytes: int = BUCKET_BYTES,
     into: Mapping[str, DTensor] | None = None,
 ) -> TransferPlan:
-    """Return what `transfer` would do with these arguments. The values of the state dict may be specs."""
+    """Return the plan of `transfer` with these arguments. The values of the state dict may be specs."""
     return _planned(specs_of(state_dict, None), mesh, placements, convert, dtype, bucket_bytes, into)
 
 
 def _known(
     state_dict: Mapping[str, Any] | None, mesh: DeviceMesh | None, source: DeviceMesh | None
 ) -> tuple[dict[str, DTensorSpec], dict[str, Any]]:
-    """The specs of the tensors of the source, and the other values."""
+    """Return the specs of the tensors of the source, and the values that are no tensors."""
     if source is not None and mesh is not None:
         return described(state_dict, adopt(source), adopt(mesh))
     if state_dict is None:
@@ -116,7 +116,7 @@ def _planned(
         mesh_info = adopt(mesh)
         targets = {name: _target(name, each, mesh_info, placements, dtype) for name, each in made.items()}
     shipments = tuple(shipments_of(sources, targets, made))
-    # Two collectives are under way at once.
+    # Two collectives are in flight at a time.
     return TransferPlan(sources, targets, shipments, tuple(buckets_of(shipments, bucket_bytes // 2)), bucket_bytes)
 
 

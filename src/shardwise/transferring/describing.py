@@ -1,4 +1,4 @@
-"""What ranks without the state dict have to know of it: sent by the first rank that has it, before a transfer."""
+"""Names, shapes and placements of a state dict, sent to the ranks that do not have it before a transfer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["described", "specs_of"]
 
 
 def specs_of(state: Mapping[str, Any], mesh_info: MeshInfo | None) -> dict[str, DTensorSpec]:
-    """The specs of all tensors. Plain ones count as replicated over the mesh of the distributed ones."""
+    """Return the specs of all tensors. Plain ones count as replicated over the mesh of the distributed ones."""
     for value in state.values():
         mesh_info = mesh_info or getattr(value if isinstance(value, DTensorSpec) else _spec(value), "mesh_info", None)
     found = {}
@@ -50,7 +50,7 @@ def _spec(value: object) -> DTensorSpec | None:
 def described(
     state: Mapping[str, Any] | None, source: MeshInfo, target: MeshInfo
 ) -> tuple[dict[str, DTensorSpec], dict[str, Any]]:
-    """The specs of the tensors of a state dict, and its other values, on all ranks of both meshes."""
+    """Return the specs of the tensors of a state dict, and its other values, on all ranks of both meshes."""
     if source.simulated:
         return _own(state, source)
     group = group_over(mesh_pair(source, target).ranks)

@@ -1,4 +1,4 @@
-"""Which tensors of the source become which tensors of the target: renamed, left out, or put together."""
+"""Names in the result of a transfer: tensors are renamed, left out, or concatenated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Convert", "Made", "Part", "Piece", "made_from", "target_name"]
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """Says that a tensor becomes part `index` of the tensor `name`, whose parts are concatenated along `dim`.
+    """Part `index` of the tensor `name`, whose parts are concatenated along `dim`.
 
     >>> Part("layers.0.qkv.weight", 1)                # rows of k, after those of q (part 0), before those of v (part 2)
 
@@ -35,14 +35,14 @@ Convert = Callable[[str], "str | Part | tuple[str, int] | None"]
 
 
 class Piece(NamedTuple):
-    """A source tensor, and where it lies in the target tensor (None: it is all of it)."""
+    """A source tensor, and its segment of the target tensor (None: all of it)."""
 
     source: str
     segment: Segment | None
 
 
 class Made(NamedTuple):
-    """A tensor of the target: its shape and dtype, and what it is made from."""
+    """A tensor of the target: its shape and dtype, and the source tensors it consists of."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class Made(NamedTuple):
 
 
 def made_from(shapes: Mapping[str, tuple[torch.Size, torch.dtype]], convert: Convert | None) -> dict[str, Made]:
-    """The tensors of the target by name, from the shapes and dtypes of those of the source."""
+    """Return the tensors of the target by name, from the shapes and dtypes of the source tensors."""
     parts: dict[str, list[tuple[Part, str]]] = {}
     for source in shapes:
         target = source if convert is None else convert(source)
@@ -67,7 +67,7 @@ def _as_part(target: str | Part | tuple[str, int]) -> Part:
 
 
 def target_name(target: str | Part | tuple[str, int]) -> str:
-    """The name of the target tensor in what a `convert` function returned."""
+    """Return the name of the target tensor from the result of a `convert` function."""
     return _as_part(target).name
 
 

@@ -22,19 +22,19 @@ __all__ = ["Bucket", "Shipment", "TransferPlan", "buckets_of", "shipments_of"]
 
 @dataclass(frozen=True)
 class Shipment:
-    """A piece of a tensor of the target: where it comes from, and its route."""
+    """A piece of a target tensor: its source, and its route."""
 
     name: str
     piece: Piece
     pair: MeshPair
     route: Route
     wire: torch.dtype
-    """What it is sent as: the smaller one of the dtypes of source and target."""
+    """The dtype in which it is sent: the smaller one of source and target."""
 
 
 @dataclass
 class Bucket:
-    """Shipments that are sent in one collective, or one that is too large for that, in several rounds."""
+    """Shipments that share a collective, or a single large one that is sent in several rounds."""
 
     pair: MeshPair
     wire: torch.dtype
@@ -56,18 +56,18 @@ class Bucket:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """What a transfer does. Prints as one line for each pair of meshes and dtype."""
+    """The plan of a transfer. It prints the meshes, the collectives, their bytes, buffers and modelled time."""
 
     sources: dict[str, DTensorSpec]
     targets: dict[str, DTensorSpec]
     shipments: tuple[Shipment, ...]
-    """Those that stay on their ranks alone, too."""
+    """All pieces, including those that no rank has to receive."""
     buckets: tuple[Bucket, ...]
     bucket_bytes: int
 
     @cached_property
     def received_by(self) -> dict[int, int]:
-        """The bytes that each rank receives: exactly what it lacks."""
+        """The bytes that each rank receives: those of the elements that it lacks."""
         totals: dict[int, int] = {}
         for shipment in self.shipments:
             for rank, count in shipment.route.received.items():
@@ -105,7 +105,7 @@ class TransferPlan:
 def shipments_of(
     sources: Mapping[str, DTensorSpec], targets: Mapping[str, DTensorSpec], made: Mapping[str, Made]
 ) -> Iterable[Shipment]:
-    """The pieces of all tensors, with their routes. Pieces whose layouts are alike have one route."""
+    """Yield the pieces of all tensors with their routes. Pieces with equal layouts share a route."""
     for name, target in targets.items():
         for piece in made[name].pieces:
             source = sources[piece.source]
@@ -118,7 +118,7 @@ def shipments_of(
 
 
 def buckets_of(shipments: Iterable[Shipment], limit: int) -> list[Bucket]:
-    """Shipments in buckets, in their order. Those between other meshes or of another dtype have their own."""
+    """Return the shipments in buckets, in order. Each pair of meshes and dtype has its own buckets."""
     full: list[Bucket] = []
     filling: dict[object, Bucket] = {}
     for shipment in shipments:

@@ -1,4 +1,4 @@
-"""Carrying out a transfer: bucket after bucket, with two collectives under way at most."""
+"""Run a transfer: bucket by bucket, with at most two collectives in flight."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["TransferRun", "run"]
 
 
 def run(plan: TransferPlan, state: Mapping[str, Tensor], into: Mapping[str, DTensor]) -> dict[str, DTensor]:
-    """Transfer the tensors of a state dict, into tensors that exist, or new ones."""
+    """Transfer the tensors of a state dict, into existing or new tensors."""
     with torch.no_grad():
         return TransferRun(plan, state, into).run()
 
@@ -37,7 +37,7 @@ class TransferRun:
 
     def run(self) -> dict[str, DTensor]:
         for shipment in self.plan.shipments:
-            if not shipment.route.sent:  # nobody lacks anything of it
+            if not shipment.route.sent:  # no rank has to receive any of it
                 copy_own(self._load(shipment))
         under_way: list[Callable[[], None]] = []
         for bucket in self.plan.buckets:
@@ -47,7 +47,7 @@ class TransferRun:
         return {name: self._wrapped(name, spec) for name, spec in self.plan.targets.items()}
 
     def _send(self, bucket: Bucket, under_way: list[Callable[[], None]]) -> None:
-        """Start the rounds of a bucket. While one is under way the next is packed; before that, the one before ends."""
+        """Start the rounds of a bucket. The next round is packed while one is in flight; at most two are in flight."""
         loads = [self._load(shipment) for shipment in bucket.shipments]
         self.reduced.clear()
         for load in loads:
