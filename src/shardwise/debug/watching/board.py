@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
@@ -81,6 +82,7 @@ class Board:
         return False
 
 
+@cache
 def this_machine() -> str:
     """What processes have in common that can see each other's process ids; empty where that is not known."""
     try:

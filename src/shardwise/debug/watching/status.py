@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from .board import is_alive, this_machine
@@ -39,7 +39,7 @@ class Status:
 
     def as_json(self) -> dict[str, Any]:
         """The status as it is sent."""
-        return asdict(self)
+        return dict(vars(self))
 
 
 class Pulse:

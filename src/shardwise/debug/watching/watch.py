@@ -75,7 +75,7 @@ def unwatched() -> Iterator[None]:
     try:
         yield
     finally:
-        if hooks.failure is None:
+        if hooks.failing.failure is None:
             hooks.observe_ops()
 
 
