@@ -22,7 +22,7 @@ class StoreGoneError(Exception):
 
 
 class Board:
-    """What ranks tell each other, as JSON under short names."""
+    """Values that ranks publish in the store, as JSON under short names."""
 
     def __init__(self, epoch: int) -> None:
         store: Any = PrefixStore(f"shardwise/watch/{epoch}", own_store())
