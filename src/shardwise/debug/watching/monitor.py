@@ -59,6 +59,7 @@ class Monitor(threading.Thread):
         self._agreed: dict[tuple[str, int], int] = {}
         self._host: Status | None = None
         self._leaving, self._stage = False, 0
+        self._alive = size
         self._wake = threading.Event()
         self._lock = threading.Lock()
 
@@ -217,6 +218,7 @@ class Monitor(threading.Thread):
             error = words.raised(failure)
         elif kind == "gone":
             error = words.gone(failure["ranks"])
+            self._alive = self.size - len(failure["ranks"])
         elif kind == "deadlock":
             error = words.deadlock({int(rank): status for rank, status in failure["statuses"].items()})
         else:
@@ -289,10 +291,10 @@ class Monitor(threading.Thread):
             self.join(10.0)
 
     def wait_until_notified(self, limit: float) -> None:
-        """Wait until all ranks know what went wrong: the store may end with this process."""
+        """Wait until all ranks that are alive know what went wrong: the store may end with this process."""
         deadline = time.monotonic() + limit
         try:
-            while self.board.count("notified") < self.size and time.monotonic() < deadline:
+            while self.board.count("notified") < self._alive and time.monotonic() < deadline:
                 time.sleep(0.05)
         except StoreGoneError:
             pass
