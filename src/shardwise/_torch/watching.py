@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch.distributed import distributed_c10d
 __all__ = ["abort_group", "all_groups", "functional_collectives", "own_store", "store_port", "wrap_op"]
 
 _c10d: Any = distributed_c10d
+
+Before = Callable[[tuple[Any, ...], dict[str, Any]], None]
+"""Takes the arguments of a call that is about to be made."""
 
 
 def own_store() -> Any:
@@ -54,17 +58,36 @@ def functional_collectives() -> list[Any]:
     return found
 
 
+_modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_passing: set[int] = set()
+"""The threads that are inside an op which dispatch modes have in their hands."""
+
+
 class _Wrapped:
     """What an op calls in the place of its C++ function. Ops are hashed by what they call, so it has the same hash."""
 
     __slots__ = ("before", "original")
 
-    def __init__(self, original: Callable[..., object], before: Callable[..., None]) -> None:
+    def __init__(self, original: Callable[..., object], before: Before) -> None:
         self.original, self.before = original, before
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        self.before(*args, **kwargs)
+        if _modes_active() or _passing:
+            return self._through_modes(args, kwargs)
+        self.before(args, kwargs)
         return self.original(*args, **kwargs)
+
+    def _through_modes(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Call the op under dispatch modes, which call it again: that is one call of the program."""
+        thread = threading.get_ident()
+        if thread in _passing:
+            return self.original(*args, **kwargs)
+        self.before(args, kwargs)
+        _passing.add(thread)
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            _passing.discard(thread)
 
     def __hash__(self) -> int:
         return hash(self.original)
@@ -73,8 +96,11 @@ class _Wrapped:
         return self is other
 
 
-def wrap_op(op: Any, before: Callable[..., None]) -> Callable[[], None]:
-    """Call a function before each call of an op from Python; returns what undoes that. Relies on `_op` of ops."""
+def wrap_op(op: Any, before: Before) -> Callable[[], None]:
+    """Call a function before each call of an op from Python; returns a function that undoes this.
+
+    Relies on `_op` and `_len_torch_dispatch_stack`.
+    """
     original = op._op
     op._op = _Wrapped(original, before)
 

@@ -10,8 +10,7 @@ f32[8@dp, 16] -> f32[8, 16@dp]   1 collective, 192 B received by a rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -22,6 +21,7 @@ from ..errors import MeshError
 from ..sharding.cache import ENTRY_BYTES
 from ..sharding.memory_order import in_memory_order, memory_order
 from ..sharding.mesh import require_world
+from ..sharding.observers import Around, Observers
 from ..sharding.runtime import Runtime, WorldCache, active_runtime, on_activate
 from ..sharding.spec import DTensorSpec
 from .bind_move import bind_move
@@ -55,37 +55,13 @@ _active_moves: _Moves
 
 def _use_moves_of(runtime: Runtime) -> None:
     global _active_moves
-    _active_moves = _OBSERVED if _observers else _MOVES.of(runtime).recent
+    _active_moves = _OBSERVED if REDISTRIBUTIONS.present else _MOVES.of(runtime).recent
 
 
 # ---- observers ------------------------------------------------------------------------------------------------------
 
-Observer = Callable[[DTensorSpec, DTensorSpec, Tensor], AbstractContextManager[object]]
-"""From source, target and local tensor to a context in which the redistribution runs."""
-
-_observers: list[Observer] = []
-
-
-@contextmanager
-def observing_redistributions(observer: Observer) -> Iterator[None]:
-    """Inside, every redistribution that moves data runs in the context that the observer returns for it.
-
-    The table of moves is swapped for one that knows of the observers, so that without them nothing is asked.
-    """
-    _observers.append(observer)
-    _use_moves_of(active_runtime())
-    try:
-        yield
-    finally:
-        _observers.remove(observer)
-        _use_moves_of(active_runtime())
-
-
-def _observed(source: DTensorSpec, target: DTensorSpec, local: Tensor) -> ExitStack:
-    stack = ExitStack()
-    for observer in _observers:
-        stack.enter_context(observer(source, target, local))
-    return stack
+REDISTRIBUTIONS: Observers[[DTensorSpec, DTensorSpec, Tensor], Around] = Observers()
+"""Redistributions that move data. While somebody observes, the table of moves is swapped (`_ObservedMoves`)."""
 
 
 class _ObservedMoves:
@@ -96,7 +72,7 @@ class _ObservedMoves:
         moves = moves_between(*pair)
 
         def run(local: Tensor) -> Tensor:
-            with _observed(*pair, local):
+            with REDISTRIBUTIONS.around(*pair, local):
                 return carry_out(moves, local)
 
         return (Move(run, False, None),) if moves else ()
@@ -104,6 +80,7 @@ class _ObservedMoves:
 
 _OBSERVED = _ObservedMoves()
 on_activate(_use_moves_of)
+REDISTRIBUTIONS.on_change(lambda: _use_moves_of(active_runtime()))
 
 
 def plan_redistribution(source: DTensorSpec, target: DTensorSpec) -> SpecPlan:
@@ -184,11 +161,11 @@ def carry_out(moves: tuple[Move, ...], local: Tensor) -> Tensor:
 def start_redistribute(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> Callable[[], Tensor]:
     """Begin a redistribution. The last collective is still under way on return; the result of the call waits for it."""
     if source.mesh_info is not target.mesh_info:
-        with _observed(source, target, local):
+        with REDISTRIBUTIONS.around(source, target, local):
             return _start_mesh_change(local, source, target)
     moves = moves_between(source, target)
-    if _observers and moves:
-        with _observed(source, target, local):
+    if REDISTRIBUTIONS.present and moves:
+        with REDISTRIBUTIONS.around(source, target, local):
             return _start(moves, local)
     return _start(moves, local)
 

@@ -7,7 +7,7 @@ it does not hold go to the dispatcher, which enters them once they are planned.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,55 +27,26 @@ from .call_plan import CallPlan
 from .gather_cache import after_list_write, after_source_writes, forget_gathered
 from .key import Key, argument_keys
 from .list_plan import ListPlan
+from .observe import LOOKUPS, Lookup, observed
 from .writes import count_write
 
 _in_inference_mode = torch.is_inference_mode_enabled
 _strided = torch.strided
 
 
-class Ready(NamedTuple):
-    """What is left of a planned call."""
+Finish = Callable[[object, Args], object]
+"""(local results, arguments) -> results."""
+Ready = tuple[Callable[..., Any], TensorMeta | None, DTensorSpec | None, int | None, Finish | None]
+"""What is left of a planned call: run, meta, spec, offset, finish. A plain tuple, which is unpacked quicker.
 
-    run: Callable[..., Any]
-    """Takes the arguments with local shards in the place of distributed tensors."""
-    meta: TensorMeta | None
-    spec: DTensorSpec | None
-    """Of the one result; None where `finish` says what becomes of the results."""
-    offset: int | None
-    """How far a view begins behind the first argument; None for results that have memory of their own."""
-    finish: Callable[[object, Args], object] | None
-    """(local results, arguments) -> results."""
+run     takes the arguments with local shards in the place of distributed tensors
+meta    and spec of the one result; None where `finish` makes the results
+offset  how far a view begins behind the first argument; None for results that have memory of their own
+finish  makes results from local results and arguments; None where `meta` and `spec` say what the result is
+"""
 
 
 HOT: WorldCache[Key, Ready] = WorldCache("hot calls", 32 << 20, lambda key, ready: ENTRY_BYTES + 8 * len(key))
-
-
-Lookup = Callable[[Any], Ready | None]
-"""From the key of a call to what is left of it; None if that is not known."""
-
-
-class _Observed:
-    """What stands before the look-up of every call: nothing, unless a debug tool follows the calls."""
-
-    by: Callable[[Lookup], Lookup] | None = None
-    tables: tuple[Callable[[Runtime], None], ...] = ()
-
-
-def observe_calls(by: Callable[[Lookup], Lookup] | None) -> None:
-    """Let a debug tool stand before the look-up of every call; None takes it away. Calls cost nothing without it."""
-    _Observed.by = by
-    for use_table_of in _Observed.tables:
-        use_table_of(active_runtime())
-
-
-def _observed(look_up: Lookup) -> Lookup:
-    return look_up if _Observed.by is None else _Observed.by(look_up)
-
-
-def _on_activate_or_observe(use_table_of: Callable[[Runtime], None]) -> None:
-    """Call this with the runtime of each world that becomes active, and when a debug tool comes or goes."""
-    on_activate(use_table_of)
-    _Observed.tables = (*_Observed.tables, use_table_of)
 
 
 def _with_hashes(args: Args, kwargs: Kwargs | None) -> tuple[Args, Kwargs | None]:
@@ -89,10 +60,12 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
     argument_key = argument_keys(kind)
     known: Lookup = {}.get
 
-    @_on_activate_or_observe
     def use_table_of(runtime: Runtime) -> None:
         nonlocal known
-        known = _observed(HOT.of(runtime).recent.get)
+        known = observed(HOT.of(runtime).recent.get)
+
+    on_activate(use_table_of)
+    LOOKUPS.on_change(lambda: use_table_of(active_runtime()))
 
     def __torch_dispatch__(func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
         # The key. Most calls have one or two arguments: for them the comprehensions are written out, which cost a frame
@@ -165,13 +138,13 @@ def ready_call(op: ResolvedOp, plan: CallPlan | ListPlan, args: Args, kwargs: Kw
     if plan.writes:
         finish = _first if op.returns else _nothing
         simple = plan.in_place and plan.writes == ((0, 0),)
-        return Ready(run, None, None, None, finish) if simple else None
+        return (run, None, None, None, finish) if simple else None
     if plan.is_view:
         return _ready_view(plan, run, args, kind)
     if type(plan.results) is DTensorSpec:
-        return Ready(run, plan.results.tensor_meta, plan.results, None, None)
+        return (run, plan.results.tensor_meta, plan.results, None, None)
     if isinstance(plan.results, (tuple, list)):
-        return Ready(run, None, None, None, _wrapping(plan.results, kind))
+        return (run, None, None, None, _wrapping(plan.results, kind))
     return None
 
 
@@ -179,9 +152,9 @@ def _ready_view(plan: CallPlan, run: Callable[..., object], args: Args, kind: ty
     """The same for views, which begin where the tensor that they view begins, or behind it."""
     specs, dtype = plan.results, args[0].dtype
     if type(specs) is DTensorSpec and specs.dtype == dtype:
-        return Ready(run, specs.tensor_meta, specs, plan.offsets[0], None)
+        return (run, specs.tensor_meta, specs, plan.offsets[0], None)
     if isinstance(specs, (tuple, list)) and all(spec.dtype == dtype for spec in specs):
-        return Ready(run, None, None, 0, _wrapping_views(specs, plan.offsets, kind))
+        return (run, None, None, 0, _wrapping_views(specs, plan.offsets, kind))
     return None
 
 
@@ -219,7 +192,7 @@ def _ready_list(op: ResolvedOp, plan: ListPlan, args: Args, kwargs: Kwargs, kind
         return result
 
     finish = _no_results if plan.results is None else _wrapping(list(plan.results), kind)
-    return Ready(run_on_lists, None, None, None, finish)
+    return (run_on_lists, None, None, None, finish)
 
 
 def _is_local(how: Treatment) -> bool:

@@ -1,44 +1,73 @@
-"""Observers of ops on distributed tensors: profilers and explanations.
+"""Observers of ops on distributed tensors (see `sharding/observers.py`).
 
-While somebody observes, `__torch_dispatch__` of the class is another function; without observers ops cost nothing more.
+`OPS` is for tools that need the arguments, or a context around the call: profilers, `DebugMode`, `debug.explain`. While
+it has observers, `__torch_dispatch__` of the class is another function. `LOOKUPS` is for tools that must cost less than
+a tenth of an op, as `debug.watch`: the hot path has the key of the call in its hands, and looks it up through the
+function that the observer returns. Without observers, neither costs anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
+from .._torch.callers import passes_ops_on
 from .._torch.ops import OpOverload
 from ..sharding.base import DTensorBase
+from ..sharding.observers import Around, Observers
 from .arguments import Args, Kwargs
 
-OpObserver = Callable[[OpOverload, Args, Kwargs], AbstractContextManager[object]]
-"""From a call to a context in which it runs."""
+if TYPE_CHECKING:
+    from .hot_path import Ready
 
-_observers: list[OpObserver] = []
+Lookup = Callable[[Any], "Ready | None"]
+"""From the key of a call to what is left of it; None if that is not known."""
+
+OPS: Observers[[OpOverload, Args, Kwargs], Around] = Observers()
+LOOKUPS: Observers[[Lookup], Lookup] = Observers()
+
 _unobserved: list[Any] = []
-"""The `__torch_dispatch__` that was swapped out, while somebody observes."""
+"""The `__torch_dispatch__` that was swapped out, while `OPS` has observers."""
 
 
-@contextmanager
-def observing_ops(observer: OpObserver) -> Iterator[None]:
-    """Inside, every op on distributed tensors runs in the context that the observer returns for it."""
-    _observers.append(observer)
+@OPS.on_change
+def _swap() -> None:
     kind: Any = DTensorBase.concrete
-    if not _unobserved:
+    if OPS.present and not _unobserved:
         _unobserved.append(kind.__torch_dispatch__)
         kind.__torch_dispatch__ = staticmethod(_dispatch)
-    try:
-        yield
-    finally:
-        _observers.remove(observer)
-        if not _observers:
-            kind.__torch_dispatch__ = staticmethod(_unobserved.pop())
+    elif not OPS.present and _unobserved:
+        kind.__torch_dispatch__ = staticmethod(_unobserved.pop())
 
 
 def _dispatch(func: OpOverload, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> object:
-    with ExitStack() as stack:
-        for observer in _observers:
-            stack.enter_context(observer(func, args, kwargs or {}))
-        return _unobserved[0](func, types, args, kwargs)
+    unobserved = _unobserved[0]
+    with OPS.around(func, args, kwargs or {}):
+        return unobserved(func, types, args, kwargs)
+
+
+def observed(look_up: Lookup) -> Lookup:
+    """The look-up that the hot path uses: this one, behind those of the observers."""
+    for observer in LOOKUPS.present:
+        look_up = observer(look_up)
+    return look_up
+
+
+def calling_frame(frame: FrameType) -> FrameType:
+    """The frame that called an op: this one, or the one outside of the modes and observers that it belongs to.
+
+    So the same call has the same frame on a rank with a profiler and on one without.
+    """
+    found = frame
+    outer: FrameType | None = frame
+    while outer is not None:
+        if passes_calls_on(outer) and outer.f_back is not None:
+            found = outer.f_back
+        outer = outer.f_back
+    return found
+
+
+def passes_calls_on(frame: FrameType) -> bool:
+    """Whether a function passes an op on that another has called: the op itself, a mode, `_dispatch`."""
+    return frame.f_code is _dispatch.__code__ or passes_ops_on(frame.f_code)

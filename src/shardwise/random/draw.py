@@ -22,6 +22,7 @@ from ..comm.local_moves import take_slice
 from ..errors import InputError
 from ..sharding.layout import Coordinate, Factor, Layout
 from ..sharding.mesh import MeshInfo
+from ..sharding.observers import Observers
 from ..sharding.spec import TensorMeta
 from ..world.generators import generator_for
 from .agreement import check_first_use
@@ -55,18 +56,22 @@ def is_exact() -> bool:
     return _exact.get()
 
 
+DRAWS: Observers[[MeshInfo, torch.Generator], None] = Observers()
+"""Draws of random numbers on processes, before the generator is used."""
+
+
+def _check_and_notify(mesh_info: MeshInfo, generator: torch.Generator) -> None:
+    check_first_use(mesh_info, generator)
+    DRAWS.notify(mesh_info, generator)
+
+
 _before_draw: Callable[[MeshInfo, torch.Generator], None] = check_first_use
 
 
-def observe_draws(by: Callable[[MeshInfo, torch.Generator], None] | None) -> None:
-    """Let a debug tool see the generator before each draw, on processes; None takes it away."""
+@DRAWS.on_change
+def _swap() -> None:
     global _before_draw
-
-    def observed(mesh_info: MeshInfo, generator: torch.Generator) -> None:
-        check_first_use(mesh_info, generator)
-        by(mesh_info, generator)  # type: ignore[misc]
-
-    _before_draw = check_first_use if by is None else observed
+    _before_draw = _check_and_notify if DRAWS.present else check_first_use
 
 
 class Draw:

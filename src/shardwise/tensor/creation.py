@@ -30,7 +30,7 @@ from ..sharding.recording import recorded
 from ..sharding.spec import DTensorSpec, contiguous_meta, normalize_placements
 from .dtensor import DTensor
 from .exported import exporting
-from .from_local import announce, check_plain_tensor, check_reductions, on_mesh
+from .from_local import LOCAL_TENSORS, check_plain_tensor, check_reductions, on_mesh
 
 __all__ = ["distribute_tensor", "empty", "full", "ones", "rand", "randn", "randperm", "zeros"]
 
@@ -73,7 +73,7 @@ def distribute_tensor(
     )
     _check_source(mesh_info, src_data_rank)
     check_reductions(normal, tensor.dtype)
-    announce(spec)
+    LOCAL_TENSORS.notify(spec)
     with torch.no_grad():
         local = on_mesh(tensor.detach(), mesh_info)
         if mesh_info.outside:

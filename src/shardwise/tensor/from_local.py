@@ -7,7 +7,7 @@ is communicated. `run_check=True` asks the ranks instead, and puts uneven shards
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from ..comm.transport import check_reducible
 from ..errors import InputError, ShapeError
 from ..sharding.memory_order import in_memory_order, memory_order
 from ..sharding.mesh import MeshInfo
+from ..sharding.observers import Observers
 from ..sharding.placement import Partial, Placement, Placements, Replicate
 from ..sharding.runtime import Runtime, WorldCache, active_runtime, on_activate
 from ..sharding.spec import DTensorSpec, TensorMeta, normalize_placements
@@ -132,29 +133,33 @@ class _Active:
 
     specs: ClassVar[dict[object, DTensorSpec] | _Observed] = {}
     checking: ClassVar[bool] = False
-    observer: ClassVar[Callable[[DTensorSpec], None] | None] = None
+
+
+LOCAL_TENSORS: Observers[[DTensorSpec], None] = Observers()
+"""Local tensors that become distributed ones."""
 
 
 class _Observed:
-    """The same specs, for a debug tool that sees each of them."""
+    """The same specs, while local tensors are observed."""
 
-    def __init__(self, specs: dict[object, DTensorSpec], observer: Callable[[DTensorSpec], None]) -> None:
-        self._specs, self._observer = specs, observer
+    def __init__(self, specs: dict[object, DTensorSpec]) -> None:
+        self._specs = specs
 
     def get(self, key: object) -> DTensorSpec | None:
         """The spec of a local tensor, if it is known."""
         found = self._specs.get(key)
         if found is not None:
-            self._observer(found)
+            LOCAL_TENSORS.notify(found)
         return found
 
 
 def _use_specs_of(runtime: Runtime) -> None:
     specs = {} if _Active.checking else _SPECS.of(runtime).recent
-    _Active.specs = specs if _Active.observer is None else _Observed(specs, _Active.observer)
+    _Active.specs = _Observed(specs) if LOCAL_TENSORS.present else specs
 
 
 on_activate(_use_specs_of)
+LOCAL_TENSORS.on_change(lambda: _use_specs_of(active_runtime()))
 
 
 def set_checking(enabled: bool) -> bool:
@@ -162,18 +167,6 @@ def set_checking(enabled: bool) -> bool:
     before, _Active.checking = _Active.checking, enabled
     _use_specs_of(active_runtime())
     return before
-
-
-def observe_local_tensors(by: Callable[[DTensorSpec], None] | None) -> None:
-    """Let a debug tool see the spec of each local tensor that becomes a distributed one; None takes it away."""
-    _Active.observer = by
-    _use_specs_of(active_runtime())
-
-
-def announce(spec: DTensorSpec) -> None:
-    """Show a debug tool the spec of a tensor that each rank is about to make from what it has."""
-    if _Active.observer is not None:
-        _Active.observer(spec)
 
 
 def spec_of_local(
@@ -201,7 +194,7 @@ def spec_of_local(
     found = _make_spec(local, mesh_info, _Given(placements, shape, stride, source), run_check)
     if key is not None and not run_check and not mesh_info.simulated:
         _SPECS.of(mesh_info.runtime)[key] = found
-    announce(found)
+    LOCAL_TENSORS.notify(found)
     return found
 
 

@@ -22,9 +22,9 @@ from .._torch.tools import (
     shows_op,
     shows_redistribution,
 )
-from ..comm.redistribute import observing_redistributions, plan_redistribution
+from ..comm.redistribute import REDISTRIBUTIONS, plan_redistribution
 from ..dispatch.arguments import Args, Kwargs, distributed
-from ..dispatch.observe import observing_ops
+from ..dispatch.observe import OPS
 from ..errors import ShardwiseError
 from ..sharding.mesh import names_text
 from ..sharding.placement import Partial, Placement, Replicate, Shard
@@ -41,8 +41,8 @@ class _Profilers:
         """A profiler has started."""
         stack = ExitStack()
         if not self._active:
-            stack.enter_context(observing_ops(_profiled_op))
-            stack.enter_context(observing_redistributions(_profiled_redistribution))
+            stack.enter_context(OPS.observing(_profiled_op))
+            stack.enter_context(REDISTRIBUTIONS.observing(_profiled_redistribution))
         self._active.append(stack)
 
     def end(self) -> None:
@@ -68,8 +68,8 @@ class _DebugModes:
             return shows_redistribution(mode, local, source, target, what)
 
         stack = ExitStack()
-        stack.enter_context(observing_ops(op))
-        stack.enter_context(observing_redistributions(redistribution))
+        stack.enter_context(OPS.observing(op))
+        stack.enter_context(REDISTRIBUTIONS.observing(redistribution))
         self._active.append(stack)
 
     def end(self, mode: DebugMode) -> None:

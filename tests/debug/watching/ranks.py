@@ -5,6 +5,7 @@ A case ends with process groups whose connections are gone, so each has groups o
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import multiprocessing.connection
@@ -35,14 +36,14 @@ class Outcome(NamedTuple):
 
 
 class Ranks:
-    """The processes, and a pipe to each."""
+    """The processes, and a pipe to each. The store is in this process, like a launcher's, or in that of rank 0."""
 
-    def __init__(self) -> None:
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    def __init__(self, *, store_in_rank_0: bool = False) -> None:
+        self.store = None if store_in_rank_0 else _store_server()
         self.processes, self.pipes = [], []
         for rank in range(RANKS):
             here, there = _context.Pipe()
-            process = _context.Process(target=_serve, args=(rank, self.store.port, there, list(sys.path)), daemon=True)
+            process = _context.Process(target=_serve, args=(rank, there, list(sys.path)), daemon=True)
             process.start()
             there.close()
             self.processes.append(process)
@@ -50,6 +51,10 @@ class Ranks:
         for pipe in self.pipes:
             assert pipe.poll(4 * LIMIT), "a process does not start"
             pipe.recv()
+        port = self.store.port if self.store is not None else None
+        for pipe in self.pipes:  # rank 0 makes a store if it gets no port, and returns that of its store
+            pipe.send(port)
+            port = pipe.recv()
 
     def run(self, *case: Any) -> list[Outcome | None]:
         """Run a case on all ranks; None for a rank that died or hung."""
@@ -75,12 +80,18 @@ class Ranks:
             process.join()
 
 
-def _serve(rank: int, port: int, pipe: Any, path: list[str]) -> None:
+def _store_server() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _serve(rank: int, pipe: Any, path: list[str]) -> None:
     sys.path[:] = path
     torch.set_num_threads(1)
     importlib.import_module(_BODIES)
     pipe.send("ready")
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    port = pipe.recv()
+    store = _store_server() if port is None else dist.TCPStore("127.0.0.1", port, is_master=False)
+    pipe.send(store.port)
     count = 0
     while True:
         try:
@@ -102,4 +113,5 @@ def _run(rank: int, store: dist.Store, name: str, *arguments: Any) -> tuple[str,
     except BaseException as error:
         return type(error).__name__, "".join(traceback.format_exception_only(error)), time.monotonic() - start
     finally:
-        dist.destroy_process_group()
+        with contextlib.suppress(dist.DistError):  # the store may be gone
+            dist.destroy_process_group()

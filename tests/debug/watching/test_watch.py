@@ -17,8 +17,8 @@ import shardwise
 from shardwise.debug import unwatched, watch
 from shardwise.errors import WatchError, WorldError
 from tests.debug.watching.divergences import CASES
-from tests.debug.watching.ranks import RANKS, Ranks
-from tests.debug.watching.verdict import complaint
+from tests.debug.watching.ranks import Ranks
+from tests.debug.watching.verdict import complaint, complaint_about_kill
 from tests.worlds import fake_group, mesh_of
 
 SAMPLE = [
@@ -69,17 +69,16 @@ def test_a_divergence_stops_all_ranks_and_is_named(name, ranks) -> None:
     assert complaint(name, outcomes) == "", "\n".join(map(str, outcomes))
 
 
-@pytest.mark.parametrize("where", ["asleep", "collective"])
-def test_a_rank_that_is_killed_is_named(where) -> None:
-    ranks = Ranks()
+@pytest.mark.parametrize(
+    ("victim", "where", "store_in_rank_0"),
+    [(2, "asleep", False), (2, "collective", False), (0, "asleep", True), (0, "collective", True)],
+)
+def test_a_rank_that_is_killed_is_named(victim, where, store_in_rank_0) -> None:
+    ranks = Ranks(store_in_rank_0=store_in_rank_0)
     try:
-        outcomes = ranks.run("die", 2, where)
-        assert outcomes[2] is None
-        assert ranks.processes[2].exitcode == -signal.SIGKILL
-        for rank in {*range(RANKS)} - {2}:
-            assert outcomes[rank] is not None, rank
-            assert outcomes[rank].error == "WatchError", outcomes[rank]
-            assert "rank 2 is gone" in outcomes[rank].text
+        outcomes = ranks.run("die", victim, where)
+        assert ranks.processes[victim].exitcode == -signal.SIGKILL
+        assert complaint_about_kill(victim, outcomes) == ""
     finally:
         ranks.close()
 

@@ -33,3 +33,18 @@ def complaint(name: str, outcomes: Sequence[Outcome | None]) -> str:
             return f"rank {rank} does not name two lines"
     texts = {outcome.text for rank, outcome in enumerate(outcomes) if outcome and rank != odd}
     return "" if len(outcomes) == RANKS and len(texts) == 1 else "ranks tell different stories"
+
+
+def complaint_about_kill(victim: int, outcomes: Sequence[Outcome | None]) -> str:
+    """What is wrong with the outcomes after a rank was killed; empty if nothing is."""
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim:
+            if outcome is not None:
+                return f"rank {rank} lives"
+        elif outcome is None:
+            return f"rank {rank} hung or died"
+        elif outcome.error != "WatchError":
+            return f"rank {rank} raised {outcome.error}: {outcome.text}"
+        elif f"rank {victim} is gone" not in outcome.text:
+            return f"rank {rank} does not name rank {victim}: {outcome.text}"
+    return ""

@@ -18,9 +18,9 @@ from ..._torch.modes import OwnMode, without_modes
 from ..._torch.ops import OpOverload
 from ...comm.cost import cost_model, links_of
 from ...comm.groups import ranks_of_group
-from ...comm.redistribute import observing_redistributions
+from ...comm.redistribute import REDISTRIBUTIONS
 from ...dispatch.arguments import Args, Kwargs, distributed
-from ...dispatch.observe import observing_ops
+from ...dispatch.observe import OPS
 from ...ops.collectives import CollectiveOp, collective_of
 from ...ops.trivial import computes_nothing
 from ...sharding.mesh import MeshInfo, axes_of_group, mesh_of_group, names_text
@@ -81,8 +81,8 @@ class Recorder(OwnMode):
             stack.enter_context(self.calls.track())
             stack.enter_context(tracking_lines())
             stack.enter_context(saying_purposes(self._inside))
-            stack.enter_context(observing_redistributions(self._redistribution))
-            stack.enter_context(observing_ops(self._op))
+            stack.enter_context(REDISTRIBUTIONS.observing(self._redistribution))
+            stack.enter_context(OPS.observing(self._op))
             stack.enter_context(self)
             yield
 

@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
@@ -21,7 +22,7 @@ class StoreGoneError(Exception):
 
 
 class Board:
-    """What ranks tell each other, as JSON under short names."""
+    """Values that ranks publish in the store, as JSON under short names."""
 
     def __init__(self, epoch: int) -> None:
         store: Any = PrefixStore(f"shardwise/watch/{epoch}", own_store())
@@ -81,6 +82,7 @@ class Board:
         return False
 
 
+@cache
 def this_machine() -> str:
     """What processes have in common that can see each other's process ids; empty where that is not known."""
     try:

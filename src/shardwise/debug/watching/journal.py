@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from .stream import Stream, stream_key
 
 _BITS = 60
 _MOST = 1 << 16
-"""Events of which the words are remembered."""
+"""The number of events whose words are kept."""
 
 
 class Event(NamedTuple):
@@ -33,6 +34,17 @@ class Event(NamedTuple):
 def digest(text: str) -> int:
     """A number of 60 bits that is the same for a text on all ranks."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> (64 - _BITS)
+
+
+class Failing:
+    """What went wrong, once something has. The thread of the watch sets it; whatever would be an event raises it."""
+
+    failure: Callable[[], BaseException] | None = None
+
+    def check(self) -> None:
+        """Raise what went wrong, if anything has."""
+        if self.failure is not None:
+            raise self.failure()
 
 
 class Journal:

@@ -59,6 +59,7 @@ class Monitor(threading.Thread):
         self._agreed: dict[tuple[str, int], int] = {}
         self._host: Status | None = None
         self._leaving, self._stage = False, 0
+        self._alive = size
         self._wake = threading.Event()
         self._lock = threading.Lock()
 
@@ -99,7 +100,7 @@ class Monitor(threading.Thread):
             self._go_on()
 
     def _go_on(self) -> None:
-        """Nothing is wrong: leave if all do, say so if nothing happens."""
+        """Nothing is wrong: leave if all ranks leave, and log where ranks are if there is no progress."""
         if self._leaving:
             self._leave_further()
             return
@@ -204,7 +205,7 @@ class Monitor(threading.Thread):
         self._fail(self.board.read_one("failure"))
 
     def raised(self, error: str, line: str) -> None:
-        """This rank raised an error of its own: tell the others."""
+        """Publish an error of this rank, so that the others stop."""
         try:
             self.board.write_first("failure", {"kind": "raised", "rank": self.rank, "error": error, "line": line})
         except StoreGoneError:
@@ -217,11 +218,12 @@ class Monitor(threading.Thread):
             error = words.raised(failure)
         elif kind == "gone":
             error = words.gone(failure["ranks"])
+            self._alive = self.size - len(failure["ranks"])
         elif kind == "deadlock":
             error = words.deadlock({int(rank): status for rank, status in failure["statuses"].items()})
         else:
             error = Inquiry(self.rank, self.board, self.journal, self.stopper.thread).ask(failure)
-        self.board.count("heard", 1)
+        self.board.count("notified", 1)
         self._stop_program(error)
 
     def _store_is_gone(self) -> None:
@@ -288,11 +290,11 @@ class Monitor(threading.Thread):
         if self.is_alive() and threading.current_thread() is not self:
             self.join(10.0)
 
-    def wait_until_heard(self, limit: float) -> None:
-        """Wait until all ranks know what went wrong: the store may end with this process."""
+    def wait_until_notified(self, limit: float) -> None:
+        """Wait until all ranks that are alive know what went wrong: the store may end with this process."""
         deadline = time.monotonic() + limit
         try:
-            while self.board.count("heard") < self.size and time.monotonic() < deadline:
+            while self.board.count("notified") < self._alive and time.monotonic() < deadline:
                 time.sleep(0.05)
         except StoreGoneError:
             pass

@@ -10,7 +10,7 @@ from ...sharding.source_lines import Line, is_library, users_frame
 
 def line_of(frame: FrameType) -> str:
     """`train.py:31` and the text of the line that a frame is at."""
-    return _text(Line.at(frame.f_code.co_filename, frame.f_lineno))
+    return _text(Line.of(frame))
 
 
 def line_of_thread(thread: int) -> tuple[str, bool]:

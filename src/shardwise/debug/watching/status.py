@@ -1,10 +1,10 @@
-"""What each rank says about itself, again and again; and what its silence means."""
+"""The status that each rank publishes periodically, and when a rank that stops doing so counts as gone."""
 
 from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from .board import is_alive, this_machine
@@ -39,21 +39,21 @@ class Status:
 
     def as_json(self) -> dict[str, Any]:
         """The status as it is sent."""
-        return asdict(self)
+        return dict(vars(self))
 
 
 class Pulse:
-    """When each rank was last heard of, by this rank's clock."""
+    """When each rank last published its status, by this rank's clock."""
 
     def __init__(self) -> None:
-        self._heard: dict[int, tuple[int, float]] = {}
+        self._published: dict[int, tuple[int, float]] = {}
 
     def is_gone(self, rank: int, status: Status) -> bool:
-        """Whether a rank has ended without a word."""
+        """Whether the process of a rank has ended without leaving the watch."""
         now = time.monotonic()
-        beat, since = self._heard.get(rank, (-1, now))
+        beat, since = self._published.get(rank, (-1, now))
         if beat != status.beat:
-            self._heard[rank] = status.beat, now
+            self._published[rank] = status.beat, now
             return False
         if status.machine and status.machine == this_machine():
             return not is_alive(status.pid)

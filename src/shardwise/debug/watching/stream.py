@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 REMEMBERED = 1 << 18
-"""The events of a stream that a rank can still tell."""
+"""The number of events of a stream that a rank keeps."""
 
 
 class _Piece(NamedTuple):

@@ -56,7 +56,7 @@ def watch(*, ops: bool = True, every: float = 0.25, stuck_after: float = 30.0) -
         return Watch()
     if not dist.is_initialized():
         raise WorldError("watch() without a process group", "call it after torch.distributed.init_process_group")
-    if _running:  # one watch is enough, and tells of errors in this block as well
+    if _running:  # one watch is enough, and reports errors in this block as well
         return _running[0].again()
     found = Watch()
     if dist.get_world_size() > 1 and dist.get_backend() not in _BACKENDS_ALONE:
@@ -75,7 +75,7 @@ def unwatched() -> Iterator[None]:
     try:
         yield
     finally:
-        if hooks.failure is None:
+        if hooks.failing.failure is None:
             hooks.observe_ops()
 
 
@@ -144,19 +144,19 @@ class Watch:
             raise error
 
     def _explain(self, error: BaseException) -> WatchError | None:
-        """What all ranks are told about an error that ends this one; None if it is this rank's own."""
+        """The error to raise in place of one that ends this rank; None to keep its own, which is published."""
         monitor = self._monitor
         if monitor is None:
             return None
         known = monitor.error is None and not isinstance(error, WatchError)
-        if known and _is_echo(error):  # the cause is another rank's, which this one will hear of
+        if known and _is_echo(error):  # the cause is on another rank, which will publish it
             monitor.over.wait(12.0)
         elif known:
             monitor.main_knows = True
             monitor.raised(f"{type(error).__name__}: {error}", line_of_error(error))
             monitor.over.wait(3.0)
         if monitor.error is not None:
-            monitor.wait_until_heard(3.0)
+            monitor.wait_until_notified(3.0)
         found = monitor.make_error()
         return None if found is None or (known and not _is_echo(error)) else found
 
@@ -175,7 +175,7 @@ class Watch:
         with contextlib.suppress(WatchError):
             self.stop(limit=5.0)
         if monitor.error is not None:
-            monitor.wait_until_heard(3.0)
+            monitor.wait_until_notified(3.0)
 
     def _end(self) -> None:
         """Put everything back."""
@@ -190,7 +190,7 @@ class Watch:
             sys.excepthook = self._hook_before or sys.__excepthook__
         atexit.unregister(self._at_exit)
         if self._monitor.error is not None:
-            atexit.register(self._monitor.wait_until_heard, 3.0)
+            atexit.register(self._monitor.wait_until_notified, 3.0)
         if self in _running:
             _running.remove(self)
         self._monitor = None
@@ -205,7 +205,7 @@ def _is_echo(error: BaseException) -> bool:
 
 
 def watch_from_environment() -> None:
-    """Switch the watch on for all worlds of this program, if SHARDWISE_WATCH is 1; `ops=0` compares communication."""
+    """Switch the watch on for all worlds of this program, if SHARDWISE_WATCH=1; =collectives leaves out ops."""
     asked = os.environ.get("SHARDWISE_WATCH", "")
     if asked in ("", "0"):
         return

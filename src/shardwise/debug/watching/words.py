@@ -56,7 +56,7 @@ def raised(failure: Mapping[str, Any]) -> WatchError:
 
 
 def gone(ranks: Sequence[int], why: str = "") -> WatchError:
-    """Ranks have ended without a word."""
+    """Ranks have ended without publishing an error."""
     verb = "is" if len(ranks) == 1 else "are"
     problem = f"{ranks_text(ranks)} {verb} gone: {why or 'the process was killed, or has ended without an error'}"
     return WatchError(problem, "Look for its last output, and for the kernel's out-of-memory killer", tuple(ranks))

@@ -78,7 +78,7 @@ def _data(spans: Sequence[Span], begin: float, end: float) -> str:
 
 
 def _detail(span: Span) -> str:
-    """Return what is told of a span: the op it is part of, or the line and module of a collective."""
+    """Return the label of a span: the op it is part of, or the line and module of a collective."""
     about = span.about
     if span.track == COMPUTE:
         return str(about.get("part of") or "")

@@ -1,0 +1,166 @@
+"""Events of ops on distributed tensors, and of local tensors that become such.
+
+The look-up of the hot path is replaced by one that appends the event of the call to a stream. An event is a number that
+is cached for each key and each position in the caller's code, so that a call costs two look-ups and a `sys._getframe`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from ..._torch.ops import OpOverload
+from ...dispatch.hot_path import Ready
+from ...dispatch.observe import Lookup, calling_frame, passes_calls_on
+from ...ops.trivial import computes_nothing
+from ...sharding.cache import ENTRY_BYTES
+from ...sharding.mesh import MeshInfo
+from ...sharding.runtime import WorldCache, active_runtime, all_runtimes
+from ...sharding.spec import DTensorSpec
+from .journal import Failing, Journal, digest
+
+_frame = sys._getframe
+_MOST_PLACES = 256
+_MOST_CALLS = 1 << 16
+
+_Places = dict[object, tuple[CodeType, int]]
+"""The event of a call, by its offset in the caller's code, and by offset and identity of that code."""
+_Call = tuple[Ready | None, Callable[[int], None] | None, _Places | None, Any]
+"""What is left of a call, the stream to append to (None if it is no event), places, and digest and words.
+
+If the op was met first in a library there are no places, and the last is its event.
+"""
+
+_CALLS: WorldCache[Any, _Call] = WorldCache("watched calls", 32 << 20, lambda key, call: 4 * ENTRY_BYTES)
+
+
+def forget_calls() -> None:
+    """Forget all calls: they belong to another journal."""
+    for runtime in {*all_runtimes(), active_runtime()}:
+        _CALLS.of(runtime).clear()
+
+
+class OpEvents:
+    """Writes the events into a journal, unless something has failed."""
+
+    def __init__(self, journal: Journal, failing: Failing) -> None:
+        self._journal, self._failing = journal, failing
+        self._in_library: dict[int, bool] = {}
+        self._made: dict[DTensorSpec, tuple[int, str]] = {}
+
+    def watched_lookup(self, look_up: Lookup) -> Lookup:
+        """The look-up of the hot path, with an event for each call."""
+        cache = _CALLS.of(active_runtime())
+        calls, first_call, other_place = cache.recent, self._first_call, self._other_place
+
+        def watched(key: Any) -> Ready | None:
+            try:
+                ready, append, places, event = calls[key]
+            except KeyError:
+                ready, append, places, event = cache[key] = first_call(key, _frame(1))
+            if append is not None:
+                if places is not None:
+                    try:
+                        caller = _frame(2)
+                        code, at_place = places[caller.f_lasti]
+                        event = at_place if code is caller.f_code else other_place(places, event, caller)
+                    except KeyError:
+                        event = other_place(places, event, caller)
+                    except ValueError:  # a thread of the autograd engine has no caller in Python
+                        event = event[0] + 1
+                append(event)
+            if ready is None:
+                ready = look_up(key)
+                if ready is not None:
+                    call = calls.get(key)
+                    if call is not None:
+                        cache[key] = ready, *call[1:]
+            return ready
+
+        return watched
+
+    def _first_call(self, key: Any, frame: FrameType) -> _Call:
+        """The entry of a call whose key is new; `frame` is that of the hot path."""
+        func, spec = frame.f_locals["func"], _first_spec(key)
+        if spec is None or not is_compared(spec.mesh_info) or _is_free(func):
+            return None, None, None, None
+        what = f"{func}({', '.join(_text(part) for part in key[1:])}) on {spec.mesh_info!r}"
+        number, append = digest(f"{what} {_strides(key)}"), self._journal.stream(spec.mesh_info.ranks).append
+        if self._is_first_in_library(number, what, frame.f_back):
+            return None, append, None, number + 1
+        return None, append, {}, (number, what)
+
+    def _is_first_in_library(self, number: int, what: str, caller: FrameType | None) -> bool:
+        """Whether a library made the first of these calls. Kept apart from the cache, which ranks may clear alone."""
+        found = self._in_library.get(number)
+        if found is None:
+            if len(self._in_library) >= _MOST_CALLS:
+                self._in_library.clear()
+            event = number + 1 if caller is None else self._journal.place_of_call(number, what, calling_frame(caller))
+            found = self._in_library[number] = event == number + 1
+        return found
+
+    def _other_place(self, places: _Places, what: tuple[int, str], caller: FrameType) -> int:
+        """The event of a call from a position that is new, or whose offset another function used last."""
+        frame = calling_frame(caller)
+        code, at = frame.f_code, frame.f_lasti
+        found = places.get((at, id(code)))
+        if found is None:
+            if len(places) >= _MOST_PLACES:
+                places.clear()
+            found = places[at, id(code)] = code, self._journal.place_of_call(*what, frame)
+        if not passes_calls_on(frame):
+            places[at] = found
+        return found[1]
+
+    def local_tensor(self, spec: DTensorSpec) -> None:
+        """A local tensor becomes a distributed one: the ranks must mean the same global tensor."""
+        self._failing.check()
+        if is_compared(spec.mesh_info):
+            what = self._made.get(spec)
+            if what is None:
+                text = f"make {spec!r} from local tensors on {spec.mesh_info!r}"
+                what = self._made[spec] = digest(text), text
+            self._journal.stream(spec.mesh_info.ranks).append(self._journal.place(*what, _frame(1)))
+
+
+def is_compared(mesh_info: MeshInfo) -> bool:
+    """Whether other processes take part in what happens on a mesh."""
+    return not mesh_info.simulated and not mesh_info.outside and len(mesh_info.ranks) > 1
+
+
+def _is_free(func: OpOverload) -> bool:
+    """Whether one rank may call an op alone, for a log: views, and what reads a number; that may communicate."""
+    return computes_nothing(func) or not any("Tensor" in str(result.type) for result in func._schema.returns)
+
+
+def _first_spec(key: Any) -> DTensorSpec | None:
+    for part in key:
+        if isinstance(part, DTensorSpec):
+            return part
+        if isinstance(part, tuple) and (found := _first_spec(part)) is not None:
+            return found
+    return None
+
+
+def _text(part: object) -> str:
+    """A part of the key of a call, in words that are the same on all ranks."""
+    if isinstance(part, tuple):
+        if len(part) == 2 and part[0] is bool:
+            return repr(part[1])
+        return f"[{', '.join(map(_text, part))}]"
+    if isinstance(part, type):
+        return part.__name__
+    if isinstance(part, (DTensorSpec, int, str, float, complex, type(None), torch.Size)):
+        return repr(part)
+    if isinstance(part, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        return str(part)
+    return type(part).__name__
+
+
+def _strides(key: Any) -> str:
+    return " ".join(str(tuple(part.stride)) for part in key if isinstance(part, DTensorSpec))

@@ -1,0 +1,139 @@
+"""Events of ops and collectives: the same for the same calls, whatever tools one rank runs."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise import Replicate, Shard, distribute_tensor
+from shardwise.debug.watching.hooks import Hooks
+from shardwise.debug.watching.journal import Journal
+from shardwise.dispatch.observe import LOOKUPS
+from shardwise.sharding.runtime import clear_all_caches
+from tests.worlds import lone_rank
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.call(func, args, kwargs or {})
+
+    def call(self, func, args, kwargs):
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def hooked() -> Iterator[Journal]:
+    journal = Journal(0)
+    hooks = Hooks(journal)
+    hooks.install(lambda: None, lambda stream: None)
+    try:
+        yield journal
+    finally:
+        hooks.remove()
+
+
+def taken(journal: Journal) -> list[int]:
+    """The events since the last call."""
+    found = []
+    for stream in journal.streams.values():
+        before = stream.count
+        stream.roll()
+        found += stream.events_from(before)[1] if stream.count > before else []
+    return found
+
+
+def sharded(mesh):
+    return distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)], src_data_rank=None)
+
+
+def test_profilers_modes_and_empty_caches_do_not_change_events() -> None:
+    with lone_rank() as mesh:
+        x = sharded(mesh)
+        weight = torch.nn.ReLU()
+
+        def step() -> None:
+            y = x * 2
+            weight(y)
+            torch.ops.aten.neg.default(y)
+            y.redistribute(placements=[Replicate()])
+
+        with hooked() as journal:
+            step()
+            expected = taken(journal)
+            assert len(expected) == 4
+            for _ in range(3):
+                step()
+                assert taken(journal) == expected
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+                step()
+            assert taken(journal) == expected
+            with Passing():
+                step()
+            assert taken(journal) == expected
+            clear_all_caches()
+            step()
+            assert taken(journal) == expected
+        with hooked() as journal, Passing():  # the same from the beginning on
+            step()
+            assert taken(journal) == expected
+        step()
+        assert LOOKUPS.present == ()
+
+
+def test_calls_from_two_places_are_two_events_and_each_has_its_line() -> None:
+    with lone_rank() as mesh, hooked() as journal:
+        x = sharded(mesh)
+        taken(journal)
+        one = lambda: x * 2  # noqa: E731
+        other = lambda: x * 2  # noqa: E731
+        one(), other(), one(), other()
+        first, second, *again = taken(journal)
+        assert first != second
+        assert again == [first, second]
+        assert "one = lambda" in journal.said(first).line
+        assert "other = lambda" in journal.said(second).line
+
+
+def test_ops_that_a_library_calls_first_are_compared_without_a_place() -> None:
+    with lone_rank() as mesh, hooked() as journal:
+        x = sharded(mesh)
+        taken(journal)
+        torch.nn.ReLU()(x)
+        x.relu()
+        torch.relu(x)
+        assert len(set(taken(journal))) == 1
+
+
+def test_collectives_from_two_lines_are_two_events() -> None:
+    with lone_rank() as mesh, hooked() as journal:
+        x = sharded(mesh)
+        taken(journal)
+        for _ in range(2):
+            x.full_tensor()
+            x.full_tensor()
+        first, second, *again = taken(journal)
+        assert first != second
+        assert again == [first, second]
+        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(tensor=torch.ones(3), group=dist.group.WORLD)
+        dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX, dist.group.WORLD)
+        words = [journal.said(event).what for event in taken(journal)]
+        assert [text.partition(" among")[0] for text in words] == [
+            "dist.all_reduce of float32[3]",
+            "dist.all_reduce of float32[3]",
+            "dist.all_reduce of float32[4]",
+        ]
+
+
+def test_a_rank_outside_a_group_does_nothing_there() -> None:
+    with lone_rank(), hooked() as journal:
+        group = dist.new_group([1, 2])
+        assert len(taken(journal)) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch warns, too
+            dist.all_reduce(torch.ones(3), group=group)
+            dist.barrier(group)
+        assert taken(journal) == []
