@@ -113,7 +113,9 @@ for _n in (1, 2, 3):
     _pads = [f"aten::{kind}_pad{_n}d" for kind in ("reflection", "replication")]
     define(_pads, f"b.. {_dims} -> b.. {_dims} ; linear 0", strides="channels last")
     _rule = f"b.. {_dims}, b.. {_dims} -> b.. {_dims} ; linear 0"
-    define([f"{name}_backward" for name in _pads], _rule, derivative_makes_tensors=True, strides="channels last")
+    define(
+        [f"{name}_backward" for name in _pads], _rule, derivative_makes_tensors=True, strides="channels last of input"
+    )
 
 # ---- triangles ------------------------------------------------------------------------------------------------------
 
