@@ -222,6 +222,24 @@ FOUND = {
         "x1, x2 = torch.var_mean(x0, 1)",
         "x3, x4 = torch.std_mean(x0, 1, correction=0)",
     ),
+    "batch norm of a dim of one index": (
+        "x0 = leaf((1, 1, 2, 2), torch.float32, [Replicate()], seed=559)",
+        "x5 = x0.permute([0, 3, 2, 1])",
+        "x6 = F.batch_norm(x5, None, None, training=True)",
+    ),
+    "one number that requires a gradient is filled into integers": (
+        "x0 = leaf((1, 1), torch.int64, [Replicate()], seed=664)",
+        "x1 = leaf((1,), torch.float32, [Replicate()], seed=988, grad=True)",
+        "x0[:, 0] = x1[..., 0]",
+        "x2 = leaf((2, 1), torch.bool, [Shard(0)], seed=488)",
+        "x2.ravel()[...] = x1.sum()",
+        "x3 = leaf((2, 2), torch.int32, [Shard(1)], seed=489)",
+        "x3[1:].masked_fill_(x3[1:] > 0, x1.sum())",
+        "x4 = leaf((2, 2), torch.int32, [Shard(1)], seed=490)",
+        "x4[1:].index_fill_(1, leaf((1,), torch.int64, [Replicate()], seed=3).abs() % 2, x1.sum())",
+        "x5 = leaf((2, 2), torch.int64, [Shard(0)], seed=491)",
+        "x5.T.bernoulli_((x1 > 0).to(torch.float32) * x1 / x1)",
+    ),
 }
 
 
