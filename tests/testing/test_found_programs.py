@@ -240,6 +240,32 @@ FOUND = {
         "x5 = leaf((2, 2), torch.int64, [Shard(0)], seed=491)",
         "x5.T.bernoulli_((x1 > 0).to(torch.float32) * x1 / x1)",
     ),
+    "scores of more rows than targets, with sharded classes": (
+        "x0 = leaf((6, 6), torch.float32, [Shard(1)], seed=798, grad=True)",
+        "x1 = leaf((1,), torch.int64, [Replicate()], seed=554)",
+        "x2 = F.cross_entropy(x0, x1.abs())",
+    ),
+    "results that are not converted to the dtype of out=": (
+        "x0 = leaf((1, 2), torch.float64, [Shard(1)], seed=466)",
+        "x1 = x0.to(torch.float32, copy=True)",
+        "torch.clamp(x1, min=0, out=x0)",
+        "torch.mm(x1, x1.T, out=x0.new_empty(0))",
+        "torch.softmax(x1, 0, out=x0)",
+        "torch.add(x1, x1, out=x0)",
+        "x2 = leaf((2,), torch.int64, [Shard(0)], seed=3)",
+        "torch.cat([x1, x1], out=x2)",
+        "torch.isin(x1, x1, out=x1)",
+    ),
+    "remainders of integers that out= has no room for": (
+        "x0 = leaf((2, 2), torch.int64, [Shard(1)], seed=3)",
+        "x1 = x0.new_empty(0)",
+        "torch.fmod(x0, x0.abs() + 1, out=x1)",
+        "x2 = x0.new_empty(0)",
+        "torch.remainder(x0, x0.abs() + 1, out=x2)",
+        "x3 = leaf((2, 2), torch.complex64, [Shard(1)], seed=3)",
+        "torch.maximum(x3, x3, out=x3.new_empty(0))",
+        "x4 = torch.linalg.vector_norm(x3, out=x3.real.new_empty(0))",
+    ),
 }
 
 
