@@ -245,6 +245,20 @@ FOUND = {
         "x1 = leaf((1,), torch.int64, [Replicate()], seed=554)",
         "x2 = F.cross_entropy(x0, x1.abs())",
     ),
+    "a roll of images with channels last": (
+        "x1 = leaf((2, 4, 2), torch.int64, [Shard(0)], seed=836)",
+        "x6 = x1.mT.unflatten(2, (2, -1))",
+        "x7 = x6.roll(-1, -1)",
+        "x8 = x6.roll((1, 1), (0, 2))",
+        "x9 = x6.roll(1)",
+        "x10 = x6.transpose(0, 3).roll(1, 1)",
+    ),
+    "the second derivative of attention": (
+        "x1 = leaf((1, 1, 1, 1), torch.float32, [Shard(2)], seed=871, grad=True)",
+        "x6 = F.scaled_dot_product_attention(x1, x1, x1, is_causal=True)",
+        "x8 = torch.autograd.grad((x6 ** 2).mean(), x1, create_graph=True)[0]",
+        "(x8.cos().sum()).backward()",
+    ),
     "arguments that do not fit": (
         "x0 = leaf((6, 4), torch.float32, [Shard(1)], seed=798, grad=True)",
         "x1 = leaf((1,), torch.float32, [Replicate()], seed=554)",

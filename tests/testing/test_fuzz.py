@@ -214,6 +214,15 @@ UNDEFINED = {
         "x2.sqrt_()",
         "x4 = F.scaled_dot_product_attention(x2, x2, x2, is_causal=False)",
     ),
+    "a probability of one, or a little more": (
+        "x0 = leaf((1, 5), torch.float32, [Shard(1)], seed=712)",
+        "x2 = leaf((1, 1), torch.float32, [Replicate()], seed=426)",
+        "x4 = torch.sub(x0, x0, alpha=3)",
+        "x4.narrow(1, 0, 1).sub_(0.5)",
+        "x6 = torch.full_like(x4, 3)",
+        "x9 = F.normalize(x6, dim=-1)",
+        "x13 = torch.bernoulli(torch.chain_matmul(x9, x9.mT))",
+    ),
     "the sign of NaN": (
         'x0 = leaf((), torch.float32, [Partial("min")], seed=736, special=True)',
         "x1 = torch.signbit(x0)",

@@ -31,6 +31,8 @@ def with_real_strides(op: ResolvedOp, args: Sequence[Any], kwargs: Mapping[str, 
         return _as_run(op, args, kwargs, outputs)
     if how == "indexed":
         return _laid_out(outputs, _indexed(outputs, *args))
+    if how == "rolled":
+        return _laid_out(outputs, _rolled(*args))
     operands = [value for value in (*args, *kwargs.values()) if isinstance(value, TensorMeta)]
     broadcast = how.startswith("elementwise") and len({meta.shape for meta in operands}) > 1
     if not broadcast and all(meta.stride == contiguous_stride(meta.shape) for meta in operands):
@@ -93,6 +95,18 @@ def _indexed(result: Tensor, table: Any, indices: Sequence[Any]) -> Sequence[int
         others = [torch.empty_strided(shape, stride, device="meta") for stride in expanded]
         placed = [index.reshape([*before, *shape, *after]) for index in others]
         return _iterated([torch.empty_strided(result.shape, steps, device="meta"), *placed], result)
+
+
+def _rolled(table: TensorMeta, shifts: Sequence[int], dims: Sequence[int] = ()) -> Sequence[int]:
+    """As slices that are joined, dim by dim; without dims those of a flat copy."""
+    if not dims or not table.shape.numel() or table.stride == contiguous_stride(table.shape):
+        return contiguous_stride(table.shape)
+    with shape_inference(table.shape, table.stride), torch.no_grad():
+        made = torch.empty_strided(table.shape, table.stride, device="meta")
+        for shift, dim in zip(shifts, dims, strict=True):
+            start = -shift % made.shape[dim]
+            made = torch.cat([made.narrow(dim, start, made.shape[dim] - start), made.narrow(dim, 0, start)], dim)
+        return made.stride()
 
 
 def _row_major(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:

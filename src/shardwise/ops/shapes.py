@@ -72,7 +72,7 @@ def rot90(call: Call) -> str:
     return join(f"{text} -> {text}", MOVES)
 
 
-define("aten::roll", along_dims, kernels={"k": Kernel(roll)})
+define("aten::roll", along_dims, kernels={"k": Kernel(roll)}, strides="rolled")
 define("aten::flip", along_dims, kernels={"k": Kernel(flip)})
 define("aten::rot90", rot90)
 

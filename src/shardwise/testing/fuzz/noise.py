@@ -73,6 +73,8 @@ class Noise(TorchDispatchMode):
         overflows = _overflows(func, name, args, kwargs)
         if name == "_efficientzerotensor":  # as distributed tensors have it: zeros in memory, which a sum looks like
             func = torch.ops.aten.zeros.default
+        if name == "bernoulli" and self.seed == 0 and _is_almost_one(args[0]):
+            raise RuntimeError("a probability may be above 1, but for rounding")
         result = self._shuffled_topk(func, *args, **kwargs) if name == "topk" else func(*args, **kwargs)
         if other is not None:
             for x, y in zip(pytree.tree_leaves(result), pytree.tree_leaves(other), strict=True):
@@ -127,6 +129,11 @@ class Noise(TorchDispatchMode):
 def _is_writable(x: Tensor) -> bool:
     """Return whether each element has memory of its own."""
     return all(stride or size == 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _is_almost_one(x: Tensor) -> bool:
+    """Return whether some number is 1, up to rounding: with another rounding it may be above."""
+    return x.is_floating_point() and bool(((x - 1).abs() < 2 * UNITS * torch.finfo(x.dtype).eps).any())
 
 
 def _infinite_is_nan(x: Tensor) -> Tensor:
