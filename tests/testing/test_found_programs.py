@@ -319,5 +319,11 @@ def test_ranks_agree_on_what_to_communicate() -> None:
             "x1 = x0.std(-1)",
             "x2 = x0[..., None] @ x0[None]",
         ),
+        (
+            "x0 = leaf((2, 2), torch.int64, [Shard(0), Shard(0)], seed=664)",
+            "x1 = leaf((1,), torch.float32, [Replicate(), Replicate()], seed=988, grad=True)",
+            "x0[:, 0] = x1[..., 0]",
+            "x0[0].masked_fill_(x0[0] > 0, x1.sum())",
+        ),
     )
     compare_rank([Program(1, (1, 4), lines) for lines in programs])
