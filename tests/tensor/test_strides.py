@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -121,6 +122,37 @@ def test_strides_of_images(name: str, placement: Placement) -> None:
             found = IMAGES[name](whole if whole.shape[1] == 3 else whole.transpose(0, 1))
             assert strides(found) == strides(wanted)
             torch.testing.assert_close(assemble(found), wanted, rtol=1e-4, atol=1e-4)
+
+
+SMALL: dict[str, Callable[[Tensor], Tensor]] = {
+    "batch norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "given statistics": lambda x: F.batch_norm(x, weight(x, x.shape[1:2]), weight(x, x.shape[1:2]).square() + 1),
+    "reflection pad": lambda x: F.pad(x, (0, 0, 0, 0), mode="reflect"),
+    "replication pad": lambda x: F.pad(x, (1, 0, 0, 1), mode="replicate"),
+    "columns": lambda x: F.unfold(x, 1),
+    "conv2d": lambda x: F.conv2d(x, weight(x, (2, x.shape[1], 1, 1))),
+    "conv1d": lambda x: F.conv1d(x[0], weight(x, (2, x.shape[2], 1))),
+    "max_pool2d": lambda x: F.max_pool2d(x, 1),
+    "interpolate": lambda x: F.interpolate(x, scale_factor=2),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("shape", [(1, 2, 2, 1), (2, 1, 2, 2)], ids=str)
+def test_strides_of_images_with_dims_of_one_index(name: str, shape: Sequence[int]) -> None:
+    """The stride of one index means nothing, but PyTorch looks at it in some places, and not in others."""
+    value = torch.linspace(-3, 3, torch.Size(shape).numel()).reshape(shape)
+
+    def results(x: Tensor) -> tuple[Tensor, Tensor]:
+        result = SMALL[name](x)
+        return result, torch.autograd.grad(result.sum(), x)[0]
+
+    with mesh_of(2) as mesh:
+        whole = distribute_tensor(value, mesh, [Replicate()])
+        for order in permutations(range(4)):
+            wanted = results(value.permute(order).requires_grad_())
+            found = results(whole.permute(order).requires_grad_())
+            assert list(map(strides, found)) == list(map(strides, wanted))
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Shard(2), Replicate()], ids=str)

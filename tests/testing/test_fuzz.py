@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,13 +12,22 @@ from shardwise.testing.fuzz import Program, batch, generate, replay
 from shardwise.testing.fuzz.__main__ import main, text_of
 from shardwise.testing.fuzz.batch import Report, batches, run_all, run_batch
 from shardwise.testing.fuzz.compare import Failure, close
-from shardwise.testing.fuzz.draw import GLOO_MESHES
+from shardwise.testing.fuzz.draw import GLOO_MESHES, Draw, NoChoice
 from shardwise.testing.fuzz.processes import Found, Held, compare_rank, different
 from shardwise.testing.fuzz.program import reads, renamed, target, without
 from shardwise.testing.fuzz.shrink import shrink
+from shardwise.testing.fuzz.statements import writes
 from shardwise.testing.fuzz.trial import alone
 from tests.processes.pool import on_processes
 
+WRITES = (
+    writes.in_place,
+    writes.in_place_of_two,
+    writes.without_gradient,
+    writes.assigned,
+    writes.scattered,
+    writes.into_out,
+)
 BATCHES = batches(range(200, 500))
 
 
@@ -78,6 +88,18 @@ def test_errors_are_compared() -> None:
     failure = alone(wrong)
     assert failure is not None
     assert failure.kind == "error"
+
+
+@pytest.mark.parametrize("statement", WRITES, ids=[statement.__name__ for statement in WRITES])
+def test_nothing_is_written_through_windows_that_overlap(statement: Callable[[Draw], str]) -> None:
+    """In which order a write in place visits elements that share memory is not defined."""
+    for seed in range(50):
+        draw = Draw(seed)
+        for name, dtype in (("x0", torch.float32), ("x1", torch.float32), ("x2", torch.int64)):
+            memory = torch.zeros(4, 3, dtype=dtype, requires_grad=name == "x0")
+            draw.variables[name] = memory.unfold(0, 2, 1)[:, :2]
+        with pytest.raises(NoChoice):
+            statement(draw)
 
 
 def test_rounding_is_no_difference() -> None:
@@ -174,6 +196,32 @@ UNDEFINED = {
         'x2 = move(x1, [Partial("sum")])',
         "x3 = torch.atan2(x2, x2)",
         "x0.atan2_(x0)",
+    ),
+    "the mean of infinity and a number, in one pass with the variance": (
+        "x1 = leaf((2, 2), torch.float32, [Shard(1)], seed=35, special=True)",
+        "x4 = torch.var_mean(x1, 1)[1]",
+        "x5 = torch.std_mean(x1.flip(1), 1)[1]",
+    ),
+    "a bilinear form that overflows in one order": (
+        "x1 = leaf((8, 8), torch.float16, [Replicate()], seed=601)",
+        "x3 = leaf((8, 6), torch.float16, [Shard(1)], seed=646)",
+        "x4 = x1 @ x3",
+        "x6 = torch.diff(x4, dim=-2)",
+        "x12 = F.bilinear(x4, x4, x6[None].mT @ x6)",
+    ),
+    "attention of NaN": (
+        "x2 = leaf((1, 1, 2, 3), torch.float32, [Shard(2)], seed=23)",
+        "x2.sqrt_()",
+        "x4 = F.scaled_dot_product_attention(x2, x2, x2, is_causal=False)",
+    ),
+    "a probability of one, or a little more": (
+        "x0 = leaf((1, 5), torch.float32, [Shard(1)], seed=712)",
+        "x2 = leaf((1, 1), torch.float32, [Replicate()], seed=426)",
+        "x4 = torch.sub(x0, x0, alpha=3)",
+        "x4.narrow(1, 0, 1).sub_(0.5)",
+        "x6 = torch.full_like(x4, 3)",
+        "x9 = F.normalize(x6, dim=-1)",
+        "x13 = torch.bernoulli(torch.chain_matmul(x9, x9.mT))",
     ),
     "the sign of NaN": (
         'x0 = leaf((), torch.float32, [Partial("min")], seed=736, special=True)',

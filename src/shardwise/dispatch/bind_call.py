@@ -19,6 +19,7 @@ from torch import Tensor
 from .._torch.ops import OpOverload
 from .._torch.symbols import symbolic
 from ..notation import BindError, Bound, BoundTensor, Rule, bind, refine, without_order
+from ..notation.schema import has_functional_variant
 from ..ops.call import Call, is_list
 from ..ops.resolve import ResolvedOp
 from ..sharding.dtypes import sums_alike
@@ -28,7 +29,16 @@ from ..sharding.spec import TensorMeta
 from .arguments import Argument, Where
 from .local_call import tensors_in
 from .propagate import Operand, Result
-from .result_meta import NoRule, cache_form, cached_results, form_key, result_metas, with_dtypes, with_real_dtypes
+from .result_meta import (
+    NoRule,
+    cache_form,
+    cached_results,
+    form_key,
+    result_metas,
+    results_without_out,
+    with_dtypes,
+    with_real_dtypes,
+)
 from .result_strides import with_real_strides
 
 Place = tuple[Where, int | None]
@@ -172,14 +182,14 @@ class _Binding:
 
     def _refuse_other_out(self) -> None:
         """Raise `NoRule` if a result does not fit the `out=` tensor that it is written to, which is then resized."""
-        if self.resolved.variant != "out":
+        if self.resolved.variant != "out" or not has_functional_variant(self.func):
             return
         args, kwargs = self.metas
         named = {name: value for name, value in kwargs.items() if name not in self.written}
         try:
-            results = result_metas(self.func.overloadpacket, args, named)
-        except Exception:  # there is no such variant, or the op has an error of its own
-            return
+            results = results_without_out(self.func, args, named)
+        except Exception as error:
+            raise NoRule(f"{self.func} has an error of its own, out= or not") from error
         for where, result in zip(self.written, tensors_in(results), strict=False):
             target = self._at(where)
             if target.spec is None or (result.shape, result.dtype) != (target.meta.shape, target.meta.dtype):

@@ -17,33 +17,47 @@ from .._torch import pytree
 from .._torch.ops import OpOverload
 from ..comm.redistribute import redistribute_local
 from ..errors import InputError
-from ..notation.schema import overloads, packet_name, variant_of
+from ..notation.schema import has_functional_variant
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
-from ..sharding.memory_order import contiguous_stride
+from ..sharding.memory_order import contiguous_stride, meta_of
 from .arguments import Args, Kwargs
 from .formulas import as_replicated
 from .gather_cache import after_write
+from .result_meta import error_of_out
 
 
 def run_into_out(op: ResolvedOp, args: Args, kwargs: Kwargs) -> object:
     """Run the op without `out=` and store its results; NotImplemented if it has no such variant."""
     names = [op.names[position] for position in op.writes]
-    functional = any(variant_of(other) == "functional" for other in overloads(packet_name(op.func)))
-    if not functional or not all(name in kwargs for name in names):
+    if not has_functional_variant(op.func) or not all(name in kwargs for name in names):
         return NotImplemented
     outs: list[Tensor] = [kwargs[name] for name in names]
     given = {name: value for name, value in kwargs.items() if name not in names}
     if not any(isinstance(value, Tensor) for value in pytree.tree_leaves((args, given))):
         return _fill(op, args, given, outs[0])
-    if "dtype" in op.names and given.get("dtype") is None:
-        given["dtype"] = outs[0].dtype  # a sum is computed in the dtype that it is written in
+    if "dtype" in op.names and given.get("dtype") is None and not op.name.endswith("norm"):
+        given["dtype"] = outs[0].dtype  # a sum is computed in the dtype that it is written in, a norm is not
+    refuse_other_dtypes(op.func, args, kwargs, given)
     found = pytree.tree_leaves(op.func.overloadpacket(*args, **given))
     if len(found) != len(outs):
         return NotImplemented
     for out, result in zip(outs, found, strict=True):
         store(op.func, result, out)
     return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+def refuse_other_dtypes(func: OpOverload, args: Args, kwargs: Kwargs, without_out: Kwargs) -> None:
+    """Raise the error of one device if the op does not write into tensors of the dtypes given as `out=`.
+
+    Most ops convert their results, some do not: `torch.clamp(x, min=0, out=double)` of a float `x`.
+    """
+    if any(isinstance(value, Tensor) and value.device.type != "cpu" for value in kwargs.values()):
+        return  # other devices have other errors
+    metas, named, others = pytree.tree_map_only(Tensor, meta_of, (list(args), kwargs, without_out))
+    error = error_of_out(func, metas, named, others)
+    if error is not None:
+        raise error
 
 
 def _fill(op: ResolvedOp, args: Args, kwargs: Kwargs, out: Any) -> object:

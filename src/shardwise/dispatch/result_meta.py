@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._torch import pytree
 from .._torch.modes import without_modes
-from .._torch.ops import OpOverload
+from .._torch.ops import OpOverload, OpOverloadPacket
 from .._torch.symbols import has_symbols, hinted, shape_inference, specialized
 from ..notation import Bound, BoundTensor
 from ..notation.patterns import Pattern
@@ -24,6 +24,16 @@ from ..sharding.memory_order import TensorMeta, contiguous_meta, contiguous_stri
 
 class NoRule(Exception):
     """The op has no rule that fits this call; it is decomposed, or runs on gathered inputs."""
+
+
+def results_without_out(func: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> Any:
+    """The results of a call without its `out=` tensors, as tensors without data, or the op's own error."""
+    packet = func.overloadpacket
+    found = results_of_zeros(packet, *specialized((list(args), kwargs)))
+    if found is not None:
+        return found
+    with shape_inference(args, list(kwargs.values())), torch.no_grad():
+        return packet(*map(_on_meta, args), **{n: _on_meta(v, n) for n, v in kwargs.items()})
 
 
 def result_metas(func: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> Any:
@@ -62,7 +72,7 @@ _REAL_RESULTS = 1 << 24  # elements up to which an op without a meta kernel is r
 
 
 def results_of_zeros(
-    func: OpOverload, args: Sequence[object], kwargs: dict[str, object], most: int = _REAL_RESULTS
+    func: OpOverload | OpOverloadPacket, args: Sequence[object], kwargs: dict[str, object], most: int = _REAL_RESULTS
 ) -> object:
     """The results of an op on zeros, as tensors without data; None where they are more than `most`, or it raises.
 
@@ -141,6 +151,20 @@ def _own_error(func: OpOverload, args: Sequence[object], kwargs: dict[str, objec
     except Exception as error:
         return error
     return None
+
+
+def error_of_out(
+    func: OpOverload, args: Sequence[object], kwargs: dict[str, Any], without_out: dict[str, Any]
+) -> Exception | None:
+    """The error that an op has for the dtypes of its `out=` tensors, if it has none for `without_out`, without them.
+
+    The op is called with small zeros. Tensors are given as `TensorMeta`s.
+    """
+    small, named, others = pytree.tree_map(_shrunk, (list(args), kwargs, without_out), is_leaf=_is_meta)
+    if results_of_zeros(func.overloadpacket, small, others) is None:
+        return None
+    outs = {name: contiguous_meta((0,), named[name].dtype) for name in named.keys() - others.keys()}
+    return _own_error(func, small, named | outs)
 
 
 def refuse_what_fails(

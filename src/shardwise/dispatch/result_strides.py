@@ -31,6 +31,8 @@ def with_real_strides(op: ResolvedOp, args: Sequence[Any], kwargs: Mapping[str, 
         return _as_run(op, args, kwargs, outputs)
     if how == "indexed":
         return _laid_out(outputs, _indexed(outputs, *args))
+    if how == "rolled":
+        return _laid_out(outputs, _rolled(*args))
     operands = [value for value in (*args, *kwargs.values()) if isinstance(value, TensorMeta)]
     broadcast = how.startswith("elementwise") and len({meta.shape for meta in operands}) > 1
     if not broadcast and all(meta.stride == contiguous_stride(meta.shape) for meta in operands):
@@ -95,6 +97,18 @@ def _indexed(result: Tensor, table: Any, indices: Sequence[Any]) -> Sequence[int
         return _iterated([torch.empty_strided(result.shape, steps, device="meta"), *placed], result)
 
 
+def _rolled(table: TensorMeta, shifts: Sequence[int], dims: Sequence[int] = ()) -> Sequence[int]:
+    """As slices that are joined, dim by dim; without dims those of a flat copy."""
+    if not dims or not table.shape.numel() or table.stride == contiguous_stride(table.shape):
+        return contiguous_stride(table.shape)
+    with shape_inference(table.shape, table.stride), torch.no_grad():
+        made = torch.empty_strided(table.shape, table.stride, device="meta")
+        for shift, dim in zip(shifts, dims, strict=True):
+            start = -shift % made.shape[dim]
+            made = torch.cat([made.narrow(dim, start, made.shape[dim] - start), made.narrow(dim, 0, start)], dim)
+        return made.stride()
+
+
 def _row_major(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
     return contiguous_stride(result.shape)
 
@@ -106,22 +120,49 @@ def _row_major_if_complex(operands: list[TensorMeta], result: Tensor) -> Sequenc
 def _channels_last(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
     """Channels last if the first operand of as many dims is so, else row-major."""
     given = next((meta for meta in operands if len(meta.shape) == result.dim()), None)
-    if given is None or not _has_channels_last(given.shape, given.stride):
+    return _laid_out_as(result, given is not None and _has_channels_last(given.shape, given.stride))
+
+
+def _channels_last_of_input(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
+    """As a gradient is laid out by its input, the second operand, whatever the incoming gradient is like."""
+    return _channels_last(operands[1:], result)
+
+
+def _batch_norm(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
+    """Channels last if the input is packed so, or is so and is not packed at all."""
+    given = operands[0]
+    if len(given.shape) != result.dim() or _is_packed(given, _row_major_dims(given)):
         return contiguous_stride(result.shape)
-    return _put_channels_last(result.shape)
+    return _laid_out_as(result, _is_packed_channels_last(given) or _has_channels_last(given.shape, given.stride))
+
+
+def _batch_norm_backward(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
+    """As the result of a batch norm if incoming gradient and input are both packed and alike, else by the input."""
+    gradient, given, *_ = operands
+    alike = _has_channels_last(gradient.shape, gradient.stride) == _has_channels_last(given.shape, given.stride)
+    packed = all(
+        _is_packed(meta, _row_major_dims(meta)) or _is_packed_channels_last(meta) for meta in (gradient, given)
+    )
+    return _batch_norm([given], result) if alike and packed else _channels_last([given], result)
 
 
 def _convolution(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
     """Channels last if the input or the weight is so.
 
-    With one spatial dim, PyTorch adds another of size 1 to a row-major copy of the input, and to the weight.
+    With one spatial dim, PyTorch adds another of size 1 to the input, which it copies if it is not packed, and to the
+    weight.
     """
+    given = operands[:2]
     if result.dim() == 3:
-        (rows, channels, length), (row, channel, step), _ = operands[1]
-        wanted = _has_channels_last((rows, channels, 1, length), (row, channel, length * step, step))
-    else:
-        wanted = any(_has_channels_last(meta.shape, meta.stride) for meta in operands[:2])
-    return _put_channels_last(result.shape) if wanted else contiguous_stride(result.shape)
+        if not _is_packed(given[0], _row_major_dims(given[0])):
+            given = given[1:]  # the copy is row-major
+        given = [_with_unit_dim(meta) for meta in given]
+    return _laid_out_as(result, any(_has_channels_last(meta.shape, meta.stride) for meta in given))
+
+
+def _with_unit_dim(meta: TensorMeta) -> TensorMeta:
+    (rows, channels, length), (row, channel, step), dtype = meta
+    return TensorMeta(torch.Size((rows, channels, 1, length)), (row, channel, length * step, step), dtype)
 
 
 def _has_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -136,6 +177,30 @@ def _has_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
+def _is_packed_channels_last(meta: TensorMeta) -> bool:
+    count = len(meta.shape)
+    return count in (4, 5) and _is_packed(meta, (1, *range(count - 1, 1, -1), 0))
+
+
+def _is_packed(meta: TensorMeta, dims: Sequence[int]) -> bool:
+    """Whether elements follow each other without gaps, these dims innermost first; one index may have any stride."""
+    step = 1
+    for dim in dims:
+        if meta.shape[dim] not in (1, 0):
+            if meta.stride[dim] != step:
+                return False
+            step *= meta.shape[dim]
+    return True
+
+
+def _row_major_dims(meta: TensorMeta) -> Sequence[int]:
+    return range(len(meta.shape) - 1, -1, -1)
+
+
+def _laid_out_as(result: Tensor, channels_last: bool) -> Sequence[int]:
+    return _put_channels_last(result.shape) if channels_last else contiguous_stride(result.shape)
+
+
 def _put_channels_last(shape: Sequence[int]) -> Sequence[int]:
     rows, channels, *spatial = shape
     packed = contiguous_stride((rows, *spatial, channels))
@@ -148,6 +213,9 @@ _LAYOUTS: dict[str, Callable[[list[TensorMeta], Tensor], Sequence[int]]] = {
     "row-major": _row_major,
     "row-major if complex": _row_major_if_complex,
     "channels last": _channels_last,
+    "channels last of input": _channels_last_of_input,
+    "batch norm": _batch_norm,
+    "batch norm backward": _batch_norm_backward,
     "convolution": _convolution,
 }
 

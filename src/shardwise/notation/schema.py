@@ -101,6 +101,11 @@ def overloads(name: str) -> Iterator[OpOverload]:
         yield from (getattr(packet, overload) for overload in packet.overloads())
 
 
+def has_functional_variant(func: OpOverload) -> bool:
+    """Return whether an op with `out=` can be called without: `add.out` as `add`."""
+    return any(variant_of(other) == "functional" for other in overloads(packet_name(func)))
+
+
 def _split(name: str) -> tuple[str, str]:
     namespace, _, base = name.rpartition("::")
     return namespace, base

@@ -63,6 +63,26 @@ def call(op: OpOverload, *args: Any) -> Any:
     return type(args[0]).__torch_dispatch__(op, (), args)
 
 
+def is_integer_view(target: Tensor) -> bool:
+    """Whether a target has no gradient, and is a view, which autograd would make again for the gradient's sake."""
+    return target._base is not None and not (target.dtype.is_floating_point or target.dtype.is_complex)
+
+
+def filling_integers_without_gradient(func: OpOverload) -> Callable[..., object]:
+    """The override of an op that converts values and writes them in place, as `fill_` does.
+
+    If values have a gradient, PyTorch gives one to integers, too. After that it cannot make a view of them again.
+    """
+
+    def kernel(keys: Keys, target: Tensor, *args: object, **kwargs: object) -> object:
+        if isinstance(target, DTensorBase) and is_integer_view(target):
+            with torch.no_grad():
+                return call_with_autograd(func, keys, target, *args, **kwargs)
+        return call_with_autograd(func, keys, target, *args, **kwargs)
+
+    return kernel
+
+
 def where_distributed(func: OpOverload, run: Callable[..., object]) -> Callable[..., object]:
     """The kernel that calls `run(keys, *args, **kwargs)` if all tensors are distributed.
 

@@ -89,7 +89,7 @@ define(
     ("aten::_native_batch_norm_legit.no_stats", "aten::_native_batch_norm_legit_functional"),
     _training_rule,
     kernels={"k": Kernel(batch_norm, traffic=TRAFFIC, joint=True)},
-    strides="channels last",
+    strides="batch norm",
     local=Local(_local_batch_norm),
 )
 
@@ -109,7 +109,7 @@ define(
     "aten::_native_batch_norm_legit_no_training",
     "n c s.., c, c, c, c -> n c s.., _, _",
     local=Local(_with_given_statistics),
-    strides="channels last",
+    strides="batch norm",
 )
 
 
@@ -169,6 +169,7 @@ define(
     _backward_rule,
     kernels={"k": Kernel(batch_norm_backward, traffic=TRAFFIC, joint=True)},
     local=Local(_local_backward),
+    strides="batch norm backward",
 )
 
 

@@ -162,9 +162,9 @@ class _OnceDifferentiable(QuickFunction):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        raise InputError(
-            "the second derivative of attention over a sequence that is sharded by position",
-            "gather the sequence before: k.redistribute(...)",
+        raise NotImplementedError(  # a RuntimeError, as on one device
+            "the second derivative of attention over a sequence that is sharded by position: "
+            "gather the sequence before: k.redistribute(...)"
         )
 
 

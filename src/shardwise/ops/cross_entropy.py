@@ -116,6 +116,13 @@ class _CrossEntropy(QuickFunction):
         return result, None, None, None, None
 
 
+def _is_valid(scores: Tensor, target: Tensor, weight: Tensor | None) -> bool:
+    """Whether the arguments fit each other; PyTorch has its own errors for those that do not."""
+    if target.dtype != torch.int64 or target.shape != scores.shape[:-1]:
+        return False
+    return weight is None or (weight.shape == scores.shape[-1:] and weight.dtype == scores.dtype)
+
+
 def _shards_classes(scores: DTensorBase) -> bool:
     dims = scores._spec.layout.dims
     return 1 <= len(dims) <= 2 and bool(dim_axes(dims[-1]))
@@ -136,9 +143,9 @@ def _override(func: OpOverload) -> Callable[..., object]:
             is_ours(tensors)
             and needs_grad((scores,))
             and not (needs_grad(tensors[2:]) or label_smoothing)
-            and not target.is_floating_point()
             and isinstance(scores, DTensorBase)
             and _shards_classes(scores)
+            and _is_valid(scores, target, weight)
         ):
             return _CrossEntropy.apply(scores, target, weight, reduction, ignore_index)[0]
         return call_original(func, keys, scores, target, weight, reduction, ignore_index, label_smoothing)

@@ -18,6 +18,7 @@ import torch
 from .._torch.ops import OpOverload
 from ..notation.build import pointwise, replicated_dims
 from ..notation.schema import FOREACH, KINDS, operands_of, overload_key, overloads, packet_name
+from .above_autograd import filling_integers_without_gradient
 from .call import Call, has_finite_numbers, numbers_of
 from .op import Facts, Op
 from .registry import definitions_in, registry
@@ -40,6 +41,8 @@ _define(2, "monotone 0 | 1 | 0+1 ; reduce max", ["maximum", "clamp_min"], stride
 _define(2, "monotone 0 | 1 | 0+1 ; reduce min", ["minimum", "clamp_max"], strides="elementwise")
 _define(3, "linear 1+2 ; monotone 1+2", ["where"])
 _define(3, "linear 0+2 ; monotone 0 | 0+2", ["masked_fill"])
+_define(3, "linear 0+2 ; monotone 0 | 0+2", ["masked_fill_.Tensor"], override=filling_integers_without_gradient)
+define("aten::fill_.Tensor", pointwise(2), override=filling_integers_without_gradient)
 define("aten::angle", pointwise(1), strides="row-major if complex")
 define(("aten::sgn", "aten::mvlgamma"), pointwise(1), derivative_makes_tensors=True)
 define(("aten::copysign", "aten::nextafter"), pointwise(2), derivative_makes_tensors=True, strides="elementwise")

@@ -99,7 +99,7 @@ def _override(func: OpOverload) -> Callable[..., object]:
     def kernel(
         keys: Keys, weight: Tensor, indices: Tensor, padding_idx: int = -1, scale: bool = False, sparse: bool = False
     ) -> object:
-        known = type(indices) is Tensor or isinstance(indices, DTensorBase)
+        known = weight.dim() == 2 and (type(indices) is Tensor or isinstance(indices, DTensorBase))
         if not isinstance(weight, DTensorBase) or not known or sparse or anything_transforms() or is_watched():
             return call_with_autograd(func, keys, weight, indices, padding_idx, scale, sparse)
         if needs_grad((weight,)):

@@ -15,6 +15,7 @@ from torch import Tensor
 from .._torch.fake_tensors import has_readable_values
 from ..notation.build import dims_text, join
 from ..sharding.recording import recorded
+from .above_autograd import filling_integers_without_gradient
 from .call import Call
 from .kernel import Cut, Kernel, KernelRun, LocalCall, no_summand, without_communication
 from .registry import definitions_in
@@ -183,6 +184,12 @@ define("aten::index_select", index_select_rule, kernels=free(index_select))
 define("aten::index_add", row_writes(True, "linear 0+2"), kernels=free(index_write))
 define("aten::index_copy", row_writes(False, "linear 0+2"), kernels=free(index_write))
 define(("aten::index_fill", "aten::index_reduce"), row_writes(False, ""), kernels=free(index_write), strides="as run")
+define(
+    "aten::index_fill_.int_Tensor",
+    row_writes(False, ""),
+    kernels=free(index_write),
+    override=filling_integers_without_gradient,
+)
 
 # ---- indices that are searched for ----------------------------------------------------------------------------------
 

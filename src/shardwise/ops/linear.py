@@ -94,7 +94,8 @@ def _by_products(op: OpOverload, *args: Tensor) -> Tensor:
 def _override(func: OpOverload) -> Callable[..., object]:
     def kernel(keys: Keys, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> object:
         tensors = (input, weight) if bias is None else (input, weight, bias)
-        if weight.dim() != 2 or not is_ours(tensors) or is_watched():
+        fits = weight.dim() == 2 and (bias is None or bias.dim() == 1)
+        if not fits or not is_ours(tensors) or is_watched():
             return call_original(func, keys, input, weight, bias)
         return _Linear.apply(input, weight, bias) if needs_grad(tensors) else call(func, *tensors)
 

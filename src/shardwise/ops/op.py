@@ -40,15 +40,20 @@ Strides = Literal[
     "elementwise",
     "elementwise reversed",
     "indexed",
+    "rolled",
     "row-major",
     "row-major if complex",
     "channels last",
+    "channels last of input",
+    "batch norm",
+    "batch norm backward",
     "convolution",
     "as run",
 ]
 """How an op lays out its results in memory: as ops do that iterate over their operands together, or over these from
-last to first; as indexing does, over the table and the indices; row-major, or so for complex operands; channels last if
-its operand is so; as convolutions, where the weight counts, too; or as running it on zeros shows."""
+last to first; as indexing does, over the table and the indices; as rolls do, which join slices; row-major, or so for
+complex operands; channels last if its operand is so, or, of a gradient, the input; as batch norms, which look at gaps;
+as convolutions, where the weight counts, too; or as running it on zeros shows."""
 
 
 class Local(NamedTuple):

@@ -120,6 +120,6 @@ def _windows_rule(inputs: str, outputs: str) -> Callable[[Call], str]:
     return lambda call: f"{inputs} -> {outputs} ; linear 0 ; k={math.prod(call.arg('kernel_size'))}"
 
 
-define("aten::im2col", _windows_rule("b.. c _ _", "b.. (c [k]) _"))
+define("aten::im2col", _windows_rule("b.. c _ _", "b.. (c [k]) _"), strides="row-major")
 define("aten::col2im", _windows_rule("b.. (c [k]) _", "b.. c _ _"))
-define("aten::native_channel_shuffle", "n [c] x.. -> n [c] x.. ; linear 0 ; monotone 0")
+define("aten::native_channel_shuffle", "n [c] x.. -> n [c] x.. ; linear 0 ; monotone 0", strides="channels last")

@@ -18,6 +18,7 @@ from ..random import is_exact
 from ..random.box import box_of
 from ..random.triton_fill import dropout as fused_dropout
 from ..sharding.recording import recorded
+from .above_autograd import filling_integers_without_gradient
 from .call import Args, Call
 from .kernel import LocalCall
 from .op import Facts
@@ -125,6 +126,7 @@ for _name, _numbers_of in {
     if _name == "normal":
         _facts |= {"derivative_makes_tensors": True, "strides": "row-major"}
     define((f"aten::{_name}", f"aten::{_name}_"), _rule, **_facts)
+define("aten::bernoulli_.Tensor", _rule, draw=_writing(_bernoulli), override=filling_integers_without_gradient)
 define("aten::normal_functional", _rule, draw=_writing(_normal))
 define("aten::randint_like", _rule, draw=_writing(_random))
 define("aten::rand_like", _rule, draw=_writing(_standard("uniform_", 0.0, 1.0)), reads_shape_only=True)

@@ -48,8 +48,9 @@ class _RMSNorm(QuickFunction):
 
 def _is_served(tensors: Sequence[Tensor], normalized_shape: Sequence[int]) -> bool:
     """Whether shapes fit, and sums are made in the dtype of the tensors. PyTorch has errors for the rest."""
-    input, count = tensors[0], len(normalized_shape)
-    fits = count > 0 and list(input.shape[-count:]) == list(normalized_shape)
+    (input, *weight), count = tensors, len(normalized_shape)
+    shapes = input.shape[-count:], *(tensor.shape for tensor in weight)
+    fits = count > 0 and all(list(shape) == list(normalized_shape) for shape in shapes)
     return fits and input.dtype in _DTYPES and all(tensor.dtype == input.dtype for tensor in tensors)
 
 

@@ -72,7 +72,7 @@ def rot90(call: Call) -> str:
     return join(f"{text} -> {text}", MOVES)
 
 
-define("aten::roll", along_dims, kernels={"k": Kernel(roll)})
+define("aten::roll", along_dims, kernels={"k": Kernel(roll)}, strides="rolled")
 define("aten::flip", along_dims, kernels={"k": Kernel(flip)})
 define("aten::rot90", rot90)
 
@@ -113,7 +113,9 @@ for _n in (1, 2, 3):
     _pads = [f"aten::{kind}_pad{_n}d" for kind in ("reflection", "replication")]
     define(_pads, f"b.. {_dims} -> b.. {_dims} ; linear 0", strides="channels last")
     _rule = f"b.. {_dims}, b.. {_dims} -> b.. {_dims} ; linear 0"
-    define([f"{name}_backward" for name in _pads], _rule, derivative_makes_tensors=True, strides="channels last")
+    define(
+        [f"{name}_backward" for name in _pads], _rule, derivative_makes_tensors=True, strides="channels last of input"
+    )
 
 # ---- triangles ------------------------------------------------------------------------------------------------------
 

@@ -288,6 +288,9 @@ def _split_at_values(func: OpOverload) -> Callable[..., object]:
     """The override of tensor_split: it reads its indices from memory, which a distributed tensor has none of."""
 
     def run(keys: Keys, tensor: Tensor, indices: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+        if indices.dtype != torch.int64 or indices.dim() > 1 or not tensor.dim():
+            like = torch.zeros([1] * indices.dim(), dtype=indices.dtype)
+            return torch.tensor_split(torch.empty([1] * tensor.dim()), like, dim)  # raises the error of one device
         return torch.tensor_split(tensor, indices.tolist(), dim)
 
     return where_distributed(func, run)

@@ -17,7 +17,7 @@ from .._torch.above_autograd import Keys, call_with_autograd
 from .._torch.backward_pass import saved_tensor_hooks
 from .._torch.ops import OpOverload
 from ..dispatch.formulas import mark_formula, mark_write, outside_formula
-from ..ops.above_autograd import call, is_ours, needs_grad
+from ..ops.above_autograd import call, is_integer_view, is_ours, needs_grad
 from ..sharding.base import DTensorBase
 
 
@@ -35,7 +35,7 @@ def marking_formulas(func: OpOverload) -> Callable[..., object]:
             return call_with_autograd(func, keys, *args, **kwargs)
         if makes_new_tensors and not kwargs and not torch.is_grad_enabled() and is_ours(tensors):
             return call(func, *args)  # autograd has nothing to do
-        if in_place and _is_integer_view(tensors[0]):
+        if in_place and is_integer_view(tensors[0]):
             with torch.no_grad():
                 return call_with_autograd(func, keys, *args, **kwargs)
         if not takes_lists and not needs_grad(tensors):
@@ -69,11 +69,6 @@ def _mark(result: object, in_place: bool) -> None:
             if node is not None:
                 mark(node)
                 return
-
-
-def _is_integer_view(target: Tensor) -> bool:
-    """Whether a target has no gradient, and is a view, which autograd would make again for the gradient's sake."""
-    return target._base is not None and not (target.dtype.is_floating_point or target.dtype.is_complex)
 
 
 def _unpacking_outside_formulas() -> AbstractContextManager[object]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from .._torch import pytree
 from .._torch.above_autograd import Keys
 from .._torch.ops import OpOverload
-from ..dispatch.into_out import store
+from ..dispatch.into_out import refuse_other_dtypes, store
 from ..errors import InputError
 from ..ops.above_autograd import where_distributed
 
@@ -25,10 +25,12 @@ def copying_into_out(func: OpOverload) -> Callable[..., object]:
     names = [argument.name for argument in func._schema.arguments if argument.is_out]
 
     def run(keys: Keys, *args: object, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+        everything = dict(kwargs)
         outs: list[Tensor] = [kwargs.pop(name) for name in names]
         given = pytree.tree_leaves((args, kwargs))
         if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in given):
             raise InputError(f"{func} with gradients: they do not flow through out=", "leave it, or use no_grad")
+        refuse_other_dtypes(func, args, everything, kwargs)
         results = func.overloadpacket(*args, **kwargs)
         for out, result in zip(outs, [results] if isinstance(results, Tensor) else results, strict=True):
             store(func, result, out)

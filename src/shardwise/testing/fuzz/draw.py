@@ -106,9 +106,13 @@ class Draw:
         return self.value(name).untyped_storage().data_ptr()
 
     def overlaps(self, name: str) -> bool:
-        """Return whether a variable has more elements than the memory that it spans."""
+        """Return whether some elements of a variable share memory."""
         value = self.value(name)
-        return value.numel() > 1 + sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+        if not value.numel():
+            return False
+        span = 1 + sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+        places = torch.arange(span).as_strided(value.shape, value.stride())
+        return places.unique().numel() < value.numel()
 
     def has_windows(self, name: str) -> bool:
         """Return whether a variable has windows that overlap: reading and writing it in place has no defined order."""

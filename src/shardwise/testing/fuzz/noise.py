@@ -39,15 +39,18 @@ SUMS = words("""
     mm bmm addmm baddbmm addbmm addmv addr mv dot vdot sum nansum mean linalg_vector_norm convolution
     convolution_backward var var_mean std std_mean cumsum logsumexp logcumsumexp trace addcmul addcdiv lerp
     native_batch_norm native_layer_norm native_group_norm native_batch_norm_backward native_layer_norm_backward
-    native_group_norm_backward _native_batch_norm_legit _softmax_backward_data _log_softmax_backward_data
+    native_group_norm_backward _native_batch_norm_legit _softmax_backward_data _log_softmax_backward_data _trilinear
 """)
 """Ops that add terms, which may cancel: what is left is then rounding alone."""
 PRODUCTS = words("""
-    mul mm bmm addmm baddbmm addbmm addmv addr mv dot vdot addcmul lerp convolution convolution_backward
+    mul mm bmm addmm baddbmm addbmm addmv addr mv dot vdot addcmul lerp convolution convolution_backward _trilinear
 """)
 """Where an operand of these is infinite, so are the terms of a Partial sum that it multiplies, with either sign."""
-ORDERED = words("mm bmm mv dot vdot sum nansum mean cumsum")
+ORDERED = words("mm bmm mv dot vdot sum nansum mean cumsum _trilinear")
 """Sums that may overflow in one order of their terms, and not in another."""
+INFINITE_MEANS = (math.nan, math.inf)
+"""Means of numbers with an infinity among them, where they are summed in one pass with the variance: `[inf, 1]` gives
+NaN, `[1, inf]` infinity. In each run all are the same."""
 CANCELLED = 8.0  # times the rounding error: what is smaller may as well be zero, or have the other sign
 LEFT = (1.0, -1.0, 0.0)
 """What is left of terms that cancel, in rounding errors: in each run something else."""
@@ -70,6 +73,8 @@ class Noise(TorchDispatchMode):
         overflows = _overflows(func, name, args, kwargs)
         if name == "_efficientzerotensor":  # as distributed tensors have it: zeros in memory, which a sum looks like
             func = torch.ops.aten.zeros.default
+        if name == "bernoulli" and self.seed == 0 and _is_almost_one(args[0]):
+            raise RuntimeError("a probability may be above 1, but for rounding")
         result = self._shuffled_topk(func, *args, **kwargs) if name == "topk" else func(*args, **kwargs)
         if other is not None:
             for x, y in zip(pytree.tree_leaves(result), pytree.tree_leaves(other), strict=True):
@@ -77,6 +82,10 @@ class Noise(TorchDispatchMode):
                     self._cancel(x, y)
         if overflows is not None:
             result.masked_fill_(overflows, (math.nan, math.inf, 0.0)[self.seed % 3])
+        if name in ("var_mean", "std_mean") and self.seed < len(INFINITE_MEANS):
+            result[1].masked_fill_(_has_infinity(func, *args, **kwargs), INFINITE_MEANS[self.seed])
+        if name == "_scaled_dot_product_flash_attention_for_cpu" and self.seed == 0:
+            result[0].masked_fill_(_attention_by_formula(*args, **kwargs).isnan(), math.nan)
         if name in PRODUCTS and self.seed == 0:
             pytree.tree_map_only(Tensor, _infinite_is_nan, result)
         if not func.is_view:
@@ -122,10 +131,38 @@ def _is_writable(x: Tensor) -> bool:
     return all(stride or size == 1 for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
+def _is_almost_one(x: Tensor) -> bool:
+    """Return whether some number is 1, up to rounding: with another rounding it may be above."""
+    return x.is_floating_point() and bool(((x - 1).abs() < 2 * UNITS * torch.finfo(x.dtype).eps).any())
+
+
 def _infinite_is_nan(x: Tensor) -> Tensor:
     if x.dtype.is_floating_point and x.numel() and _is_writable(x):
         x.masked_fill_(x.isinf(), math.nan)
     return x
+
+
+def _has_infinity(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return which means of `var_mean` are of numbers with an infinity, and without NaN, among them."""
+    infinite, nan = (func(found.to(torch.float32), *args, **kwargs)[1] for found in (x.isinf(), x.isnan()))
+    return (infinite > 0) & (nan == 0)
+
+
+def _attention_by_formula(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Return attention as its formula has it: the fused op drops some NaNs of its scores, depending on their place."""
+    result: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+    )[0]
+    return result
 
 
 def _overflows(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:

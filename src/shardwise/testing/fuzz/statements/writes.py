@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from ..draw import Draw, NoChoice
 from .table import expression, line, words
@@ -55,10 +56,28 @@ def _call(name: str, argument: str = "") -> str:
     return name if "(" in name else f"{name}({argument})"
 
 
+def _written(draw: Draw, test: Callable[[Tensor], bool] = lambda t: True) -> str:
+    """Return a variable to write. Writes through windows that overlap have no defined order."""
+    x = draw.tensor(test)
+    if draw.has_windows(x):
+        raise NoChoice
+    return x
+
+
+def _has_dims(tensor: Tensor) -> bool:
+    return tensor.dim() > 0
+
+
+def _makes_integers_require_grad(draw: Draw, written: str, read: str) -> bool:
+    """Return whether autograd would have an integer tensor require a gradient, after which its views raise errors."""
+    target = draw.value(written)
+    return draw.value(read).requires_grad and not (target.is_floating_point() or target.is_complex())
+
+
 @line(4)
 def in_place(draw: Draw) -> str:
     """A write to a tensor."""
-    x = draw.tensor()
+    x = _written(draw)
     target = _view(draw, x) if draw.chance(0.4) else x
     return f"{target}.{_call(draw.one(UNARY))}"
 
@@ -66,30 +85,33 @@ def in_place(draw: Draw) -> str:
 @line(4)
 def in_place_of_two(draw: Draw) -> str:
     """A write of another tensor to a tensor."""
-    x = draw.tensor()
+    x = _written(draw)
     target = _view(draw, x) if draw.chance(0.4) else x
     name = draw.one(BINARY)
     if draw.chance(0.2):
         return f"{target}.{_call(name, draw.number())}"
     y = draw.broadcastable(x)
-    if draw.value(y).requires_grad and not (draw.value(x).is_floating_point() or draw.value(x).is_complex()):
-        raise NoChoice  # PyTorch would have an integer tensor require a gradient
+    if _makes_integers_require_grad(draw, x, y):
+        raise NoChoice
     return f"{target}.{_call(name, y if y == target else draw.elsewhere(y, x))}"
 
 
 @line(1)
 def without_gradient(draw: Draw) -> str:
     """A write to a leaf, outside autograd."""
-    x = draw.tensor(lambda t: t.requires_grad)
+    x = _written(draw, lambda t: t.requires_grad)
     return f"with torch.no_grad(): {x}.{_call(draw.one(UNARY))}"
 
 
 @line(4)
 def assigned(draw: Draw) -> str:
     """An assignment to a part of a tensor."""
-    x = draw.dims()
+    x = _written(draw, _has_dims)
     size = draw.size(x, 0)
     index = f"{draw.index(size)}.clone()"  # an index that is written itself has no defined result
+    y = draw.broadcastable(x)
+    if draw.value(y).dim() <= 1 and _makes_integers_require_grad(draw, x, y):  # one number is not copied, but filled in
+        raise NoChoice
     kinds = (
         f"{x}[{draw.position(size)}] = {draw.number()}",
         f"{x}[1:] = {draw.number()}",
@@ -99,21 +121,19 @@ def assigned(draw: Draw) -> str:
         f"{x}[..., 0] += 1",
         f"{x}[1:] *= 2",
         f"{x}[:-1] += {x}[1:].clone()",
-        f"{x}[...] = {draw.elsewhere(draw.broadcastable(x), x)}",
-        f"{x}[:, 0] = {draw.elsewhere(draw.broadcastable(x), x)}[..., 0]",
+        f"{x}[...] = {draw.elsewhere(y, x)}",
+        f"{x}[:, 0] = {draw.elsewhere(y, x)}[..., 0]",
         f"{x}[{index}] += 1",
         f"{x}.T[0] = 1",
         f"{x}[::2] = {x}[::2].clone() * 2",
     )
-    if draw.has_windows(x):
-        raise NoChoice
     return draw.one(kinds)
 
 
 @line(2)
 def scattered(draw: Draw) -> str:
     """A write at indices."""
-    x = draw.dims()
+    x = _written(draw, _has_dims)
     dim = draw.dim(x)
     index = draw.tensor(lambda t: t.dtype is torch.int64)
     flat = f"{index}.flatten().abs() % {max(draw.size(x, dim), 1)}"
@@ -149,7 +169,7 @@ def into_out(draw: Draw) -> str:
 
     def out(shape: Sequence[int] | None = None) -> str:
         """A tensor that shares no memory with the operands, mostly of the shape of the result."""
-        found = draw.tensor(lambda t: shape is None or tuple(t.shape) == tuple(shape) or draw.chance(0.1))
+        found = _written(draw, lambda t: shape is None or tuple(t.shape) == tuple(shape) or draw.chance(0.1))
         if draw.memory(found) in memory:
             raise NoChoice
         return found
