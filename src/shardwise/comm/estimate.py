@@ -27,12 +27,7 @@ def estimate(source: Layout, target: Layout, itemsize: int, links: Links) -> flo
         return links.p2p.seconds(axes, product(mesh_sizes, axes) - 1, received) if axes else LOCAL_STEP
     state, goal = slots.source, slots.target
     seconds = 0.0
-    kept = set(goal.partial)
-    # In the order of the axes: every rank must make the same choices, and the order of a set differs between processes.
-    families = {"avg": "sum"}  # averages are reduced together with sums
-    open_axes = [(axis, families.get(op, op)) for axis, op in state.partial if (axis, op) not in kept]
-    for op in dict.fromkeys(op for _, op in open_axes):
-        axes = tuple(axis for axis, its_op in open_axes if its_op == op)
+    for axes in _reduced_together(state, goal) if state.partial else ():
         seconds += _reduction(mesh_sizes, state, goal, axes, nbytes, links)
         state = _reduced(state, goal, axes)
     if state.slots != goal.slots:
@@ -43,7 +38,21 @@ def estimate(source: Layout, target: Layout, itemsize: int, links: Links) -> flo
             gathers = all(have[: len(want)] == want for have, want in zip(state.slots, goal.slots, strict=True))
             rates = links.ring if gathers else links.p2p
             seconds += rates.seconds(talking, product(mesh_sizes, talking) - 1, received)
-    return seconds + (LOCAL_STEP if kept - set(source.partial) else 0.0)
+    becomes_partial = goal.partial and not set(goal.partial) <= set(source.partial)
+    return seconds + (LOCAL_STEP if becomes_partial else 0.0)
+
+
+def _reduced_together(state: DistState, goal: DistState) -> list[tuple[int, ...]]:
+    """The axes to reduce, by their op. Averages are reduced together with sums.
+
+    In the order of the axes: every rank must make the same choices, and the order of a set differs between processes.
+    """
+    axes: dict[str, tuple[int, ...]] = {}
+    for axis, op in state.partial:
+        if (axis, op) not in goal.partial:
+            family = "sum" if op == "avg" else op
+            axes[family] = (*axes.get(family, ()), axis)
+    return list(axes.values())
 
 
 def _reduction(

@@ -78,11 +78,13 @@ def _as_plan(source: Layout, target: Layout, slots: Slots, path: Path, itemsize:
     steps, seconds = [], 0.0
     for before, edge in path:
         start, end = slots.layout(mesh_sizes, before), slots.layout(mesh_sizes, edge.after)
-        step = Step(edge.kind, edge.axes, start, end, edge.fraction * nbytes, edge.op)
-        time = _seconds(links, mesh_sizes, step.kind, step.axes, step.received)
+        received = edge.fraction * nbytes
+        time = _seconds(links, mesh_sizes, edge.kind, edge.axes, received)
+        step = Step(edge.kind, edge.axes, start, end, received, edge.op, time)
         if nbytes and step.kind in (ALL_GATHER, REDUCE_SCATTER) and not (start.is_even() and end.is_even()):
             step, time = _native_or_exchange(step, itemsize, links)
-        steps.append(replace(step, seconds=time))
+            step = replace(step, seconds=time)
+        steps.append(step)
         seconds += time
     return Plan(source, target, tuple(steps), seconds)
 

@@ -40,8 +40,7 @@ def common_slots(source: Layout, target: Layout) -> Slots | None:
     Axes of size 1 are left out.
     """
     mesh_sizes = source.mesh_sizes
-    plain = all(len(dim) == 1 for dim in source.dims) and all(len(dim) == 1 for dim in target.dims)
-    if plain and 1 not in mesh_sizes:  # nothing to refine, the usual case
+    if source.unfactored and target.unfactored and 1 not in mesh_sizes:  # nothing to refine, the usual case
         return Slots(
             tuple([(dim[0].size,) for dim in source.dims]),
             DistState(tuple([dim[0].axes for dim in source.dims]), source.partial),

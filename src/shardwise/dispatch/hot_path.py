@@ -25,7 +25,7 @@ from ..sharding.spec import DTensorSpec, TensorMeta
 from .arguments import LOCALIZE, LOCALIZE_LIST, Args, Constant, Kwargs, Treatment
 from .call_plan import CallPlan
 from .gather_cache import after_list_write, after_source_writes, forget_gathered
-from .key import Key, argument_keys
+from .key import BY_VALUE, Key, argument_keys
 from .list_plan import ListPlan
 from .observe import LOOKUPS, Lookup, observed
 from .writes import count_write
@@ -57,7 +57,7 @@ def _with_hashes(args: Args, kwargs: Kwargs | None) -> tuple[Args, Kwargs | None
 
 def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Callable[..., object]:
     """`__torch_dispatch__` of a class of distributed tensors: one look-up, the op on the local shards, one wrapper."""
-    argument_key = argument_keys(kind)
+    argument_key, by_value = argument_keys(kind), BY_VALUE
     known: Lookup = {}.get
 
     def use_table_of(runtime: Runtime) -> None:
@@ -83,7 +83,8 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
                 b._spec if type(b) is kind else argument_key(b),
             )
         else:
-            key = (id(func), *[v._spec if type(v) is kind else argument_key(v) for v in args])
+            keys = [v._spec if (t := type(v)) is kind else v if t in by_value else argument_key(v) for v in args]
+            key = (id(func), *keys)
         if kwargs:
             key = (*key, *kwargs, *map(argument_key, kwargs.values()))
         try:

@@ -25,7 +25,7 @@ from .arguments import Args, Kwargs
 
 Key = tuple[object, ...]
 
-_BY_VALUE = frozenset((int, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format))
+BY_VALUE = frozenset((int, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format))
 _UNHASHABLE = (torch.SymInt, torch.SymFloat, torch.SymBool, dict)
 
 
@@ -35,7 +35,7 @@ def argument_keys(kind: type[DTensorBase]) -> Callable[[object], object]:
     def argument_key(value: Any) -> object:
         """An argument in the key. Its type is fixed by the schema, but for numbers: 1 is not True, nor 1.0."""
         its = type(value)
-        if its in _BY_VALUE:
+        if its in BY_VALUE:
             return value
         if its is list or its is tuple:
             return list_key(value)

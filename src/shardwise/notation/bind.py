@@ -289,6 +289,6 @@ def _axes_of(bound: Bound, cuts: Cuts) -> dict[int, tuple[int, ...]]:
             problem = f"axis {axis} cannot shard {name}, which must be replicated in {bound!r}"
             raise BindError(problem, "shard another factor")
         axes[factor] = (*axes.get(factor, ()), axis)
-    if len({axis for axis, _ in cuts}) != len(cuts):
+    if len(cuts) > 1 and len({axis for axis, _ in cuts}) != len(cuts):
         raise BindError(f"an axis occurs twice in {cuts} of {bound!r}", "let each axis shard one factor")
     return axes

@@ -44,7 +44,7 @@ PartialAxes = tuple[tuple[int, str], ...]
 class Layout:
     """The factors of every dim and the Partial axes with their reductions. Interned: equal means identical."""
 
-    __slots__ = ("__weakref__", "_numel", "_shape", "dims", "mesh_sizes", "partial")
+    __slots__ = ("__weakref__", "_numel", "_shape", "_unfactored", "dims", "mesh_sizes", "partial")
     _interned: ClassVar[WeakValueDictionary[object, Layout]] = WeakValueDictionary()
 
     mesh_sizes: Sizes
@@ -52,6 +52,7 @@ class Layout:
     partial: PartialAxes
     _shape: tuple[int, ...]
     _numel: int
+    _unfactored: bool
 
     @classmethod
     def make(cls, mesh_sizes: Sizes, dims: Sequence[Dim], partial: PartialAxes = ()) -> Layout:
@@ -82,6 +83,15 @@ class Layout:
         except AttributeError:
             self._numel = hint(math.prod(self.shape))
             return self._numel
+
+    @property
+    def unfactored(self) -> bool:
+        """Whether every dim is one factor, as all placements but interleaved ones give."""
+        try:
+            return self._unfactored
+        except AttributeError:
+            self._unfactored = all(len(dim) == 1 for dim in self.dims)
+            return self._unfactored
 
     def ranges(self, coordinate: Coordinate) -> tuple[tuple[Run, ...], ...]:
         """For each dim and factor, the `[start, stop)` that the rank at this coordinate holds."""
