@@ -8,6 +8,12 @@ from shardwise.testing.fuzz.trial import alone
 from tests.processes.pool import on_processes
 
 FOUND = {
+    "a change of shape that fails": (
+        "x1 = leaf((1, 1, 1), torch.float32, [Replicate()], seed=501, grad=True)",
+        "x2 = x1.unbind(-2)[-1]",
+        "x1.t_()",
+        "x8 = move(x2, [Replicate()])",
+    ),
     "a view of a tensor that changes its shape": (
         "x1 = leaf((1, 1), torch.float32, [Replicate()], seed=325, grad=True)",
         "x2 = F.pad(x1, (1, 1))",

@@ -64,10 +64,11 @@ def _method(name: str, undo: Callable[..., Any]) -> Any:
 def _change_base(tensor: DTensorBase, change: Change) -> Any:
     """Change a tensor that is no view, and let autograd know its views as views of the changed tensor."""
     views = _views(tensor)
+    changed = _tried(tensor, change) if views else tensor
     _make_again(views, tensor)
     for view in views:
         _refuse_if_held(view, change)
-    if views and change.view(tensor).numel() < tensor.numel():
+    if changed.numel() < tensor.numel():
         raise InputError(
             f"{change.name} leaves out elements of {tensor._spec!r}, which has views",
             f"make a new tensor: x = x.{change.name.removesuffix('_')}(...)",
@@ -85,6 +86,7 @@ def _change_view(tensor: DTensorBase, change: Change) -> Any:
     if _is_leaf_of_its_own(tensor, base):
         return change.in_place(tensor)
     if is_held(tensor):
+        _tried(tensor, change)
         _make_again([view for view in _views(base) if view is not tensor], base)
         _refuse_if_held(tensor, change)
 
@@ -96,6 +98,14 @@ def _change_view(tensor: DTensorBase, change: Change) -> Any:
     change.in_place(tensor)
     _become(tensor, changed)
     return tensor
+
+
+def _tried(tensor: DTensorBase, change: Change) -> Tensor:
+    """The tensor after the change, as another one, or the error of the op: before anything is changed."""
+    if torch.is_grad_enabled() and tensor.is_leaf and tensor.requires_grad:
+        change.in_place(tensor)  # raises the error of autograd
+    found: Tensor = change.view(tensor.detach())
+    return found
 
 
 def _views(base: DTensorBase) -> list[DTensorBase]:

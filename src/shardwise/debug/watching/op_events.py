@@ -6,6 +6,7 @@ is cached for each key and each position in the caller's code, so that a call co
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
@@ -17,15 +18,20 @@ from ..._torch.ops import OpOverload
 from ...dispatch.hot_path import Ready
 from ...dispatch.observe import Lookup, calling_frame, passes_calls_on
 from ...ops.trivial import computes_nothing
+from ...sharding import observers
 from ...sharding.cache import ENTRY_BYTES
 from ...sharding.mesh import MeshInfo
 from ...sharding.runtime import WorldCache, active_runtime, all_runtimes
 from ...sharding.spec import DTensorSpec
+from ...tensor import from_local
 from .journal import Failing, Journal, digest
 
 _frame = sys._getframe
 _MOST_PLACES = 256
 _MOST_CALLS = 1 << 16
+
+_MAKING = (os.path.dirname(from_local.__file__) + os.sep, observers.__file__)
+"""The code between the caller of `from_local` or a factory and the event."""
 
 _Places = dict[object, tuple[CodeType, int]]
 """The event of a call, by its offset in the caller's code, and by offset and identity of that code."""
@@ -34,6 +40,9 @@ _Call = tuple[Ready | None, Callable[[int], None] | None, _Places | None, Any]
 
 If the op was met first in a library there are no places, and the last is its event.
 """
+
+_Made = tuple[Callable[[int], None] | None, int | None, int, str]
+"""Of a spec: the stream to append to (None if it is no event), its event if it has no line, and digest and words."""
 
 _CALLS: WorldCache[Any, _Call] = WorldCache("watched calls", 32 << 20, lambda key, call: 4 * ENTRY_BYTES)
 
@@ -50,7 +59,7 @@ class OpEvents:
     def __init__(self, journal: Journal, failing: Failing) -> None:
         self._journal, self._failing = journal, failing
         self._in_library: dict[int, bool] = {}
-        self._made: dict[DTensorSpec, tuple[int, str]] = {}
+        self._made: dict[DTensorSpec, _Made] = {}
 
     def watched_lookup(self, look_up: Lookup) -> Lookup:
         """The look-up of the hot path, with an event for each call."""
@@ -119,13 +128,30 @@ class OpEvents:
 
     def local_tensor(self, spec: DTensorSpec) -> None:
         """A local tensor becomes a distributed one: the ranks must mean the same global tensor."""
-        self._failing.check()
-        if is_compared(spec.mesh_info):
-            what = self._made.get(spec)
-            if what is None:
-                text = f"make {spec!r} from local tensors on {spec.mesh_info!r}"
-                what = self._made[spec] = digest(text), text
-            self._journal.stream(spec.mesh_info.ranks).append(self._journal.place(*what, _frame(1)))
+        if self._failing.failure is not None:
+            self._failing.check()
+        made = self._made.get(spec)
+        if made is None:
+            made = self._made[spec] = self._first_tensor(spec, _maker(_frame(1)))
+        append, event, number, what = made
+        if append is not None:
+            append(self._journal.place(number, what, _frame(1)) if event is None else event)
+
+    def _first_tensor(self, spec: DTensorSpec, caller: FrameType) -> _Made:
+        """The entry of a spec that is new: with its event, if a library makes the tensor, such as a parallel style."""
+        if not is_compared(spec.mesh_info):
+            return None, None, 0, ""
+        what = f"make {spec!r} from local tensors on {spec.mesh_info!r}"
+        number, append = digest(what), self._journal.stream(spec.mesh_info.ranks).append
+        event = self._journal.place_of_call(number, what, caller)
+        return append, event if event == number + 1 else None, number, what
+
+
+def _maker(frame: FrameType) -> FrameType:
+    """The frame that makes a distributed tensor: the first outside of `from_local` and factories."""
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_MAKING):
+        frame = frame.f_back
+    return frame
 
 
 def is_compared(mesh_info: MeshInfo) -> bool:
