@@ -1,12 +1,12 @@
 """The parts of PyTorch's own test suite that the verifier uses."""
 
-from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise._torch.testing import TCPStore, operator_database, runs_on_cpu
+from shardwise._torch.testing import FileStore, operator_database, runs_on_cpu
 
 
 def test_operator_database_has_entries_with_samples() -> None:
@@ -33,9 +33,9 @@ def test_runs_on_cpu() -> None:
     assert not runs_on_cpu(torch.ops.aten._cudnn_init_dropout_state.default)
 
 
-def test_tcp_store_is_the_public_one() -> None:
-    assert TCPStore is dist.TCPStore
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+def test_file_store_is_the_public_one(tmp_path: Path) -> None:
+    assert FileStore is dist.FileStore
+    store = FileStore(str(tmp_path / "store"))
     store.set("key", "value")
     assert store.check(["key"])
-    assert TCPStore("localhost", store.port).get("key") == b"value"
+    assert FileStore(str(tmp_path / "store")).get("key") == b"value"

@@ -1,7 +1,7 @@
 """PyTorch's operator database, which ops have a CPU kernel, and a store between processes: for `shardwise.testing`.
 
 `torch.testing._internal` is what PyTorch tests itself with. It is imported on first use, which takes seconds.
-`TCPStore` is public as `torch.distributed.TCPStore`, but only its private name has type stubs.
+`FileStore` is public as `torch.distributed.FileStore`, but only its private name has type stubs.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from functools import lru_cache
 from typing import Protocol
 
 import torch
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import FileStore
 
 from .ops import OpOverload
 
-__all__ = ["OpInfo", "SampleInput", "TCPStore", "operator_database", "runs_on_cpu"]
+__all__ = ["FileStore", "OpInfo", "SampleInput", "operator_database", "runs_on_cpu"]
 
 CPU_KEYS = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 """The dispatch keys under which an op that runs on a CPU is registered."""

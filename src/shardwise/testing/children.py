@@ -3,7 +3,9 @@
 >>> dict(in_children({"a": lambda: 1, "b": os.abort}, count=2, seconds=5))
 {'a': 1, 'b': Lost('crash')}
 
-A fork has all ops that the caller has defined. It has no other threads, so it computes with one.
+A fork has all ops that the caller has defined. It has no other threads, so it computes with one. Jobs that are ranks of
+one process group meet through a file: a server of a `TCPStore` in the caller has a thread, and a fork copies the locks
+that the thread holds at that moment, so that the child waits for them forever.
 """
 
 from __future__ import annotations
@@ -13,12 +15,17 @@ import os
 import pickle
 import selectors
 import signal
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
+
+from .._torch.testing import FileStore
 
 K = TypeVar("K")
 R = TypeVar("R")
@@ -65,6 +72,20 @@ def in_children(
         for pipe, child in running.items():
             _ended(child, pipe, late=True)
         selector.close()
+
+
+@contextmanager
+def meeting_file() -> Iterator[str]:
+    """The path of a new file, as the `FileStore` of jobs that are ranks of one process group."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield os.path.join(folder, "store")
+
+
+def store_at(path: str, timeout: timedelta) -> FileStore:
+    """The store in a file; its operations wait this long."""
+    store = FileStore(path)
+    store.set_timeout(timeout)
+    return store
 
 
 def _fork(work: Callable[[], object]) -> tuple[int, int]:

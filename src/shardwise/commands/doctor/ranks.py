@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..._torch.testing import TCPStore
 from ...sharding.mesh import init_device_mesh
-from ...testing.children import Lost, in_children
+from ...testing.children import Lost, in_children, meeting_file, store_at
 from ..mesh import Mesh
 from .machine import backends
 from .measure import Measured, measure
@@ -60,9 +59,9 @@ def try_here(mesh: Mesh, device: str, nbytes: int) -> Findings:
 def try_on_processes(mesh: Mesh, device: str, nbytes: int, seconds: float) -> Findings:
     """Test the mesh on processes of this machine."""
     count = math.prod(mesh.values())
-    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    jobs = {rank: partial(_rank, rank, server.port, mesh, device, nbytes, seconds) for rank in range(count)}
-    answers = dict(in_children(jobs, count, seconds))
+    with meeting_file() as path:
+        jobs = {rank: partial(_rank, rank, path, mesh, device, nbytes, seconds) for rank in range(count)}
+        answers = dict(in_children(jobs, count, seconds))
     lost = {rank: answer.reason for rank, answer in sorted(answers.items()) if isinstance(answer, Lost)}
     if lost:
         what = {"slow": f"no answer within {seconds:.0f} s", "crash": "the process died"}
@@ -73,11 +72,11 @@ def try_on_processes(mesh: Mesh, device: str, nbytes: int, seconds: float) -> Fi
     return first
 
 
-def _rank(rank: int, port: int, mesh: Mesh, device: str, nbytes: int, seconds: float) -> Findings:
+def _rank(rank: int, path: str, mesh: Mesh, device: str, nbytes: int, seconds: float) -> Findings:
     if device == "cuda":
         torch.cuda.set_device(rank)
     limit = timedelta(seconds=seconds)
-    store = TCPStore("localhost", port, timeout=limit)
+    store = store_at(path, limit)
     count = math.prod(mesh.values())
     dist.init_process_group(_backend(device), store=store, rank=rank, world_size=count, timeout=limit)
     return _try(mesh, device, nbytes)

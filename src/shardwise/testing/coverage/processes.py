@@ -14,8 +14,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from ..._torch.testing import TCPStore
-from ..children import in_children
+from ..children import in_children, meeting_file, store_at
 from .entry import Effort, Outcome, cover
 from .samples import Sweep
 from .sides import Processes
@@ -31,9 +30,9 @@ SideOfRank = Callable[["Ranks"], Processes]
 class Ranks:
     """A store through which the ranks agree on failures, and send outcomes to the parent process."""
 
-    def __init__(self, rank: int, port: int) -> None:
+    def __init__(self, rank: int, path: str) -> None:
         self.rank, self.trials, self.in_step = rank, 0, True
-        self.store = TCPStore("localhost", port, timeout=2 * TIMEOUT)
+        self.store = store_at(path, 2 * TIMEOUT)
 
     def agree(self, failed: bool) -> bool:
         """Return whether all ranks agree that a trial failed, or that it did not."""
@@ -51,24 +50,25 @@ def cover_on_processes(
     done: list[Outcome] = []
     while len(done) < len(names):
         left = names[len(done) :]
-        server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        ranks = {rank: partial(_rank, rank, server.port, left, effort, side, seed, sweep) for rank in range(RANKS)}
-        lost = dict(in_children(ranks, RANKS, MOST * len(left)))
-        for name in left:
-            keys = [f"{name}/{rank}" for rank in range(RANKS)]
-            if not server.check(keys):
-                reasons = ", ".join(sorted({str(reason) for reason in lost.values()}))
-                done.append(Outcome(name, "error", failures=[f"error: the ranks ended: {reasons}"]))
-                break
-            found = [Outcome(**json.loads(server.get(key))) for key in keys]
-            done.append(min(found, key=lambda outcome: ("wrong", "error", "ok", "none").index(outcome.status)))
+        with meeting_file() as path:
+            ranks = {rank: partial(_rank, rank, path, left, effort, side, seed, sweep) for rank in range(RANKS)}
+            lost = dict(in_children(ranks, RANKS, MOST * len(left)))
+            store = store_at(path, TIMEOUT)
+            for name in left:
+                keys = [f"{name}/{rank}" for rank in range(RANKS)]
+                if not store.check(keys):
+                    reasons = ", ".join(sorted({str(reason) for reason in lost.values()}))
+                    done.append(Outcome(name, "error", failures=[f"error: the ranks ended: {reasons}"]))
+                    break
+                found = [Outcome(**json.loads(store.get(key))) for key in keys]
+                done.append(min(found, key=lambda outcome: ("wrong", "error", "ok", "none").index(outcome.status)))
     return done
 
 
 def _rank(
-    rank: int, port: int, names: Sequence[str], effort: Effort, side: SideOfRank, seed: int, sweep: Sweep
+    rank: int, path: str, names: Sequence[str], effort: Effort, side: SideOfRank, seed: int, sweep: Sweep
 ) -> None:
-    ranks = Ranks(rank, port)
+    ranks = Ranks(rank, path)
     dist.init_process_group("gloo", store=ranks.store, rank=rank, world_size=RANKS, timeout=TIMEOUT)
     mine = side(ranks)
     for name in names:

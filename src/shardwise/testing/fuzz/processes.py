@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..._torch.testing import TCPStore
 from ...tensor.dtensor import DTensor
 from ...world import RankTensor, collectives, simulate
-from ..children import Lost, in_children
+from ..children import Lost, in_children, meeting_file, store_at
 from .batch import Answer, Report
 from .compare import Failure, close
 from .draw import GLOO_MESHES
@@ -71,9 +70,9 @@ def compare_with_processes(programs: Sequence[Program]) -> Answer:
 
     It counts the programs up to the first after which the processes could not go on.
     """
-    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    ranks = {rank: partial(run_rank, rank, server.port, programs) for rank in range(RANKS)}
-    answers = dict(in_children(ranks, RANKS, SECONDS))
+    with meeting_file() as path:
+        ranks = {rank: partial(run_rank, rank, path, programs) for rank in range(RANKS)}
+        answers = dict(in_children(ranks, RANKS, SECONDS))
     found: dict[int, list[Found]] = {}
     for rank, answer in sorted(answers.items()):
         if isinstance(answer, Lost):
@@ -121,9 +120,9 @@ def _reducing_in(order: Order) -> AbstractContextManager[object]:
     return mock.patch.object(collectives, "_reduce", reordered)
 
 
-def run_rank(rank: int, port: int, programs: Sequence[Program]) -> list[Found]:
+def run_rank(rank: int, path: str, programs: Sequence[Program]) -> list[Found]:
     """Run programs as one of the processes, up to the first that breaks the connection to the others."""
-    store = TCPStore("localhost", port, timeout=2 * TIMEOUT)
+    store = store_at(path, 2 * TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=TIMEOUT)
     found = []
     for outcome in _outcomes(programs, Distributed()):
