@@ -13,7 +13,7 @@ from shardwise.testing.fuzz.__main__ import main, text_of
 from shardwise.testing.fuzz.batch import Report, batches, run_all, run_batch
 from shardwise.testing.fuzz.compare import Failure, close
 from shardwise.testing.fuzz.draw import GLOO_MESHES, Draw, NoChoice
-from shardwise.testing.fuzz.processes import Found, Held, compare_rank, different
+from shardwise.testing.fuzz.processes import Found, Held, compare_rank, different, raised_by_some
 from shardwise.testing.fuzz.program import reads, renamed, target, without
 from shardwise.testing.fuzz.shrink import shrink
 from shardwise.testing.fuzz.statements import writes
@@ -280,6 +280,14 @@ def test_processes_are_compared_bit_by_bit() -> None:
     assert different([simulated, simulated], found)
     assert not different([simulated, found], found)  # depends on the order of a sum
     assert different([simulated], Found({0: "RuntimeError"}, {}))
+
+
+def test_errors_of_one_ranks_data_are_raised_on_that_rank_alone() -> None:
+    simulated = Found({2: "RuntimeError"}, {})
+    assert raised_by_some(simulated, [Found({}, {}), simulated])
+    assert not raised_by_some(simulated, [simulated, simulated])
+    assert not raised_by_some(simulated, [Found({}, {}), Found({}, {})])
+    assert not raised_by_some(simulated, [simulated, Found({3: "RuntimeError"}, {})])
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
