@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,6 @@ from ..comm.on_ranks import shard_outside
 from ..comm.plan import SpecPlan
 from ..comm.redistribute import plan_redistribution, redistribute_local
 from ..dispatch.dispatcher import OpDispatcher
-from ..dispatch.formulas import as_replicated
 from ..dispatch.modes import modes
 from ..dispatch.view_call import ViewCall
 from ..dispatch.watch import mark_exposed
@@ -56,19 +55,16 @@ from . import exported
 from .autograd import FromLocal, ToLocal, grad_spec_of_local, to_spec
 from .changed_shape import ChangingShape
 from .exported import exporting
-from .flat import Context, context_on, flatten, relate_sizes
 from .from_local import check_plain_tensor, copy_to_replicas, of_members, on_mesh, spec_of_local, without_grad
+from .global_values import GlobalValues
 from .gradient_buckets import CollectedGradient
 from .handed_out import hand_out, hand_out_new
+from .hooks import Hooks
 from .leaf_gradient import LeafGradient, reduce_gradient_of
 from .other_mesh import spec_on, target_on
 from .saved import loaded_shard
 from .sources import Replayed, replayed, set_local
 from .transformed import from_local_transformed
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
 
 __all__ = ["DTensor"]
 
@@ -77,7 +73,7 @@ _data: Any = torch.Tensor.data
 _requires_grad: Any = torch.Tensor.requires_grad
 
 
-class DTensor(ChangingShape):
+class DTensor(ChangingShape, GlobalValues, Hooks):
     """A tensor sharded over a mesh. It has the shape of the global tensor; each rank holds its local shard."""
 
     # No __slots__ of its own: the staging of asynchronous checkpoints copies those that `x.__slots__` names.
@@ -336,50 +332,6 @@ class DTensor(ChangingShape):
             reduce_gradient_of(self)
         return self
 
-    def tolist(self) -> Any:
-        """Return the global tensor as nested lists."""
-        with torch.no_grad():
-            return self.full_tensor().tolist()
-
-    def new_tensor(self, data: Any, *args: Any, **options: Any) -> Tensor:
-        """Return a tensor with this data and, unless the options say otherwise, this dtype: replicated on the mesh.
-
-        Numbers and lists of them are the same on all ranks, a plain tensor need not be: it stays plain.
-        """
-        made = super().new_tensor(data, *args, **options)
-        return made if isinstance(data, Tensor) else as_replicated(made, self).requires_grad_(made.requires_grad)
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Return the global tensor as a numpy array."""
-        return self.full_tensor().numpy(force=force)
-
-    def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if self.dim() == 0 and spec else repr(self)
-
-    def _has_no_memory(self, *args: object, **kwargs: object) -> Any:
-        raise InputError("a DTensor has no memory of its own to share or visit", "use x.to_local() or x.full_tensor()")
-
-    share_memory_ = apply_ = map_ = __dlpack__ = _has_no_memory
-
-    def storage(self) -> Any:
-        """Raise an error: libraries that write tensors to files ask for the memory."""
-        raise InputError(
-            f"{self._spec!r} is a DTensor and has no storage that holds its values, as safetensors and the libraries "
-            "that use it need",
-            "save a model with shardwise.hub.save(model, folder) on all ranks; or save full tensors: "
-            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
-            "torch.distributed.checkpoint.state_dict, or x.full_tensor() for one tensor",
-        )
-
-    @property
-    def fsdp_pre_all_gather(self) -> NoReturn:
-        """Raises an error: PyTorch's `fully_shard` looks for it in local shards, and has taken this tensor as one."""
-        raise InputError(
-            f"PyTorch's fully_shard got the parameter {self._spec!r}, and knows its own class of DTensors only",
-            "call shardwise.install() before all other imports, or start the program with python -m shardwise.run; or "
-            "shard over all axes with shardwise: parallelize_module(model, mesh, plan), shard_parameters(model, mesh)",
-        )
-
     # ---- copies and files -----------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
@@ -396,59 +348,6 @@ class DTensor(ChangingShape):
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         spec = self._spec
         return _load, (self._local_tensor, spec, self.requires_grad, _is_param(self), spec.mesh_info.coordinate)
-
-    # ---- for the compiler: see tensor/flat.py -------------------------------------------------------------------
-
-    def __tensor_flatten__(self) -> tuple[list[str], Context]:
-        """The inner tensor, and what else it takes to build this one (sizes come separately)."""
-        return flatten(self._spec, self.requires_grad)
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner_tensors: dict[str, Any], context: Context, outer_size: Any, outer_stride: Any
-    ) -> DTensor:
-        """Back from `__tensor_flatten__`."""
-        local, mesh = inner_tensors["_local_tensor"], inner_tensors.get("device_mesh")
-        made = context_on(mesh_info_of(mesh) if mesh is not None else None, context)
-        relate_sizes(made, local, outer_size)
-        tensor = DTensor.wrap(local, made.spec(outer_size, outer_stride, local.dtype))
-        return tensor.requires_grad_() if context.requires_grad else tensor
-
-    def __coerce_tangent_metadata__(self) -> DTensor:
-        """The gradient of a tensor like this one, which the backward pass is traced with."""
-        return to_spec(self, self._spec.cotangent())
-
-    def __coerce_same_metadata_as_tangent__(
-        self, expected: Context, expected_type: type | None = None
-    ) -> Tensor | None:
-        """This gradient with the placements that the backward pass was traced with; None if that is impossible."""
-        context = context_on(self._spec.mesh_info, expected)
-        if expected_type not in (None, DTensor) or context.mesh_info is not self._spec.mesh_info:
-            return None
-        return to_spec(self, context.spec(self.shape, None, self.dtype))
-
-    @classmethod
-    def __metadata_guard__(cls, traced: Context, given: Context) -> bool:
-        """Whether a graph that was traced with one context is right for another."""
-        return traced == given
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """For torch.distributed.checkpoint: what this process writes."""
-        from .checkpoint import write_items  # with all of torch.distributed.checkpoint, half a second of importing
-
-        return write_items(fqn, self._local_tensor, self._spec)
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """For torch.distributed.checkpoint: what this process reads."""
-        from .checkpoint import chunk_list
-
-        return chunk_list(self._local_tensor, self._spec)
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """For torch.distributed.checkpoint: the shard that an index names."""
-        from .checkpoint import shard_at
-
-        return shard_at(index, self._local_tensor, self._spec)
 
 
 DTensorBase.concrete = DTensor

@@ -1,0 +1,65 @@
+"""Methods that need the values of the whole tensor, or memory, which a distributed tensor does not have."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..dispatch.formulas import as_replicated
+from ..errors import InputError
+from ..sharding.base import DTensorBase
+
+
+class GlobalValues(DTensorBase):
+    """The methods of a tensor that return values as Python objects gather them; those that share memory raise."""
+
+    def tolist(self) -> Any:
+        """Return the global tensor as nested lists."""
+        with torch.no_grad():
+            return _gathered(self).tolist()
+
+    def new_tensor(self, data: Any, *args: Any, **options: Any) -> Tensor:
+        """Return a tensor with this data and, unless the options say otherwise, this dtype: replicated on the mesh.
+
+        Numbers and lists of them are the same on all ranks, a plain tensor need not be: it stays plain.
+        """
+        made = super().new_tensor(data, *args, **options)
+        return made if isinstance(data, Tensor) else as_replicated(made, self).requires_grad_(made.requires_grad)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the global tensor as a numpy array."""
+        return _gathered(self).numpy(force=force)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 and spec else repr(self)
+
+    def _has_no_memory(self, *args: object, **kwargs: object) -> Any:
+        raise InputError("a DTensor has no memory of its own to share or visit", "use x.to_local() or x.full_tensor()")
+
+    share_memory_ = apply_ = map_ = __dlpack__ = _has_no_memory
+
+    def storage(self) -> Any:
+        """Raise an error: libraries that write tensors to files ask for the memory."""
+        raise InputError(
+            f"{self._spec!r} is a DTensor and has no storage that holds its values, as safetensors and the libraries "
+            "that use it need",
+            "save a model with shardwise.hub.save(model, folder) on all ranks; or save full tensors: "
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
+            "torch.distributed.checkpoint.state_dict, or x.full_tensor() for one tensor",
+        )
+
+    @property
+    def fsdp_pre_all_gather(self) -> NoReturn:
+        """Raises an error: PyTorch's `fully_shard` looks for it in local shards, and has taken this tensor as one."""
+        raise InputError(
+            f"PyTorch's fully_shard got the parameter {self._spec!r}, and knows its own class of DTensors only",
+            "call shardwise.install() before all other imports, or start the program with python -m shardwise.run; or "
+            "shard over all axes with shardwise: parallelize_module(model, mesh, plan), shard_parameters(model, mesh)",
+        )
+
+
+def _gathered(tensor: Any) -> Tensor:
+    found: Tensor = tensor.full_tensor()
+    return found

@@ -1,0 +1,75 @@
+"""What PyTorch's compiler and `torch.distributed.checkpoint` call of a distributed tensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..sharding.base import DTensorBase
+from ..sharding.mesh import mesh_info_of
+from .autograd import to_spec
+from .flat import Context, context_on, flatten, relate_sizes
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+
+class Hooks(DTensorBase):
+    """The methods by which the compiler takes a tensor apart, and checkpoints find its shards."""
+
+    # ---- the compiler: see tensor/flat.py -----------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], Context]:
+        """The inner tensor, and what else it takes to build this one (sizes come separately)."""
+        return flatten(self._spec, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, Any], context: Context, outer_size: Any, outer_stride: Any
+    ) -> DTensorBase:
+        """Back from `__tensor_flatten__`."""
+        local, mesh = inner_tensors["_local_tensor"], inner_tensors.get("device_mesh")
+        made = context_on(mesh_info_of(mesh) if mesh is not None else None, context)
+        relate_sizes(made, local, outer_size)
+        tensor: Any = DTensorBase.concrete.wrap(local, made.spec(outer_size, outer_stride, local.dtype))
+        return tensor.requires_grad_() if context.requires_grad else tensor
+
+    def __coerce_tangent_metadata__(self) -> DTensorBase:
+        """The gradient of a tensor like this one, which the backward pass is traced with."""
+        return to_spec(self, self._spec.cotangent())
+
+    def __coerce_same_metadata_as_tangent__(
+        self, expected: Context, expected_type: type | None = None
+    ) -> Tensor | None:
+        """This gradient with the placements that the backward pass was traced with; None if that is impossible."""
+        context = context_on(self._spec.mesh_info, expected)
+        if expected_type not in (None, DTensorBase.concrete) or context.mesh_info is not self._spec.mesh_info:
+            return None
+        return to_spec(self, context.spec(self.shape, None, self.dtype))
+
+    @classmethod
+    def __metadata_guard__(cls, traced: Context, given: Context) -> bool:
+        """Whether a graph that was traced with one context is right for another."""
+        return traced == given
+
+    # ---- torch.distributed.checkpoint ---------------------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        """For torch.distributed.checkpoint: what this process writes."""
+        from .checkpoint import write_items  # with all of torch.distributed.checkpoint, half a second of importing
+
+        return write_items(fqn, self._local_tensor, self._spec)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """For torch.distributed.checkpoint: what this process reads."""
+        from .checkpoint import chunk_list
+
+        return chunk_list(self._local_tensor, self._spec)
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """For torch.distributed.checkpoint: the shard that an index names."""
+        from .checkpoint import shard_at
+
+        return shard_at(index, self._local_tensor, self._spec)
