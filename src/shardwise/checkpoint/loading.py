@@ -16,7 +16,7 @@ from .background import finish_background
 from .folders import find
 from .optimizers import allocate_states, has_optimizers, use_stored_histories
 from .progress import Progress
-from .ranks import Ranks, ranks_of_world, together
+from .ranks import Ranks, on_all, ranks_of_world, together
 from .read import read_bytes, read_tensors
 from .reads import Reads, plan_reads
 from .state import FlatState, State, flatten, give_back, put, state_dicts
@@ -54,7 +54,7 @@ def load(
     folder = together(ranks, what, lambda: find(path) if ranks.coordinator else Path())[0]
     opened: dict[str, Any] = {}
     if has_optimizers(state):
-        together(ranks, what, lambda: opened.update(stored=Stored(folder)))
+        on_all(ranks, what, lambda: opened.update(stored=Stored(folder)))
         allocate_states(state, opened["stored"])
     loaded = state_dicts(state)
     if has_optimizers(state):
@@ -75,9 +75,9 @@ def load(
         stored.verify(_my_share(wanted, ranks))
         objects.update({name: load_object(read_bytes(folder, place)) for name, place in reads.objects.items()})
 
-    together(ranks, what, check)
+    on_all(ranks, what, check)
     _apply(folder, reads, progress if ranks.coordinator else False)
-    together(ranks, what, lambda: None)  # a rank that returns may delete files that others still read
+    on_all(ranks, what, lambda: None)  # a rank that returns may delete files that others still read
     for name, value in objects.items():
         put(loaded, flat.paths[name], value)
     give_back(state, loaded)

@@ -134,6 +134,16 @@ def agreed(ranks: Ranks, what: str, work: Callable[[], bool]) -> bool:
     return least == 2
 
 
+def on_all(ranks: Ranks, what: str, work: Callable[[], object]) -> None:
+    """Run `work` on all processes; returns when all are done. If one fails, all raise the same error."""
+
+    def done() -> bool:
+        work()
+        return True
+
+    agreed(ranks, what, done)
+
+
 def through_coordinator(
     ranks: Ranks, what: str, work: Callable[[], T], combine: Callable[[list[T]], Sequence[Answer]]
 ) -> Answer:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..checkpoint.progress import Progress
-from ..checkpoint.ranks import ranks_of_world, together
+from ..checkpoint.ranks import on_all, ranks_of_world
 from ..dispatch.gather_cache import forget_gathered
 from ..errors import CheckpointError
 from .build import build
@@ -71,7 +71,7 @@ def load(
     """
     at, ranks = Path(folder), ranks_of_world()
     contents: list[Contents] = []
-    together(ranks, f"cannot load {at}", lambda: contents.append(read_folder(at)))
+    on_all(ranks, f"cannot load {at}", lambda: contents.append(read_folder(at)))
     built = build(model, at, dtype)
     compute_lost_buffers(built)
     built = apply_plan(built, mesh, plan)
@@ -87,7 +87,7 @@ def load(
             return {rank: _read_all(reader, transfers) for rank, transfers in reads.items()}
 
     done: list[dict[int, int]] = []
-    together(ranks, f"cannot load {at}", lambda: done.append(read()))
+    on_all(ranks, f"cannot load {at}", lambda: done.append(read()))
     bar.finish()
     forget_gathered()  # gathered copies of earlier values
     if report is not None:

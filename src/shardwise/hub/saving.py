@@ -13,7 +13,7 @@ from torch import nn
 
 from ..checkpoint.folders import saving
 from ..checkpoint.progress import Progress
-from ..checkpoint.ranks import Ranks, ranks_of_world, together
+from ..checkpoint.ranks import Ranks, on_all, ranks_of_world
 from ..errors import CheckpointError
 from ..sharding.base import DTensorBase
 from .conversions import to_files
@@ -60,9 +60,9 @@ def save(
 
     patches = [patch for key, entry in entries.items() for patch in patches_to_save(entry, places[key])]
     try:
-        together(ranks, what, begin)
-        together(ranks, what, lambda: _write(state, patches, ranks, sync, progress))
-        together(ranks, what, lambda: _complete(at, ranks, sync))
+        on_all(ranks, what, begin)
+        on_all(ranks, what, lambda: _write(state, patches, ranks, sync, progress))
+        on_all(ranks, what, lambda: _complete(at, ranks, sync))
     except Exception:
         if ranks.coordinator:
             with suppress(OSError):
