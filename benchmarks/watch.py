@@ -31,7 +31,7 @@ from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_mod
 
 RANKS = 2
 BLOCKS = int(os.environ.get("BLOCKS", "24"))
-STEPS = 5
+STEPS = 20
 
 
 def wide(mesh: Any) -> Step:
