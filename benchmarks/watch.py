@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from in_place import timing_hooks
 from report import Report
 from torch import nn
 from training import Step, all_distributed, local_outputs
@@ -52,16 +53,16 @@ def wide(mesh: Any) -> Step:
 
 
 class Cost(NamedTuple):
-    """What a step costs, in milliseconds, and what the watch adds to it in CPU time."""
+    """What a step costs, in milliseconds, and what the watch adds to it."""
 
     step: float
     """By the clock, without the watch."""
     watched: float
     """By the clock, with the watch."""
     hooks: float
-    """What the thread of the program does more."""
+    """What the watch does in the thread of the program, timed in place."""
     thread: float
-    """What the thread of the watch does while a step runs."""
+    """The CPU time of the thread of the watch while a step runs."""
 
     @property
     def percent(self) -> float:
@@ -72,28 +73,44 @@ class Cost(NamedTuple):
 def compare(step: Step) -> Cost:
     """Steps with and without the watch, in blocks that take turns.
 
-    By the clock, steps on processes vary by far more than the watch costs. CPU time of single threads does not.
+    By the clock, steps on processes vary by far more than the watch costs: what counts are the hooks timed in place.
     """
     clock: dict[bool, list[float]] = {False: [], True: []}
-    program: dict[bool, list[float]] = {False: [], True: []}
+    hooks: dict[bool, list[float]] = {False: [], True: []}
+    with_detour: list[float] = []
     of_watch: list[float] = []
     for block in range(-1, BLOCKS):
         for watched in (False, True) if block % 2 else (True, False):
             with watch() if watched else contextlib.nullcontext():
                 step()
                 dist.barrier()
-                start, start_cpu, start_watch = time.perf_counter(), time.thread_time(), watch_time()
+                start, start_watch = time.perf_counter(), watch_time()
                 for _ in range(STEPS):
                     step()
-                took = time.perf_counter() - start, time.thread_time() - start_cpu, watch_time() - start_watch
+                took = time.perf_counter() - start, watch_time() - start_watch
+                in_place = timed_in_place(step)
+                detour = timed_in_place(step, detour=True) if watched else []
             if block >= 0:
                 clock[watched].append(1e3 * took[0] / STEPS)
-                program[watched].append(1e3 * took[1] / STEPS)
+                hooks[watched] += in_place
+                with_detour += detour
                 if watched:
-                    of_watch.append(1e3 * took[2] / STEPS)
-    more = [on - off for off, on in zip(program[False], program[True], strict=True)]
+                    of_watch.append(1e3 * took[1] / STEPS)
+    timed, look_ups = statistics.median(hooks[True]), statistics.median(hooks[False])
+    timer = statistics.median(with_detour) - timed
     medians = statistics.median(clock[False]), statistics.median(clock[True])
-    return Cost(*medians, statistics.median(more), statistics.mean(of_watch))
+    return Cost(*medians, timed - timer - look_ups, statistics.mean(of_watch))
+
+
+def timed_in_place(step: Step, detour: bool = False) -> list[float]:
+    """The milliseconds in hooks and look-ups of ops, for each of a few steps."""
+    found = []
+    with timing_hooks(detour) as timer:
+        for _ in range(STEPS // 2):
+            before = timer.spent
+            step()
+            found.append(1e-6 * (timer.spent - before))
+    return found[1:]
 
 
 def watch_time() -> float:
@@ -129,7 +146,7 @@ def run(rank: int, folder: str) -> None:
         report = Report("watch")
         report.table(
             f"A training step with and without the watch, {RANKS} gloo processes, milliseconds",
-            ["", "without", "with", "CPU time of hooks", "of the watch's thread", "together, of a step"],
+            ["", "without", "with", "in hooks", "in the watch's thread", "together, of a step"],
             rows,
         )
         report.save()

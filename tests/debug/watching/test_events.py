@@ -1,5 +1,6 @@
 """Events of ops and collectives: the same for the same calls, whatever tools one rank runs."""
 
+import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -126,6 +127,34 @@ def test_collectives_from_two_lines_are_two_events() -> None:
             "dist.all_reduce of float32[3]",
             "dist.all_reduce of float32[4]",
         ]
+
+
+def test_lines_of_one_collective_are_told_apart_however_deep_they_are() -> None:
+    with lone_rank() as mesh:
+        x = sharded(mesh)
+
+        class Gather(torch.nn.Module):
+            def forward(self, tensor):
+                return tensor.full_tensor()
+
+        nested = torch.nn.Sequential(torch.nn.Sequential(Gather()))
+        ways = {
+            "return tensor.full_tensor()": lambda: nested(x),
+            "x.redistribute(": lambda: x.redistribute(placements=[Replicate()]).to_local(),
+            "torch.neg(x.full_tensor())": lambda: torch.neg(x.full_tensor()),
+        }
+        fresh = {}
+        for name, way in ways.items():
+            with hooked() as journal:
+                way()
+                (fresh[name],) = taken(journal)
+                assert name in journal.said(fresh[name]).line
+        assert len({*fresh.values()}) == len(ways)
+        with hooked() as journal:
+            order = random.Random(0).choices([*ways], k=60)
+            for name in order:
+                ways[name]()
+            assert taken(journal) == [fresh[name] for name in order]
 
 
 def test_a_rank_outside_a_group_does_nothing_there() -> None:

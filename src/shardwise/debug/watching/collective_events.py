@@ -1,7 +1,8 @@
 """Events of collectives: functional ones, and the functions of `torch.distributed`.
 
-What is the same for all calls with one group, op, dtype and shape is described once. A repeated collective costs a
-look-up, and the walk to the user's line.
+What is the same for all calls with one group, op, dtype and shape is described once. The walk to the user's line would
+cost more than everything else, above all after a wait, when nothing is in the processor's caches. So each collective
+keeps how many frames away its lines were: if a frame there is at the same instruction again, it is the same line.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from types import FrameType
-from typing import Any, NamedTuple
+from types import CodeType, FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from .stream import Stream
 
 _frame = sys._getframe
 _MOST_CALLS = 1 << 12
+_MOST_DEPTHS = 8
 
 COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"),
@@ -37,10 +39,25 @@ COLLECTIVES = (
 _SAME_SHAPE = frozenset(("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "reduce"))
 
 
-class _Collective(NamedTuple):
-    number: int
-    what: str
-    stream: Stream
+class _Collective:
+    """What is known of the collectives with one group, op, dtype and shape, and of the lines that called them."""
+
+    __slots__ = ("append", "number", "places", "stream", "what")
+
+    def __init__(self, number: int, what: str, stream: Stream) -> None:
+        self.number, self.what, self.stream, self.append = number, what, stream, stream.append
+        self.places: dict[int, dict[int, tuple[CodeType, int]]] = {}
+        """The code of the user's frame and the event, by how many frames away it is and by its instruction."""
+
+    def add_place(self, depth: int, user: FrameType) -> int:
+        """Write down where a user's frame was; returns the event of a collective that it calls."""
+        event = self.number + user.f_lasti + (user.f_code.co_firstlineno << 16)
+        if depth not in self.places:
+            if len(self.places) >= _MOST_DEPTHS:
+                self.places.clear()
+            self.places = dict(sorted([*self.places.items(), (depth, {})]))  # the innermost first
+        self.places[depth][user.f_lasti] = user.f_code, event
+        return event
 
 
 class CollectiveEvents:
@@ -58,7 +75,7 @@ class CollectiveEvents:
         """Return what to call before a functional collective."""
         name = op.removeprefix("_c10d_functional.").removesuffix(".default")
         same_shape, failing, known = "to_all" not in name, self._failing, self._new_table()
-        write = self._write
+        journal, write = self._journal, self._write
 
         def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if failing.failure is not None:
@@ -73,8 +90,19 @@ class CollectiveEvents:
                 found = self._functional(name, args, kwargs)
                 if args and not kwargs and type(args[0]) is Tensor:
                     known[key] = found
-            if found is not None:
-                write(found, _frame(3))
+            if found is None:
+                return
+            try:
+                for depth, places in found.places.items():
+                    frame = _frame(depth)
+                    place = places.get(frame.f_lasti)
+                    if place is not None and place[0] is frame.f_code:
+                        journal.last = found.stream
+                        found.append(place[1])
+                        return
+            except ValueError:  # fewer frames than that
+                pass
+            write(found, _frame(0))
 
         return before
 
@@ -106,7 +134,7 @@ class CollectiveEvents:
                 if not same_shape or args:
                     known[key] = found
             if found is not None:
-                self._write(found, _frame(2))
+                self._write(found, _frame(0))
 
         return before
 
@@ -140,17 +168,18 @@ class CollectiveEvents:
         return _Collective(digest(what), f"{what}{_over(group)}", self._journal.stream(ranks))
 
     def _write(self, collective: _Collective, frame: FrameType) -> None:
-        number, what, stream = collective
-        frame = users_frame(frame)
-        event = number + frame.f_lasti + (frame.f_code.co_firstlineno << 16)
-        self._journal.last = stream
-        if event in stream.met:
-            stream.append(event)
+        """Write the event of a collective; `frame` is that of the function that is called before it."""
+        user, depth = users_frame(frame), 0
+        while frame is not user and frame.f_back is not None:
+            frame, depth = frame.f_back, depth + 1
+        event, self._journal.last = collective.add_place(depth, user), collective.stream
+        if event in collective.stream.met:
+            collective.append(event)
             return
-        self._journal.remember(event, Event(what, line_of(frame)))
-        stream.append(event)
-        stream.met.add(event)
-        self._meet(stream)
+        self._journal.remember(event, Event(collective.what, line_of(user)))
+        collective.append(event)
+        collective.stream.met.add(event)
+        self._meet(collective.stream)
 
 
 def _first_tensor(values: Any) -> Tensor | None:
