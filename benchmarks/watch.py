@@ -31,7 +31,7 @@ from shardwise.debug import watch
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 RANKS = 2
-BLOCKS = int(os.environ.get("BLOCKS", "24"))
+BLOCKS = int(os.environ.get("BLOCKS", "12"))
 STEPS = 20
 
 
