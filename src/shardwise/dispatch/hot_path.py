@@ -99,8 +99,8 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
         try:
             local_args: Sequence[object]
             if offset is not None:  # a view: of the first argument, which is the only tensor
-                a = args[0]
-                local_args, offset = (a._shard, *args[1:]), offset + a.storage_offset() or None
+                local_args = [*args]
+                local_args[0], offset = args[0]._shard, offset + args[0].storage_offset() or None
             elif count == 1:
                 local_args = (a._shard if type(a) is kind else a,)
             elif count == 2:
@@ -270,13 +270,16 @@ def _first(local: object, args: Args) -> object:
 
 
 def _wrapping_views(specs: Any, offsets: Sequence[int], kind: type[DTensorBase]) -> Callable[[object, Args], object]:
-    structure = type(specs)
+    structure, views = (
+        type(specs),
+        [(spec, *spec.tensor_meta, behind) for spec, behind in zip(specs, offsets, strict=True)],
+    )
 
     def finish(locals_: Any, args: Args) -> object:
-        begin, wrapped = args[0].storage_offset(), []
-        for local, spec, behind in zip(locals_, specs, offsets, strict=True):
-            shape, stride, dtype = spec.tensor_meta
-            tensor = make_wrapper(kind, shape, stride, begin + behind or None, None, dtype, _strided, local.device)
+        first, wrapped = args[0], []
+        begin, device = first.storage_offset(), first._shard.device
+        for local, (spec, shape, stride, dtype, behind) in zip(locals_, views, strict=True):
+            tensor = make_wrapper(kind, shape, stride, begin + behind or None, None, dtype, _strided, device)
             tensor._shard = local
             tensor._spec = spec
             wrapped.append(tensor)

@@ -53,7 +53,8 @@ def _marking_views(func: OpOverload) -> Callable[..., object]:
 
     def kernel(keys: Keys, *args: object, **kwargs: object) -> object:
         result = call_with_autograd(func, keys, *args, **kwargs)
-        if torch.is_grad_enabled() and isinstance(args[0], DTensorBase):
+        viewed = args[0]
+        if isinstance(viewed, DTensorBase) and viewed.requires_grad and torch.is_grad_enabled():
             _mark(result, in_place=False)
         return result
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -166,7 +166,8 @@ class DTensor(ChangingShape, GlobalValues, Hooks):
             mesh = device_mesh if device_mesh is not None else current_mesh()
             return from_local_transformed(local, mesh, {"placements": placements, **given})
         mesh_info = adopt(device_mesh if device_mesh is not None else current_mesh())
-        local = of_members(local, mesh_info)
+        if mesh_info.simulated:
+            local = of_members(local, mesh_info)
         data = on_mesh(without_grad(local), mesh_info)
         spec = spec_of_local(data, mesh_info, placements, shape, stride, run_check, local)
         if mesh_info.outside:
@@ -187,7 +188,7 @@ class DTensor(ChangingShape, GlobalValues, Hooks):
         return exported.to_local(self, grad_placements) if exporting() else self._to_local(grad_placements)
 
     def _to_local(self, grad_placements: Placements | None) -> Tensor:
-        if torch.is_grad_enabled() and self.requires_grad:
+        if self.requires_grad and torch.is_grad_enabled():
             spec = self._spec
             grad_spec = spec.with_placements(grad_placements) if grad_placements is not None else spec.cotangent()
             return ToLocal.apply(self, grad_spec)
@@ -315,15 +316,6 @@ class DTensor(ChangingShape, GlobalValues, Hooks):
         local = redistribute_local(on_mesh(data, spec.mesh_info), target.replicated(), target)
         return DTensor.wrap(local, target)
 
-    @property
-    def requires_grad(self) -> bool:
-        """Whether gradients flow to this tensor."""
-        return _requires_grad.__get__(self)
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        self.requires_grad_(value)
-
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
         """Set `requires_grad`, as for any tensor. A leaf's gradient takes the leaf's own placements."""
         changes = requires_grad and not self.requires_grad
@@ -331,6 +323,11 @@ class DTensor(ChangingShape, GlobalValues, Hooks):
         if changes and self.is_leaf:
             reduce_gradient_of(self)
         return self
+
+    # Read by PyTorch's own getter, without a function in Python around it.
+    requires_grad = cast(
+        bool, property(_requires_grad.__get__, requires_grad_, doc="Whether it takes part in autograd.")
+    )
 
     # ---- copies and files -----------------------------------------------------------------------------------
 

@@ -50,7 +50,9 @@ def on_mesh(tensor: Tensor, mesh_info: MeshInfo) -> Tensor:
     """The tensor on the mesh's device type; in the simulated world, one copy for every rank of the mesh."""
     if tensor.device.type not in (mesh_info.device_type, "meta"):
         tensor = tensor.to(mesh_info.device_type)
-    if mesh_info.simulated and not isinstance(tensor, RankTensor):
+    if not mesh_info.simulated:
+        return tensor
+    if not isinstance(tensor, RankTensor):
         if torch.is_grad_enabled() and tensor.requires_grad:
             return _ToRanks.apply(tensor, len(mesh_info.ranks))
         tensor = replicate(tensor, len(mesh_info.ranks))
@@ -96,7 +98,10 @@ class _OfRanks(torch.autograd.Function):
 def without_grad(tensor: Tensor) -> Tensor:
     """A tensor of the same memory that autograd does not record. A tensor of some other class stays itself unless it
     requires grad: what `detach` makes of it may lack its attributes."""
-    return tensor.detach() if type(tensor) in (Tensor, Parameter, RankTensor) or tensor.requires_grad else tensor
+    return tensor.detach() if type(tensor) in _DETACHABLE or tensor.requires_grad else tensor
+
+
+_DETACHABLE = frozenset((Tensor, Parameter, RankTensor))
 
 
 def copy_to_replicas(local: Tensor, spec: DTensorSpec) -> Tensor:

@@ -26,7 +26,11 @@ _CACHE = "_handed_out"
 
 def hand_out(tensor: DTensorBase) -> Tensor:
     """The local shard of a tensor, for the user: the same object each time, as long as the tensor has that shard."""
-    local, before = tensor._local_tensor, tensor.__dict__.get(_CACHE)
+    try:
+        local = tensor._shard
+    except AttributeError:  # it comes from a source
+        local = tensor._local_tensor
+    before = tensor.__dict__.get(_CACHE)
     if before is not None and before[0] is local and before[1] is not None:
         found: Tensor = before[1]
         return found
@@ -44,7 +48,7 @@ def hand_out_new(tensor: DTensorBase) -> Tensor:
     """
     local, before = tensor._local_tensor, tensor.__dict__.get(_CACHE)
     if before is not None and before[0] is local:
-        handed = hand_out(tensor).detach()
+        handed = (hand_out(tensor) if before[1] is None else before[1]).detach()
         count_writes_through(handed)
         return handed
     handed = _alias(tensor, local)
