@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import fx
@@ -22,10 +21,11 @@ def bindings_of(graph: fx.Graph) -> dict[fx.Node, Callable[..., object]]:
         if not is_op(node) or node.target in STARTS:
             continue
         try:
-            args, kwargs = _samples(list(node.args)), _samples(dict(node.kwargs))
-            key = (node.target, types_key(tuple(args), kwargs))
+            args = tuple(map(_samples, node.args))
+            kwargs = {name: _samples(value) for name, value in node.kwargs.items()}
+            key = (node.target, types_key(args, kwargs))
             if key not in known:
-                known[key] = binding(node.target, tuple(args), kwargs)
+                known[key] = binding(node.target, args, kwargs)
         except _Unknown:
             found[node] = node.target._op
             continue
@@ -37,7 +37,7 @@ class _Unknown(Exception):
     """An argument without a sample: its sizes differ between ranks, or it is no tensor."""
 
 
-def _samples(value: Any) -> Any:
+def _samples(value: object) -> object:
     """Arguments with tensors without data in the place of nodes."""
     if isinstance(value, fx.Node):
         meta = value.meta.get("tensor")

@@ -97,7 +97,7 @@ class Memory:
         return [n for argument, value in _arguments(node) if argument.alias_info is not None for n in _nodes_in(value)]
 
 
-def _arguments(node: fx.Node) -> Iterable[tuple[Any, Any]]:
+def _arguments(node: fx.Node) -> Iterable[tuple[Any, object]]:
     schema = node.target._schema  # type: ignore[union-attr]
     for argument, value in zip(schema.arguments, node.args, strict=False):
         yield argument, value
@@ -106,7 +106,7 @@ def _arguments(node: fx.Node) -> Iterable[tuple[Any, Any]]:
         yield named[name], value
 
 
-def _nodes_in(value: Any) -> list[fx.Node]:
+def _nodes_in(value: object) -> list[fx.Node]:
     if isinstance(value, fx.Node):
         return [value]
     return [node for element in value for node in _nodes_in(element)] if isinstance(value, (list, tuple)) else []

@@ -6,7 +6,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Generic, ParamSpec, Self, TypeVar, overload
 
 import torch.distributed as dist
 
@@ -16,6 +16,9 @@ from .guards import Signature, flatten, signature_of
 from .passes import PASSES
 from .record import record
 from .replay import Replay
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 class Recordings:
@@ -36,10 +39,10 @@ _MOST_ATTEMPTS = 3
 _serial = itertools.count()
 
 
-class Erased:
+class Erased(Generic[Parameters, Result]):
     """A step that is recorded at its first call, and replayed from then on. `erase` makes it."""
 
-    def __init__(self, fn: Callable[..., Any], backend: str, passes: tuple[str, ...]) -> None:
+    def __init__(self, fn: Callable[Parameters, Result], backend: str, passes: tuple[str, ...]) -> None:
         functools.update_wrapper(self, fn)
         self._fn, self._backend, self._passes = fn, backend, passes
         self._serial = next(_serial)
@@ -47,7 +50,7 @@ class Erased:
         """How often the step was recorded."""
         weakref.finalize(self, _forget, self._serial).atexit = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         leaves, structure = flatten(args, kwargs)
         signature = signature_of(leaves, structure)
         recordings = self._recordings()
@@ -64,7 +67,11 @@ class Erased:
             found = cache[self._serial] = Recordings()
         return found
 
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: type | None = None) -> Erased[..., Result]: ...
+    def __get__(self, instance: object, owner: type | None = None) -> Self | Erased[..., Result]:
         """As a decorator of a method: an erased step for each object."""
         if instance is None:
             return self
@@ -87,7 +94,9 @@ class Erased:
             raise EraseError("nothing is recorded yet in this world", "call the step first")
         return last
 
-    def _record(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], signature: Signature) -> Any:
+    def _record(
+        self, args: tuple[object, ...], kwargs: dict[str, object], leaves: list[object], signature: Signature
+    ) -> Result:
         recorded, result = record(self._fn, args, kwargs, leaves)
         self.recordings += 1
         if recorded.escaped:
@@ -101,7 +110,7 @@ class Erased:
         table[signature] = [replay, *known][:_MOST_VARIANTS]
         return result
 
-    def _kept_outside(self, lines: list[str], signature: Signature, result: Any) -> Any:
+    def _kept_outside(self, lines: list[str], signature: Signature, result: Result) -> Result:
         """The first calls of a step may fill caches. If every call keeps something, it cannot be replayed."""
         escapes = self._recordings().escapes
         escapes[signature] = count = escapes.get(signature, 0) + 1
@@ -114,7 +123,17 @@ class Erased:
         return result
 
 
-def erase(fn: Any = None, *, backend: str = "eager", passes: Iterable[str] = tuple(PASSES)) -> Any:
+@overload
+def erase(
+    fn: None = None, *, backend: str = "eager", passes: Iterable[str] = ...
+) -> Callable[[Callable[Parameters, Result]], Erased[Parameters, Result]]: ...
+@overload
+def erase(
+    fn: Callable[Parameters, Result], *, backend: str = "eager", passes: Iterable[str] = ...
+) -> Erased[Parameters, Result]: ...
+def erase(
+    fn: Callable[Parameters, Result] | None = None, *, backend: str = "eager", passes: Iterable[str] = tuple(PASSES)
+) -> Erased[Parameters, Result] | Callable[[Callable[Parameters, Result]], Erased[Parameters, Result]]:
     """Record a step at its first call, and run the local ops and collectives of the recording from then on.
 
     The step is any function of distributed tensors: forward, backward, clipping, an optimizer's step, or a part of it.

@@ -8,10 +8,9 @@ arguments.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import getitem, is_
-from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
@@ -25,7 +24,7 @@ from ..sharding.base import DTensorBase
 from ..sharding.recording import recorder as active_recorder
 from ..tensor.leaf_gradient import is_accumulating
 from .optimizers import OptimizerStep
-from .quick_check import quick_check
+from .quick_check import Entry, quick_check
 from .recorder import OpRecorder
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -36,7 +35,7 @@ Signature = tuple[object, ...]
 # ---- the signature of a call ----------------------------------------------------------------------------------------
 
 
-def signature_of(leaves: list[Any], structure: object) -> Signature:
+def signature_of(leaves: list[object], structure: object) -> Signature:
     """What a call looks like from outside."""
     return (structure, *map(_leaf_key, leaves), *modes())
 
@@ -56,7 +55,7 @@ def modes() -> tuple[object, ...]:
     )
 
 
-def _leaf_key(value: Any) -> object:
+def _leaf_key(value: object) -> object:
     if isinstance(value, DTensorBase):
         return value._spec, value.requires_grad
     if isinstance(value, Tensor):
@@ -78,11 +77,11 @@ class Guards:
     """What must be as it was. Filled while a step is recorded, and asked before each replay."""
 
     def __init__(self) -> None:
-        self._dicts: list[dict[Any, Any]] = []
-        self._keys: list[Any] = []
-        self._identical: list[Any] = []
-        self._values: list[tuple[dict[Any, Any], Any, Any]] = []
-        self._cells: list[tuple[types.CellType, Any]] = []
+        self._dicts: list[Mapping[str, object]] = []
+        self._keys: list[str] = []
+        self._identical: list[object] = []
+        self._values: list[Entry] = []
+        self._cells: list[tuple[types.CellType, object]] = []
         self._locals: list[tuple[DTensorBase, Tensor, object]] = []
         self._grads: list[tuple[Tensor, object]] = []
         self._steps: list[OptimizerStep] = []
@@ -182,7 +181,7 @@ class Guards:
             if child is not None:
                 self.add_module(child, f"{name}.{key}".strip("."))
 
-    def add_callable(self, fn: Any) -> None:
+    def add_callable(self, fn: Callable[..., object]) -> None:
         """A module, an object that can be called, or a function, and what it uses."""
         if isinstance(fn, nn.Module):
             self.add_module(fn)
@@ -191,7 +190,7 @@ class Guards:
         else:
             self._object(fn)
 
-    def add_function(self, fn: Any) -> None:
+    def add_function(self, fn: Callable[..., object]) -> None:
         """The variables that a function takes from outside: its closure, its globals, its object."""
         if id(fn) in self._seen:
             return
@@ -238,7 +237,7 @@ class Guards:
             for index, element in enumerate(value):
                 self._look_into(element, f"{name}_{index}")
 
-    def _identity(self, values: dict[Any, Any], key: Any, value: object) -> None:
+    def _identity(self, values: Mapping[str, object], key: str, value: object) -> None:
         self._dicts.append(values)
         self._keys.append(key)
         self._identical.append(value)
@@ -268,7 +267,7 @@ def watching_modules(recorder: OpRecorder, guards: Guards) -> Iterator[None]:
         handle.remove()
 
 
-def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], object]:
+def flatten(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list[object], object]:
     """The tensors and values among the arguments, and how they are nested."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     return leaves, structure

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn, optim
@@ -24,7 +24,10 @@ from ..errors import EraseError
 from ..sharding.base import DTensorBase
 from ..sharding.recording import recorder as active_recorder
 from ..sharding.source_lines import users_line
+from ..sharding.spec import DTensorSpec
 from .recorder import OpRecorder
+
+T = TypeVar("T")
 
 _BY_ELEMENT = {
     optim.SGD,
@@ -142,14 +145,16 @@ class _Twin:
 
 
 @contextmanager
-def watching_zero_grad(before: dict[int, tuple[Tensor, Any]], dropped: set[int]) -> Iterator[None]:
+def watching_zero_grad(before: dict[int, tuple[Tensor, Tensor | None]], dropped: set[int]) -> Iterator[None]:
     """Inside, leaves whose gradients are dropped by `zero_grad` before the step has made others are noted, by id.
 
     What such a leaf's gradient was before the step then does not matter. `before` holds the gradients at its begin.
     """
 
-    def watched(original: Callable[..., None], parameters: Callable[[Any], Iterable[Tensor]]) -> Callable[..., None]:
-        def zero_grad(owner: Any, set_to_none: bool = True) -> None:
+    def watched(
+        original: Callable[[T, bool], None], parameters: Callable[[T], Iterable[Tensor]]
+    ) -> Callable[..., None]:
+        def zero_grad(owner: T, set_to_none: bool = True) -> None:
             for parameter in parameters(owner) if set_to_none else ():
                 if parameter.grad is before.get(id(parameter), (None, None))[1]:
                     dropped.add(id(parameter))
@@ -177,7 +182,7 @@ def recording_optimizers(recorder: OpRecorder, steps: list[OptimizerStep]) -> It
     """Inside, optimizer steps are written down as calls of the optimizer."""
     depth = [0]
 
-    def before(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def before(optimizer: optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if active_recorder.get() is not recorder:
             return
         depth[0] += 1
@@ -194,7 +199,7 @@ def recording_optimizers(recorder: OpRecorder, steps: list[OptimizerStep]) -> It
         steps.append(step)
         recorder.paused += 1
 
-    def after(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def after(optimizer: optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if active_recorder.get() is not recorder or not depth[0]:
             return
         depth[0] -= 1
@@ -211,15 +216,15 @@ def recording_optimizers(recorder: OpRecorder, steps: list[OptimizerStep]) -> It
             recorder.paused -= 1
 
 
-def _local(value: Any) -> Any:
+def _local(value: T) -> T | Tensor:
     return value._local_tensor if isinstance(value, DTensorBase) else value
 
 
-def _spec(value: Any) -> Any:
+def _spec(value: object) -> DTensorSpec | None:
     return value._spec if isinstance(value, DTensorBase) else None
 
 
-def _fits(parameter: Any, grad_spec: Any) -> bool:
+def _fits(parameter: Tensor, grad_spec: DTensorSpec | None) -> bool:
     """Whether a gradient is sharded as its parameter is."""
     if not isinstance(parameter, DTensorBase):
         return grad_spec is None

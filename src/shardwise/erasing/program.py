@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from .._torch.below_autograd import below_autograd
 from ..comm.groups import ranks_of_group
@@ -48,7 +48,7 @@ class Program:
         self.text = self._write()
         names = {**self._names, "below_autograd": below_autograd, RECORDED_LINES: self._lines}
         exec(compile(self.text, "<erased step>", "exec"), names)
-        self.run: Callable[..., Any] = names["step"]  # type: ignore[assignment]
+        self.run: Callable[..., tuple[Tensor, ...]] = names["step"]  # type: ignore[assignment]
 
     def _write(self) -> str:
         inputs = [node for node in self._graph.nodes if node.op == "placeholder"]
@@ -110,7 +110,7 @@ class Program:
             self._groups[group] = self._named(Group(group), name if name.isidentifier() else f"group_{name}")
         return self._groups[group]
 
-    def _argument(self, value: Any) -> str:
+    def _argument(self, value: object) -> str:
         if isinstance(value, fx.Node):
             return self._variables[value]
         if isinstance(value, tuple):

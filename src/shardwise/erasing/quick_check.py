@@ -10,10 +10,9 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
-Entry = tuple[dict[Any, Any], Any, Any]
+Entry = tuple[Mapping[str, object], str, object]
 """A dict, a key, and what is expected there."""
 
 
@@ -32,7 +31,7 @@ class _Writer:
             self.objects[name] = value
         return self._names[id(value)]
 
-    def entry(self, values: dict[Any, Any], key: Any, expected: object, test: str) -> None:
+    def entry(self, values: Mapping[str, object], key: str, expected: object, test: str) -> None:
         """A test of an entry of a dict."""
         found = repr(key) if type(key) is str else self.name(key)
         self.tests.append(f"{self.name(values)}[{found}] {test} {self.name(expected)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 from torch import Tensor, fx
 
@@ -19,6 +19,8 @@ from .guards import Guards, watching_modules
 from .optimizers import OptimizerStep, parameters_of, recording_optimizers, watching_zero_grad
 from .program import parameter_names
 from .recorder import OpRecorder
+
+T = TypeVar("T")
 
 
 class Value(NamedTuple):
@@ -55,8 +57,8 @@ class Recorded(NamedTuple):
 
 
 def record(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]
-) -> tuple[Recorded, Any]:
+    fn: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, object], leaves: list[object]
+) -> tuple[Recorded, T]:
     """Run a function and record it. Returns the recording and the function's result, detached."""
     recorder, guards = OpRecorder(), Guards()
     guards.add_callable(fn)
@@ -71,20 +73,20 @@ def record(
     return step.recorded(arguments, results)
 
 
-def _bind_arguments(recorder: OpRecorder, fn: Callable[..., Any], leaves: list[Any]) -> list[int]:
+def _bind_arguments(recorder: OpRecorder, fn: Callable[..., object], leaves: list[object]) -> list[int]:
     """Placeholders for the tensors among the arguments."""
     names = parameter_names(fn)
-    found = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    for index in found:
+    found = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    for index, leaf in found.items():
         name = names[index] if index < len(names) else f"argument_{index}"
-        recorder.input(_local(leaves[index]), name)
-    return found
+        recorder.input(_local(leaf), name)
+    return list(found)
 
 
 class _Step:
     """What is found out about a step while it runs and afterwards."""
 
-    def __init__(self, recorder: OpRecorder, guards: Guards, leaves: list[Any]) -> None:
+    def __init__(self, recorder: OpRecorder, guards: Guards, leaves: list[object]) -> None:
         self.recorder, self.guards, self.leaves = recorder, guards, leaves
         self.optimizer_steps: list[OptimizerStep] = []
         known = [*guards.tensors(), *(p for optimizer in guards.optimizers for p in parameters_of(optimizer)), *leaves]
@@ -105,7 +107,7 @@ class _Step:
         ):
             yield
 
-    def recorded(self, arguments: list[int], results: list[Any]) -> tuple[Recorded, Any]:
+    def recorded(self, arguments: list[int], results: list[T]) -> tuple[Recorded, T]:
         """The recording, and the result of the step, which is taken out of the list."""
         recorder, guards = self.recorder, self.guards
         flat, structure = pytree.tree_flatten(results.pop())  # nobody else holds it: what it refers to ends with it
@@ -142,7 +144,7 @@ class _Step:
         candidates = [*owners, *stepped, *self.guards.tensors(), *(leaf for leaf, _ in self.before.values())]
         return list({id(tensor): tensor for tensor in candidates if _is_leaf(tensor)}.values())
 
-    def _note_gradient(self, leaf: Any) -> None:
+    def _note_gradient(self, leaf: Tensor) -> None:
         """What a replay must do about the gradient of one leaf."""
         recorder, last = self.recorder, leaf.grad
         first = self.before[id(leaf)][1] if id(leaf) in self.before else recorder.first_grads.get(id(leaf))
@@ -173,7 +175,7 @@ class _Step:
             _rename(node, self.guards.names.get(id(owner if owner is not None else tensor)))
 
 
-def _output(recorder: OpRecorder, value: Any) -> Value | object:
+def _output(recorder: OpRecorder, value: object) -> Value | object:
     if isinstance(value, Tensor):
         return Value(recorder.node_of(_local(value)), _spec(value))
     if isinstance(value, (bool, int, float, complex)):
@@ -184,7 +186,7 @@ def _output(recorder: OpRecorder, value: Any) -> Value | object:
     return value
 
 
-def _escaped(recorder: OpRecorder, kept: list[Any]) -> list[str]:
+def _escaped(recorder: OpRecorder, kept: list[object]) -> list[str]:
     """The lines that made tensors which are alive, though the step neither returns them nor leaves them as .grad."""
     known = [*(tensor for tensor in kept if isinstance(tensor, Tensor)), *recorder.state.values()]
     storages = {storage for tensor in known for storage in _storages(tensor)}
@@ -211,13 +213,13 @@ def _rename(node: fx.Node, name: str | None) -> None:
         node._rename(name)
 
 
-def _is_leaf(value: Any) -> bool:
+def _is_leaf(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.requires_grad and value.is_leaf
 
 
-def _local(value: Any) -> Any:
+def _local(value: T) -> T | Tensor:
     return value._local_tensor if isinstance(value, DTensorBase) else value
 
 
-def _spec(value: Any) -> DTensorSpec | None:
+def _spec(value: object) -> DTensorSpec | None:
     return value._spec if isinstance(value, DTensorBase) else None

@@ -8,7 +8,7 @@ communicates. In a simulated world a local tensor is a RankTensor, and the recor
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,6 +21,7 @@ from .._torch.collectives import wait
 from .._torch.modes import OwnMode
 from .._torch.ops import OpOverload
 from ..errors import EraseError
+from ..ops.call import Args, Kwargs
 from ..ops.recorded import DEPENDS_ON_DATA, READS_VALUES
 from ..sharding.base import DTensorBase
 from ..sharding.recording import recorder as active_recorder
@@ -40,8 +41,8 @@ _READING_METHODS = {
 class Meta(NamedTuple):
     """What is written down of a tensor in a graph."""
 
-    shape: tuple[Any, ...]
-    stride: tuple[Any, ...]
+    shape: tuple[int | torch.SymInt, ...]
+    stride: tuple[int | torch.SymInt, ...]
     dtype: torch.dtype
     device: torch.device
 
@@ -148,7 +149,7 @@ class OpRecorder(OwnMode):
         """The tensors that ops of the recording have made, and that are still alive."""
         return [(tensor, node) for tensor, node in self._nodes.items() if node.op == "call_function"]
 
-    def _make(self, tensor: Tensor, target: Callable[..., object], args: tuple[Any, ...]) -> fx.Node:
+    def _make(self, tensor: Tensor, target: Callable[..., object], args: Args) -> fx.Node:
         node = self.graph.call_function(target, args)
         node.meta["pure"] = True  # it takes something out of its arguments, or puts them together
         self.bind(tensor, node)
@@ -174,7 +175,7 @@ class OpRecorder(OwnMode):
     # ---- ops --------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensorBase) for kind in types):
@@ -210,7 +211,7 @@ class OpRecorder(OwnMode):
         """Write down a call that is made in each replay, and returns nothing."""
         return self._write(fn, args, {}, None)
 
-    def _write(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> fx.Node:
+    def _write(self, target: Callable[..., object], args: Args, kwargs: Kwargs, result: object) -> fx.Node:
         given, named = self._as_nodes(list(args)), {name: self._as_nodes(value) for name, value in kwargs.items()}
         node = self.graph.call_function(target, tuple(given), named)
         node.meta["line"] = users_line()
@@ -225,7 +226,7 @@ class OpRecorder(OwnMode):
                     self._make(element, operator.getitem, (node, index))
         return node
 
-    def _as_nodes(self, value: Any) -> Any:
+    def _as_nodes(self, value: object) -> Any:
         if isinstance(value, Tensor):
             return self.node_of(value)
         if isinstance(value, dict):
@@ -236,7 +237,7 @@ class OpRecorder(OwnMode):
             return [self._as_nodes(size) for size in value]
         return Constant(value) if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
 
-    def _note_owners(self, value: Any) -> None:
+    def _note_owners(self, value: object) -> None:
         if isinstance(value, DTensorBase):
             local = getattr(value, "_shard", None)
             if local is not None and local not in self.owners and self.known(local) is None:
@@ -259,7 +260,9 @@ class _RefuseReads(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        self, func: Callable[..., object], types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         if func in _READING_METHODS and not self._recorder.paused:
             refuse_read(f"Tensor.{func.__name__}")
         return func(*args, **(kwargs or {}))
@@ -287,7 +290,6 @@ def _waited(func: OpOverload) -> Callable[..., object]:
     return run
 
 
-def shard_of(tensor: Any, rank: int) -> Tensor:
+def shard_of(tensor: RankTensor, rank: int) -> Tensor:
     """One rank's shard in a simulated world."""
-    shard: Tensor = tensor.shards[rank]
-    return shard
+    return tensor.shards[rank]

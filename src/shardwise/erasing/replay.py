@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, fx
 
@@ -17,6 +17,8 @@ from .passes import PASSES
 from .program import Program, axes_of
 from .record import Recorded, Value
 from .stages import Run, Staged, captured, compiled
+
+T = TypeVar("T")
 
 _BACKENDS = {"cudagraph": captured, "inductor": compiled}
 
@@ -44,7 +46,7 @@ class Replay:
         self._outputs, self._structure, self._grads = recorded.outputs, recorded.structure, recorded.grads
         self._dropped = recorded.dropped
 
-    def __call__(self, leaves: list[Any]) -> Any:
+    def __call__(self, leaves: list[object]) -> Any:
         """The result of the step for these arguments."""
         for leaf in self._dropped:  # as the step does: memory is not held for longer
             leaf.grad = None
@@ -127,5 +129,5 @@ def _written_state(recorded: Recorded) -> list[Tensor]:
     return [tensor for node, tensor in recorded.state.items() if node in written] + stepped
 
 
-def _local(value: Any) -> Any:
+def _local(value: T) -> T | Tensor:
     return value._local_tensor if isinstance(value, DTensorBase) else value

@@ -16,7 +16,7 @@ from .callees import bindings_of
 from .effects import is_op
 from .program import Program
 
-Run = Callable[..., tuple[Any, ...]]
+Run = Callable[..., tuple[Tensor, ...]]
 
 
 class Stage(NamedTuple):
@@ -67,14 +67,14 @@ def _stage(nodes: list[fx.Node]) -> Stage:
 class Staged:
     """Runs a recording stage by stage. `prepare` makes a function of each stage's graph, at its first run."""
 
-    def __init__(self, graph: fx.Graph, prepare: Callable[[fx.Graph, list[Any]], Run]) -> None:
+    def __init__(self, graph: fx.Graph, prepare: Callable[[fx.Graph, list[Tensor]], Run]) -> None:
         self._placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         self._results = next(node for node in graph.nodes if node.op == "output").args[0]
         self._parts = split(graph)
         self._prepare = prepare
         self._ready: dict[int, Run] = {}
 
-    def __call__(self, *given: Any) -> tuple[Any, ...]:
+    def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
         """The results of the recording."""
         values: dict[fx.Node, Any] = dict(zip(self._placeholders, given, strict=True))
         for index, part in enumerate(self._parts):
@@ -92,7 +92,7 @@ class Staged:
 # ---- CUDA graphs ----------------------------------------------------------------------------------------------------
 
 
-def captured(graph: fx.Graph, given: list[Any]) -> Run:
+def captured(graph: fx.Graph, given: list[Tensor]) -> Run:
     """A stage as one CUDA graph. Inputs that come from outside at another address are copied to where they were."""
     if not all(tensor.is_cuda for tensor in given if isinstance(tensor, Tensor)):
         raise EraseError("backend='cudagraph' for tensors that are not on a GPU", "use backend='eager'")
@@ -103,7 +103,7 @@ def captured(graph: fx.Graph, given: list[Any]) -> Run:
     with torch.cuda.graph(cuda_graph, capture_error_mode="thread_local"):
         results = program.run(*static)
 
-    def run(*given: Tensor) -> tuple[Any, ...]:
+    def run(*given: Tensor) -> tuple[Tensor, ...]:
         for here, tensor in zip(static, given, strict=True):
             if tensor is not here and tensor.data_ptr() != here.data_ptr():
                 here.copy_(tensor)
@@ -116,7 +116,7 @@ def captured(graph: fx.Graph, given: list[Any]) -> Run:
 # ---- PyTorch's compiler ---------------------------------------------------------------------------------------------
 
 
-def compiled(graph: fx.Graph, given: list[Any]) -> Run:
+def compiled(graph: fx.Graph, given: list[Tensor]) -> Run:
     """A stage that PyTorch's compiler has compiled."""
     module = fx.GraphModule(torch.nn.Module(), graph)
     run: Run = torch.compile(module, backend="inductor", dynamic=False)

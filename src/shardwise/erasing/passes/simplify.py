@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -81,7 +79,7 @@ def _is_same(node: fx.Node, source: fx.Node) -> bool:
     return one is not None and other is not None and one == other
 
 
-def _can_view(base: Any, node: fx.Node) -> bool:
+def _can_view(base: object, node: fx.Node) -> bool:
     """Whether a tensor without gaps is viewed, which can have any shape of its size."""
     meta = base.meta.get("tensor") if isinstance(base, fx.Node) else None
     if meta is None or not all(isinstance(size, int) for size in (*meta.shape, *meta.stride)):
@@ -112,7 +110,7 @@ def _key(node: fx.Node, memory: Memory, versions: dict[fx.Node, int]) -> object:
     return None if _holds_objects((node.args, node.kwargs)) else key
 
 
-def _holds_objects(value: Any) -> bool:
+def _holds_objects(value: object) -> bool:
     """Whether an argument is something whose text does not say what it is."""
     if isinstance(value, dict):
         return any(map(_holds_objects, value.values()))
