@@ -10,7 +10,7 @@ Gradients flow through both. PyTorch's DTensor is imported when one of these is 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -25,6 +25,7 @@ from .tensor.dtensor import DTensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
+    from torch.distributed.tensor import Placement as TorchPlacement
 
 __all__ = ["from_torch", "to_torch"]
 
@@ -54,20 +55,26 @@ def to_torch(dtensor: DTensor) -> TorchDTensor:
 # A gradient takes the opposite conversion: the cotangent of Partial is Replicate in both libraries.
 
 
+class _Context(Protocol):
+    """What a conversion keeps for the backward pass."""
+
+    spec: DTensorSpec
+
+
 class _FromTorch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, theirs: TorchDTensor, spec: DTensorSpec) -> DTensor:
+    def forward(ctx: _Context, theirs: TorchDTensor, spec: DTensorSpec) -> DTensor:
         ctx.spec = spec
         return DTensor(wait_for_data(theirs.to_local()), spec)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[Any, None]:
+    def backward(ctx: _Context, grad: DTensor) -> tuple[TorchDTensor, None]:
         return to_torch(_as_gradient(grad, ctx.spec)), None
 
 
 class _ToTorch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ours: DTensor, placements: list[Any]) -> TorchDTensor:
+    def forward(ctx: _Context, ours: DTensor, placements: list[TorchPlacement]) -> TorchDTensor:
         from torch.distributed.tensor import DTensor as TorchDTensor
 
         ctx.spec = ours.spec
@@ -76,7 +83,7 @@ class _ToTorch(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, grad: TorchDTensor) -> tuple[Any, None]:
+    def backward(ctx: _Context, grad: TorchDTensor) -> tuple[DTensor, None]:
         return _as_gradient(from_torch(grad), ctx.spec), None
 
 
@@ -115,7 +122,7 @@ def _our_spec(theirs: TorchDTensor) -> DTensorSpec:
     return spec
 
 
-def _ours(placement: Any, theirs: TorchDTensor) -> Placement:
+def _ours(placement: TorchPlacement, theirs: TorchDTensor) -> Placement:
     found = as_placement(placement)
     if found is None:
         raise InputError(
@@ -125,13 +132,13 @@ def _ours(placement: Any, theirs: TorchDTensor) -> Placement:
     return found
 
 
-def _their_placements(spec: DTensorSpec) -> list[Any]:
+def _their_placements(spec: DTensorSpec) -> list[TorchPlacement]:
     from torch.distributed import tensor
     from torch.distributed.tensor.placement_types import _StridedShard
 
     if spec.mesh_info.simulated:
         raise InputError("to_torch in a simulated world", "PyTorch's DTensor needs a process for each rank")
-    found: list[Any] = []
+    found: list[TorchPlacement] = []
     for placement in _in_their_order(spec):
         if isinstance(placement, Partial):
             found.append(tensor.Partial(placement.reduce_op))

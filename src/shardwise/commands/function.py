@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from .command import UsageError
 
@@ -18,12 +17,12 @@ HELP = "a function of your program: package.module:function, or path/to/program.
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def load_function(text: str) -> Callable[..., Any]:
+def load_function(text: str) -> Callable[..., object]:
     """Return the function that `package.module:function` or `path/to/program.py:function` names."""
     name, separator, function = text.rpartition(":")
     if not separator or not name or not function:
         raise UsageError(f"{text!r} names no function: write module:function, or program.py:function")
-    found: Any = _module(name)
+    found: object = _module(name)
     for part in function.split("."):
         if not hasattr(found, part):
             raise UsageError(f"{name} has no {function!r}")
@@ -33,7 +32,7 @@ def load_function(text: str) -> Callable[..., Any]:
     return found
 
 
-def call_with_mesh(function: Callable[..., Any], mesh: object) -> Any:
+def call_with_mesh(function: Callable[..., object], mesh: object) -> object:
     """Call a function with the mesh, or without it if it needs no arguments."""
     needs = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty and p.kind not in _MANY]
     if len(needs) > 1:

@@ -13,7 +13,6 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from .explaining.explain import Explanation
 from .explaining.trace_file import write_events
@@ -32,7 +31,7 @@ def trace(path: str | Path, **speeds: float) -> Iterator[Explanation]:
 
 def merge_traces(paths: Iterable[str | Path], path: str | Path) -> Path:
     """Join the traces of several ranks in one file."""
-    events: list[Any] = []
+    events: list[dict[str, object]] = []
     for each in paths:
         events += json.loads(Path(each).read_text())["traceEvents"]
     return write_events(path, events)

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from .._torch.ops import OpOverload
 from .._torch.pytree import tree_leaves, tree_map
 from ..comm.groups import adopt
 from ..errors import InputError
+from ..ops.call import Args, Kwargs
 from ..sharding.mesh import DeviceMesh, init_device_mesh
 from ..sharding.placement import Placement
 from ..sharding.source_lines import Line, is_library
@@ -27,7 +27,7 @@ from .ranks import Axes
 from .recording import Recorder, Recording, plain_path
 from .tolerance import move
 
-Batch = Any
+Batch = object
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class FloatDtypes(OwnMode):
         self.found: set[torch.dtype] = set()
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):

@@ -7,7 +7,7 @@ of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,20 +63,20 @@ def rank_numbers(axes: Axes) -> Iterator[None]:
     """Let the user's code read each rank's own number. PyTorch and shardwise go on to see those of rank 0."""
     places = axes.coordinates()
 
-    def number_in(group: Any) -> int | torch.SymInt:
+    def number_in(group: dist.ProcessGroup | None) -> int | torch.SymInt:
         groups = groups_of(group.group_name if group is not None else dist.group.WORLD.group_name)  # type: ignore[union-attr]
         found = {rank: ranks.index(rank) for ranks in groups for rank in ranks}
         return _number([found.get(rank, -1) for rank in range(len(places))])
 
-    def get_rank(group: Any = None) -> Any:
+    def get_rank(group: dist.ProcessGroup | None = None) -> int | torch.SymInt:
         return number_in(group) if called_by_user(directly=True) else originals["get_rank"](group)
 
-    def get_local_rank(self: DeviceMesh, mesh_dim: int | str | None = None) -> Any:
+    def get_local_rank(self: DeviceMesh, mesh_dim: int | str | None = None) -> int | torch.SymInt:
         if not called_by_user(directly=True):
             return originals["get_local_rank"](self, mesh_dim)
         return number_in(self.get_group(mesh_dim) if self.ndim > 1 or mesh_dim is not None else self.get_group())
 
-    def get_coordinate(self: DeviceMesh) -> Any:
+    def get_coordinate(self: DeviceMesh) -> Sequence[int | torch.SymInt] | None:
         if not called_by_user(directly=True):
             return originals["get_coordinate"](self)
         return [number_in(self.get_group(dim)) for dim in range(self.ndim)]
@@ -88,7 +88,7 @@ def rank_numbers(axes: Axes) -> Iterator[None]:
         "mesh_rank": DeviceMesh.get_rank,
     }
 
-    def mesh_rank(self: DeviceMesh) -> Any:
+    def mesh_rank(self: DeviceMesh) -> int | torch.SymInt:
         return number_in(None) if called_by_user(directly=True) else originals["mesh_rank"](self)
 
     manual_seed = torch.manual_seed

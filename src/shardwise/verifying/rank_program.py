@@ -10,15 +10,13 @@ would go wrong in code that is written for local tensors. `RankProgram` puts the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from .._torch.modes import OwnMode
 from .._torch.ops import OpOverload
 from .._torch.pytree import tree_leaves, tree_map
+from ..ops.call import Args, Kwargs
 from ..sharding.source_lines import called_by_user
 from ..world import RankTensor, common, replicate
 from ..world.implementation import implementation_of
@@ -31,7 +29,7 @@ class RankProgram(OwnMode):
     """While it is active, code for local tensors runs in a simulated world as each rank of it would."""
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
         if types:  # of a class of ours, which knows of ranks
@@ -48,7 +46,7 @@ class RankProgram(OwnMode):
         return result
 
 
-def _on_copies(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> object:
+def _on_copies(func: OpOverload, args: Args, kwargs: Kwargs) -> object:
     """Run a collective on copies of plain tensors, one for each rank, and write back what all ranks got."""
     copies: dict[int, tuple[Tensor, RankTensor]] = {}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -133,7 +133,7 @@ class Reasoning:
     @staticmethod
     def _tensor(call: OpCall, move: OperandMove) -> Tensor:
         where, index = move.place
-        value: Any = call.args[where] if isinstance(where, int) else call.kwargs[where]
+        value = call.args[where] if isinstance(where, int) else call.kwargs[where]
         found: Tensor = value if index is None else value[index]
         return found
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, overload
+from typing import overload
 
 import torch.distributed as dist
 
@@ -34,7 +34,7 @@ class Explanation(RecordedExplanation):
     Prints as text; `to_dict()` and `to_json()` hold the same and more.
     """
 
-    result: Any = None
+    result: object = None
     """What the function returned, if `explain` ran one."""
 
     def __init__(self) -> None:

@@ -7,9 +7,9 @@ else has to know of explanations, and nothing costs time while there are none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -45,7 +45,7 @@ class Purpose(NamedTuple):
     """The line that made the autograd node of the first of these leaves, if it is known."""
 
 
-Say = Callable[[Purpose], Any]
+Say = Callable[[Purpose], AbstractContextManager[object]]
 """A context in which communication has this purpose."""
 Find = Callable[..., Purpose]
 """From the arguments of a function to what it communicates for."""
@@ -138,12 +138,12 @@ def saying_purposes(say: Say) -> Iterator[None]:
 
 
 @contextmanager
-def _swapped(owner: Any, name: str, find: Find, say: Say) -> Iterator[None]:
+def _swapped(owner: object, name: str, find: Find, say: Say) -> Iterator[None]:
     before = vars(owner)[name]
     function = before.__func__ if isinstance(before, staticmethod) else before
 
     @wraps(function)
-    def saying(*args: Any, **kwargs: Any) -> Any:
+    def saying(*args: object, **kwargs: object) -> object:
         with say(find(*args, **kwargs)):
             return function(*args, **kwargs)
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from ...sharding.source_lines import Line
 
@@ -59,7 +58,7 @@ class Movement:
     bytes: int
     seconds: float
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, str | float]:
         """Return the fields as plain values."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
@@ -86,7 +85,7 @@ class Choice:
         """The modelled seconds of everything."""
         return sum(move.seconds for move in self.moves) + self.kernel_seconds + self.later_seconds
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the fields as plain values."""
         return {
             "axes": dict(self.axes),
@@ -145,7 +144,7 @@ class Communication:
         """ "forward", "backward", or "recomputing"."""
         return "recomputing" if self.recomputing else "backward" if self.backward else "forward"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return everything as plain values."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         found["line"] = line_dict(self.line)
@@ -170,7 +169,7 @@ class Total:
         all_of_them = list(communications)
         return Total(len(all_of_them), sum(c.bytes for c in all_of_them), sum(c.seconds for c in all_of_them))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, float]:
         """Return the fields as plain values."""
         return {"count": self.count, "bytes": self.bytes, "seconds": self.seconds}
 
@@ -195,7 +194,7 @@ class RecordedExplanation:
             groups.setdefault(str(getattr(each, key) or ""), []).append(each)
         return {name: Total.of(members) for name, members in groups.items()}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return everything as plain values."""
         return {
             "version": 1,
@@ -209,6 +208,6 @@ class RecordedExplanation:
         return json.dumps(self.to_dict(), indent=indent)
 
 
-def line_dict(line: Line | None) -> dict[str, Any] | None:
+def line_dict(line: Line | None) -> dict[str, str | int] | None:
     """Return a line as plain values: file, number and text."""
     return None if line is None else {"name": str(line), "file": line.path, "number": line.number, "text": line.text}

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from .timeline import Span
 
 
-def trace_events(spans: Sequence[Span]) -> list[dict[str, Any]]:
+def trace_events(spans: Sequence[Span]) -> list[dict[str, object]]:
     """Return the events of a trace: a process for each rank, with a track for ops and one for each set of axes."""
     tracks = ["compute", *dict.fromkeys(span.track for span in spans if span.track != "compute")]
     number = {track: index for index, track in enumerate(tracks)}
-    named: list[dict[str, Any]] = []
+    named: list[dict[str, object]] = []
     for rank in sorted({span.rank for span in spans}):
         named.append(_name("process_name", rank, 0, f"rank {rank}"))
         used = {span.track for span in spans if span.rank == rank}
@@ -36,11 +35,11 @@ def trace_events(spans: Sequence[Span]) -> list[dict[str, Any]]:
     ]
 
 
-def _name(kind: str, rank: int, track: int, name: str) -> dict[str, Any]:
+def _name(kind: str, rank: int, track: int, name: str) -> dict[str, object]:
     return {"name": kind, "ph": "M", "pid": rank, "tid": track, "args": {"name": name}}
 
 
-def write_events(path: str | Path, events: Sequence[dict[str, Any]]) -> Path:
+def write_events(path: str | Path, events: Sequence[dict[str, object]]) -> Path:
     """Write a trace file."""
     target = Path(path)
     target.write_text(json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}))

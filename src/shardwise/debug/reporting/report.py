@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -63,7 +62,7 @@ class Report:
         """Write the page to a file."""
         Path(path).write_text(self.html(), encoding="utf-8")
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return everything as plain values."""
         return {
             "version": 1,

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..._torch.watching import Before
+from ...dispatch.arguments import Args, Kwargs
 from ...sharding.base import DTensorBase
 from ...sharding.mesh import axes_of_group, group_ranks
 from ...sharding.source_lines import users_frame
@@ -69,7 +69,7 @@ class CollectiveEvents:
 
     def __init__(self, journal: Journal, failing: Failing, meet: Callable[[Stream], None]) -> None:
         self._journal, self._failing, self._meet = journal, failing, meet
-        self._known: list[dict[Any, _Collective | None]] = []
+        self._known: list[dict[object, _Collective | None]] = []
 
     def before_functional(self, op: str) -> Before:
         """Return what to call before a functional collective."""
@@ -77,7 +77,7 @@ class CollectiveEvents:
         same_shape, failing, known = "to_all" not in name, self._failing, self._new_table()
         journal, write = self._journal, self._write
 
-        def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def before(args: Args, kwargs: Kwargs) -> None:
             if failing.failure is not None:
                 failing.check()
             if simulated_worlds:
@@ -106,7 +106,7 @@ class CollectiveEvents:
 
         return before
 
-    def _functional(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Collective | None:
+    def _functional(self, name: str, args: Args, kwargs: Kwargs) -> _Collective | None:
         group = kwargs.get("group_name", args[-1] if args else None)
         tensor = _first_tensor((*args, *kwargs.values()))
         if not isinstance(group, str) or type(tensor) is not Tensor:
@@ -114,12 +114,12 @@ class CollectiveEvents:
         op = next((value for value in args[:-1] if isinstance(value, str)), kwargs.get("reduce_op", ""))
         return self._described(name, op, group, tensor.dtype, None if "to_all" in name else tensor.shape)
 
-    def before_call(self, name: str, original: Callable[..., Any]) -> Before:
+    def before_call(self, name: str, original: Callable[..., object]) -> Before:
         """Return what to call before one of the functions of `torch.distributed`."""
         at = list(inspect.signature(original).parameters).index("group")
         same_shape, failing, known = name in _SAME_SHAPE, self._failing, self._new_table()
 
-        def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def before(args: Args, kwargs: Kwargs) -> None:
             if failing.failure is not None:
                 failing.check()
             group = kwargs.get("group") if len(args) <= at else args[at]
@@ -138,7 +138,7 @@ class CollectiveEvents:
 
         return before
 
-    def _call(self, name: str, group: Any, tensor: object) -> _Collective | None:
+    def _call(self, name: str, group: object, tensor: object) -> _Collective | None:
         group = dist.group.WORLD if group is None else group
         if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
             return None  # a rank that is not in the group: the call does nothing
@@ -150,7 +150,7 @@ class CollectiveEvents:
         for known in self._known:
             known.clear()
 
-    def _new_table(self) -> dict[Any, _Collective | None]:
+    def _new_table(self) -> dict[object, _Collective | None]:
         self._known.append({})
         return self._known[-1]
 
@@ -182,7 +182,7 @@ class CollectiveEvents:
         self._meet(collective.stream)
 
 
-def _first_tensor(values: Any) -> Tensor | None:
+def _first_tensor(values: Iterable[object]) -> Tensor | None:
     for value in values:
         if isinstance(value, Tensor):
             return None if isinstance(value, DTensorBase) else value

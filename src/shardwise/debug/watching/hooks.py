@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..._torch.watching import Before, functional_collectives, wrap_op
+from ...dispatch.arguments import Args, Kwargs
 from ...dispatch.observe import LOOKUPS
 from ...random.draw import DRAWS
 from ...sharding.mesh import MeshInfo
@@ -89,10 +89,10 @@ class Hooks:
     def _refuse(self, key: object) -> None:
         self.failing.check()
 
-    def _replace(self, name: str, original: Callable[..., Any], before: Before) -> None:
+    def _replace(self, name: str, original: Callable[..., object], before: Before) -> None:
         """Put a function that first calls `before` in the place of one of `torch.distributed`."""
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def watched(*args: object, **kwargs: object) -> object:
             if self._on and current_world() is None:
                 before(args, kwargs)
             return original(*args, **kwargs)
@@ -108,17 +108,17 @@ class Hooks:
 
         self._undo.append(undo)
 
-    def _new_group(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _new_group(self, args: Args, kwargs: Kwargs) -> None:
         self.failing.check()
         if kwargs.get("use_local_synchronization"):
             return
-        ranks: Any = args[0] if args else kwargs.get("ranks")
+        ranks = args[0] if args else kwargs.get("ranks")
         what = f"dist.new_group({'' if ranks is None else list(ranks)})"
         self.journal.stream(tuple(range(dist.get_world_size()))).append(
             self.journal.place(digest(what), what, _frame(2))
         )
 
-    def _destroy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _destroy(self, args: Args, kwargs: Kwargs) -> None:
         group = args[0] if args else kwargs.get("group")
         self._destroyed()
         if (group is None or group is dist.group.WORLD) and self.failing.failure is None:

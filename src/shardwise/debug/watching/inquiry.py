@@ -11,7 +11,7 @@ from ...errors import WatchError
 from .board import Board
 from .journal import Journal
 from .places import line_of_thread
-from .words import disagreement
+from .words import Failure, disagreement
 
 _PATIENCE = 1.5
 """Seconds in which ranks that are alive answer: each has a thread that does nothing else."""
@@ -25,7 +25,7 @@ class Inquiry:
     def __init__(self, rank: int, board: Board, journal: Journal, thread: int) -> None:
         self.rank, self.board, self.journal, self._thread = rank, board, journal, thread
 
-    def ask(self, failure: dict[str, Any]) -> WatchError:
+    def ask(self, failure: Failure) -> WatchError:
         """The error that all ranks raise."""
         stream = self.journal.streams.get(failure["stream"])
         parties = [failure["by"], failure["other"]]
@@ -47,7 +47,7 @@ class Inquiry:
         said = self.board.wait_for([f"said/{rank}" for rank in ranks], _PATIENCE)
         return disagreement(index, ranks, {int(name.partition("/")[2]): each for name, each in said.items()})
 
-    def _said(self, index: int, key: str) -> dict[str, Any]:
+    def _said(self, index: int, key: str) -> dict[str, str | None]:
         stream = self.journal.streams.get(key)
         deadline = time.monotonic() + _ON_THE_WAY
         while stream is not None and stream.count <= index and time.monotonic() < deadline:

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from typing import Any
+from typing import Unpack
 
 from ..._torch.watching import store_port
 from ...errors import WatchError
@@ -23,6 +23,7 @@ from .places import line_of_thread
 from .status import Pulse, Status
 from .stopping import Stopper, end_collectives
 from .stream import Stream
+from .words import Failure
 
 log = logging.getLogger("shardwise.watch")
 
@@ -173,32 +174,31 @@ class Monitor(threading.Thread):
 
     # ---- ranks that do not go on ------------------------------------------------------------------------------------
 
-    def _all(self) -> dict[int, dict[str, Any]]:
+    def _all(self) -> dict[int, Status]:
         found = self.board.read(f"status/{rank}" for rank in range(self.size))
-        return {int(name.partition("/")[2]): status for name, status in found.items()}
+        return {int(name.partition("/")[2]): Status(**status) for name, status in found.items()}
 
     def _look_for_deadlock(self) -> None:
         statuses = self._all()
         stuck = len(statuses) == self.size and all(
-            status["idle"] > DEADLOCK_AFTER and status["waits"] and status["last"] for status in statuses.values()
+            status.idle > DEADLOCK_AFTER and status.waits and status.last for status in statuses.values()
         )
         if stuck and all(_waits_for_others(status, statuses) for status in statuses.values()):
-            self._declare(kind="deadlock", statuses={str(rank): status for rank, status in statuses.items()})
+            self._declare(kind="deadlock", statuses={str(rank): status.as_json() for rank, status in statuses.items()})
 
     def _report(self) -> None:
         """Say where all ranks are: once, by the first of the ranks that do not go on."""
         self._reported = True
         statuses = self._all()
-        idle = [rank for rank, status in statuses.items() if status["idle"] > self._stuck_after]
+        idle = [rank for rank, status in statuses.items() if status.idle > self._stuck_after]
         if self.rank == min(idle, default=self.rank):
             log.warning("no progress for %.0f s:\n%s", self._stuck_after, words.waiting(statuses))
 
     # ---- when something is wrong ------------------------------------------------------------------------------------
 
-    def _declare(self, **failure: Any) -> None:
+    def _declare(self, **failure: Unpack[Failure]) -> None:
         if failure["kind"] == "gone":  # perhaps others are, too
-            others = {rank: Status(**status) for rank, status in self._all().items()}
-            here = this_machine()
+            others, here = self._all(), this_machine()
             dead = [r for r, s in others.items() if s.machine == here and not s.left and not is_alive(s.pid)]
             failure["ranks"] = sorted({*failure["ranks"], *dead})
         self.board.write_first("failure", failure)
@@ -212,7 +212,7 @@ class Monitor(threading.Thread):
             return
         self._wake.set()
 
-    def _fail(self, failure: dict[str, Any]) -> None:
+    def _fail(self, failure: Failure) -> None:
         kind = failure["kind"]
         if kind == "raised":
             error = words.raised(failure)
@@ -220,7 +220,7 @@ class Monitor(threading.Thread):
             error = words.gone(failure["ranks"])
             self._alive = self.size - len(failure["ranks"])
         elif kind == "deadlock":
-            error = words.deadlock({int(rank): status for rank, status in failure["statuses"].items()})
+            error = words.deadlock({int(rank): Status(**status) for rank, status in failure["statuses"].items()})
         else:
             error = Inquiry(self.rank, self.board, self.journal, self.stopper.thread).ask(failure)
         self.board.count("notified", 1)
@@ -300,8 +300,8 @@ class Monitor(threading.Thread):
             pass
 
 
-def _waits_for_others(status: dict[str, Any], statuses: dict[int, dict[str, Any]]) -> bool:
+def _waits_for_others(status: Status, statuses: dict[int, Status]) -> bool:
     """Whether a rank is in a collective that another rank of its group has not begun."""
-    key = status["last"]
-    begun = [statuses[rank]["streams"].get(key, [0])[0] for rank in status["group"]]
-    return min(begun) < status["streams"][key][0]
+    key = status.last
+    begun = [statuses[rank].streams.get(key, [0])[0] for rank in status.group]
+    return min(begun) < status.streams[key][0]

@@ -16,6 +16,7 @@ import torch
 
 from ..._torch.ops import OpOverload
 from ...dispatch.hot_path import Ready
+from ...dispatch.key import Key
 from ...dispatch.observe import Lookup, calling_frame, passes_calls_on
 from ...ops.trivial import computes_nothing
 from ...sharding import observers
@@ -44,7 +45,7 @@ If the op was met first in a library there are no places, and the last is its ev
 _Made = tuple[Callable[[int], None] | None, int | None, int, str]
 """Of a spec: the stream to append to (None if it is no event), its event if it has no line, and digest and words."""
 
-_CALLS: WorldCache[Any, _Call] = WorldCache("watched calls", 32 << 20, lambda key, call: 4 * ENTRY_BYTES)
+_CALLS: WorldCache[Key, _Call] = WorldCache("watched calls", 32 << 20, lambda key, call: 4 * ENTRY_BYTES)
 
 
 def forget_calls() -> None:
@@ -66,7 +67,7 @@ class OpEvents:
         cache = _CALLS.of(active_runtime())
         calls, first_call, other_place = cache.recent, self._first_call, self._other_place
 
-        def watched(key: Any) -> Ready | None:
+        def watched(key: Key) -> Ready | None:
             try:
                 ready, append, places, event = calls[key]
             except KeyError:
@@ -92,7 +93,7 @@ class OpEvents:
 
         return watched
 
-    def _first_call(self, key: Any, frame: FrameType) -> _Call:
+    def _first_call(self, key: Key, frame: FrameType) -> _Call:
         """The entry of a call whose key is new; `frame` is that of the hot path."""
         func, spec = frame.f_locals["func"], _first_spec(key)
         if spec is None or not is_compared(spec.mesh_info) or _is_free(func):
@@ -164,7 +165,7 @@ def _is_free(func: OpOverload) -> bool:
     return computes_nothing(func) or not any("Tensor" in str(result.type) for result in func._schema.returns)
 
 
-def _first_spec(key: Any) -> DTensorSpec | None:
+def _first_spec(key: tuple[object, ...]) -> DTensorSpec | None:
     for part in key:
         if isinstance(part, DTensorSpec):
             return part
@@ -188,5 +189,5 @@ def _text(part: object) -> str:
     return type(part).__name__
 
 
-def _strides(key: Any) -> str:
+def _strides(key: Key) -> str:
     return " ".join(str(tuple(part.stride)) for part in key if isinstance(part, DTensorSpec))

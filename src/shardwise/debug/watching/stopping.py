@@ -15,7 +15,6 @@ import socket
 import threading
 from collections.abc import Callable, Container, Iterator
 from types import FrameType
-from typing import Any
 
 from ..._torch.watching import abort_group, all_groups
 
@@ -33,7 +32,7 @@ class Stopper:
         self.thread = threading.get_ident()
         self._error, self._quiet = error, quiet
         self._handles = threading.current_thread() is threading.main_thread()
-        self._before: Any = None
+        self._before: Callable[[int, FrameType | None], object] | int | None = None
         if self._handles:
             self._before = signal.signal(_SIGNAL, self._raise)
 

@@ -17,7 +17,7 @@ import hashlib
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 REMEMBERED = 1 << 18
 """The number of events of a stream that a rank keeps."""
@@ -27,7 +27,7 @@ class _Piece(NamedTuple):
     """Events that were rolled in at once, and the state of the fingerprint before them."""
 
     start: int
-    before: Any
+    before: hashlib.blake2b
     events: array[int]
 
 

@@ -18,7 +18,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any
 
 import torch.distributed as dist
 
@@ -86,7 +85,7 @@ class Watch:
         self.hooks: Hooks | None = None
         self._monitor: Monitor | None = None
         self._depth = 1
-        self._hook_before: Callable[..., Any] | None = None
+        self._hook_before: Callable[..., object] | None = None
 
     def start(self, ops: bool, every: float, stuck_after: float) -> None:
         """Begin to watch."""

@@ -4,14 +4,34 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, Required, TypedDict
 
 from ...errors import WatchError
+from .status import Status
 
 ALONE = (
     "Let all ranks make the same calls in the same order. What one rank does alone, such as a log, belongs into "
     "`with shardwise.debug.unwatched():`"
 )
+
+
+class Failure(TypedDict, total=False):
+    """What went wrong, as it is published: its kind, and the fields of that kind."""
+
+    kind: Required[Literal["raised", "gone", "deadlock", "differs"]]
+
+    rank: int  # of one that raised an error
+    error: str
+    line: str
+
+    ranks: list[int]  # those that are gone
+
+    statuses: dict[str, dict[str, Any]]  # of a deadlock: those of all ranks
+
+    stream: str  # in which two ranks differ
+    by: int
+    other: int
+    agreed: int
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -27,7 +47,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ordered) == 1 else 'ranks'} {text}"
 
 
-def disagreement(index: int, ranks: Sequence[int], said: Mapping[int, Mapping[str, Any]]) -> WatchError:
+def disagreement(index: int, ranks: Sequence[int], said: Mapping[int, Mapping[str, str | None]]) -> WatchError:
     """Ranks that did different things at one position of their stream."""
     by_text: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
@@ -39,7 +59,7 @@ def disagreement(index: int, ranks: Sequence[int], said: Mapping[int, Mapping[st
     return WatchError(problem, ALONE, tuple(few))
 
 
-def _said(said: Mapping[str, Any] | None) -> str:
+def _said(said: Mapping[str, str | None] | None) -> str:
     if said is None:
         return "no answer"
     if said["what"] is None:
@@ -47,7 +67,7 @@ def _said(said: Mapping[str, Any] | None) -> str:
     return f"{said['what']}\n      at {said['line']}" if said["line"] else said["what"]
 
 
-def raised(failure: Mapping[str, Any]) -> WatchError:
+def raised(failure: Failure) -> WatchError:
     """One rank raised an error of its own."""
     rank = failure["rank"]
     problem = f"rank {rank} raised {failure['error']}\n      at {failure['line']}"
@@ -62,16 +82,16 @@ def gone(ranks: Sequence[int], why: str = "") -> WatchError:
     return WatchError(problem, "Look for its last output, and for the kernel's out-of-memory killer", tuple(ranks))
 
 
-def deadlock(statuses: Mapping[int, Mapping[str, Any]]) -> WatchError:
+def deadlock(statuses: Mapping[int, Status]) -> WatchError:
     """All ranks wait, each for ranks that wait for something else."""
     problem = "all ranks wait for each other, in collectives that not all ranks of their groups have begun:\n"
     return WatchError(problem + waiting(statuses), ALONE, tuple(statuses))
 
 
-def waiting(statuses: Mapping[int, Mapping[str, Any]]) -> str:
+def waiting(statuses: Mapping[int, Status]) -> str:
     """Where each rank is: `rank 0: waiting in all_reduce ... at train.py:31`."""
     by_text: dict[str, list[int]] = defaultdict(list)
     for rank, status in statuses.items():
-        doing = f"{'waiting in' if status['waits'] else 'in its own code after'} {status['doing'] or 'no collective'}"
-        by_text[f"{doing}\n      at {status['line'] or 'a line that changes'}"].append(rank)
+        doing = f"{'waiting in' if status.waits else 'in its own code after'} {status.doing or 'no collective'}"
+        by_text[f"{doing}\n      at {status.line or 'a line that changes'}"].append(rank)
     return "\n".join(f"  {ranks_text(ranks)}: {text}" for text, ranks in sorted(by_text.items(), key=lambda i: i[1]))
