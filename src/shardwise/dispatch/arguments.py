@@ -52,7 +52,7 @@ class Argument(NamedTuple):
     spec: DTensorSpec | None
 
 
-def as_argument(value: Any) -> object:
+def as_argument(value: object) -> object:
     """A value as planning sees it: tensors become `Argument`s, in lists as well."""
     if isinstance(value, DTensorBase):
         return Argument(value._spec.tensor_meta, value._spec)
@@ -116,7 +116,7 @@ class Written(list[Any]):
         return any(value is mine for mine in self)
 
 
-def written_arguments(op: ResolvedOp, args: Args, kwargs: Mapping[str, Any]) -> Written:
+def written_arguments(op: ResolvedOp, args: Args, kwargs: Kwargs) -> Written:
     """The tensors that a call writes."""
     written = Written()
     for position in op.writes:
@@ -139,7 +139,7 @@ def named_tensors(op: ResolvedOp, args: Args, kwargs: Kwargs) -> Iterator[tuple[
 def replace_tensors(op: ResolvedOp, args: Args, kwargs: Kwargs, new: Mapping[str, Tensor]) -> tuple[Args, Kwargs]:
     """The arguments with other tensors in the place of those named, by the names that `named_tensors` gives."""
 
-    def replaced(name: str, value: Any) -> Any:
+    def replaced(name: str, value: object) -> object:
         if isinstance(value, (list, tuple)):
             return [new.get(f"{name}[{i}]", element) for i, element in enumerate(value)]
         return new.get(name, value)

@@ -98,7 +98,7 @@ def operand_layout(resolved: ResolvedOp, argument: Argument, mesh_sizes: Sizes) 
 
 def element_result(
     func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], lists: frozenset[Where]
-) -> Any:
+) -> Tensor:
     """Return what an op on lists returns for one element, as a tensor without data."""
 
     def listed(where: Where, value: object) -> object:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from .._torch import pytree
 from ..comm.redistribute import plan_redistribution
@@ -20,7 +19,7 @@ from ..ops.modes import modes
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
 from ..sharding.from_placements import default_order
-from ..sharding.placement import InterleavedShard, P, Partial, Placement, Replicate, Shard
+from ..sharding.placement import DimAxes, InterleavedShard, P, Partial, Placement, Replicate, Shard
 from ..sharding.spec import DTensorSpec
 from .arguments import Args, Kwargs, Treatment, named_tensors
 from .call_plan import CallPlan
@@ -186,7 +185,7 @@ def _text(spec: DTensorSpec) -> str:
         return f"[{', '.join(map(_placement_text, spec.placements))}]"
     if any(isinstance(placement, InterleavedShard) for placement in spec.placements):
         raise LayoutError(f"{spec!r} is both interleaved and sharded in another order of axes")
-    dims: list[Any] = [None] * len(spec.shape)
+    dims: list[DimAxes] = [None] * len(spec.shape)
     names = spec.mesh_info.names
     for dim, axes in spec.shard_order:
         named = tuple(names[axis] for axis in axes)

@@ -16,7 +16,7 @@ from .._torch.ops import OpOverload
 from ..errors import InputError
 from ..ops.call import is_ordinary
 from ..ops.drive import Pieces, drive
-from ..ops.kernel import LocalCall
+from ..ops.kernel import KernelRun, LocalCall
 from ..ops.op import ListKernel
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
@@ -258,7 +258,7 @@ def _make_kernel_run(op: ResolvedOp, kernel: ListKernel, mesh_info: MeshInfo, ax
     pieces = Pieces(mesh_info, Factor(math.prod(mesh_info.sizes[axis] for axis in axes), axes))
 
     def run(*args: object, **kwargs: object) -> object:
-        def start(at: Coordinate, rank: int) -> Any:
+        def start(at: Coordinate, rank: int) -> KernelRun:
             arguments = op.arguments(of_rank(args, rank), of_rank(kwargs, rank))
             return kernel.run(LocalCall(op.func, arguments, (), (), (), (), (), at), pieces.cut(at))
 

@@ -7,13 +7,14 @@ and what depends on the rank is run rank by rank (`on_each`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..comm.transport import identity
 from ..notation import tensor_arguments
+from ..ops.call import Args, Kwargs
 from ..ops.resolve import ResolvedOp
 from ..random import Draw
 from ..sharding.layout import Coordinate, Layout
@@ -22,6 +23,8 @@ from ..sharding.mesh import MeshInfo
 from ..sharding.recording import recorded
 from ..sharding.spec import DTensorSpec
 from ..world import RankTensor, map_ranks, values_of
+
+Made = TypeVar("Made")
 
 
 def tensors_in(value: object) -> list[Tensor]:
@@ -37,7 +40,7 @@ def ordered_as(specs: Sequence[DTensorSpec], run: Callable[..., object]) -> Call
     def ordered(*args: object, **kwargs: object) -> object:
         remaining = iter(orders)
 
-        def place(result: Any) -> object:
+        def place(result: object) -> object:
             if isinstance(result, (list, tuple)):
                 return type(result)(place(element) for element in result)
             return in_order(result, next(remaining)) if isinstance(result, Tensor) else result
@@ -60,7 +63,7 @@ def copied(local: Tensor, spec: DTensorSpec) -> Tensor:
     return local.clone() if spec.dense else in_order(local.clone(), memory_order(spec.tensor_meta))
 
 
-def fill(layout: Layout, dtype: torch.dtype) -> object:
+def fill(layout: Layout, dtype: torch.dtype) -> complex:
     """What a rank without data contributes: the identity of the reduction, or nothing at all."""
     ops = [op for _, op in layout.partial]
     if dtype.is_complex and ops[:1] in (["max"], ["min"]):
@@ -72,7 +75,7 @@ def skipping_empty(
     op: ResolvedOp,
     mesh_info: MeshInfo,
     layouts: Sequence[Layout],
-    fills: Sequence[Any],
+    fills: Sequence[complex],
     dtypes: Sequence[torch.dtype],
     structure: Any,
 ) -> Callable[..., object]:
@@ -80,7 +83,7 @@ def skipping_empty(
     outs = [argument.name for argument in tensor_arguments(op.func) if argument.out]
     run = op.python or op.func
 
-    def at_rank(at: Coordinate, args: Any, kwargs: Any) -> object:
+    def at_rank(at: Coordinate, args: Args, kwargs: Kwargs) -> object:
         read = (*args, *(value for name, value in kwargs.items() if name not in outs))
         tensors = [t for value in read for t in tensors_in(value)]
         if not any(tensor.numel() == 0 for tensor in tensors):
@@ -125,7 +128,7 @@ def drawing(run: Callable[..., object], mesh_info: MeshInfo, like: Tensor) -> Ca
 
 
 def on_each(
-    mesh_info: MeshInfo, make: Callable[..., object], fn: Callable[[Any, Coordinate], object]
+    mesh_info: MeshInfo, make: Callable[..., Made], fn: Callable[[Made, Coordinate], object]
 ) -> Callable[..., object]:
     """Runs on local arguments rank by rank, with the coordinate of each rank."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..notation import BoundTensor
 from ..ops.drive import JointPieces, Pieces, drive
-from ..ops.kernel import LocalCall
+from ..ops.kernel import KernelRun, LocalCall
 from ..sharding.layout import Coordinate, Factor, divides_evenly, pieces
 from ..sharding.mesh import MeshInfo
 from .bind_call import BoundCall
@@ -103,7 +103,7 @@ class LocalCode:
         make = self._bind_arguments(factor)
 
         def run(*args: object, **kwargs: object) -> object:
-            def start(at: Coordinate, rank: int) -> Any:
+            def start(at: Coordinate, rank: int) -> KernelRun:
                 return kernel.run(make(at, of_rank(args, rank), of_rank(kwargs, rank)), pieces.cut(at))
 
             return drive(pieces, start)

@@ -27,7 +27,7 @@ Lookup = Callable[[Any], "Ready | None"]
 OPS: Observers[[OpOverload, Args, Kwargs], Around] = Observers()
 LOOKUPS: Observers[[Lookup], Lookup] = Observers()
 
-_unobserved: list[Any] = []
+_unobserved: list[Callable[..., object]] = []
 """The `__torch_dispatch__` that was swapped out, while `OPS` has observers."""
 
 
@@ -41,7 +41,7 @@ def _swap() -> None:
         kind.__torch_dispatch__ = staticmethod(_unobserved.pop())
 
 
-def _dispatch(func: OpOverload, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> object:
+def _dispatch(func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
     unobserved = _unobserved[0]
     with OPS.around(func, args, kwargs or {}):
         return unobserved(func, types, args, kwargs)

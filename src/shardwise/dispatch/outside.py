@@ -52,7 +52,7 @@ def _unmoved(how: Treatment) -> Treatment:
     return LOCALIZE if type(how) is DTensorSpec else how
 
 
-def _nothing(op: ResolvedOp, specs: Any, device: torch.device) -> LocalRun:
+def _nothing(op: ResolvedOp, specs: object, device: torch.device) -> LocalRun:
     """A run that returns results without elements."""
 
     def empty(spec: DTensorSpec) -> Tensor:
@@ -78,7 +78,7 @@ def _without_tensors(op: ResolvedOp) -> Callable[[], object]:
 def _drawing(plan: CallPlan, args: Args, kwargs: Kwargs, then: LocalRun) -> LocalRun:
     """A run that draws what the first rank of the mesh draws, drops it, and returns `then()`."""
 
-    def held(value: Any, how: Treatment) -> Any:
+    def held(value: object, how: Treatment) -> tuple[tuple[int, ...], torch.dtype] | None:
         """The shape and dtype of the first rank's local argument; None for arguments that are no tensors."""
         spec = how if type(how) is DTensorSpec else value._spec if isinstance(value, DTensorBase) else None
         return None if spec is None else (spec.local_shape(spec.mesh_info.coordinate), spec.dtype)
@@ -86,10 +86,10 @@ def _drawing(plan: CallPlan, args: Args, kwargs: Kwargs, then: LocalRun) -> Loca
     given = [held(value, how) for value, how in zip(args, plan.args, strict=True)]
     named = {name: held(value, plan.kwargs[name]) for name, value in kwargs.items()}
 
-    def zeros(value: Any, like: Any) -> Any:
+    def zeros(value: Any, like: tuple[tuple[int, ...], torch.dtype] | None) -> object:
         return value if like is None else torch.zeros(like[0], dtype=like[1], device=value.device)
 
-    def run(*args: Any, **kwargs: Any) -> object:
+    def run(*args: object, **kwargs: object) -> object:
         plan.run_local(
             *map(zeros, args, given), **{name: zeros(value, named.get(name)) for name, value in kwargs.items()}
         )

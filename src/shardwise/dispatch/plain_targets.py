@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,7 +108,7 @@ def _mark_writes(
                 node.register_hook(partial(_distribute_gradients, edges, like))
 
 
-def _is_one_of(node: Any, origins: Sequence[Node | Tensor]) -> bool:
+def _is_one_of(node: object, origins: Sequence[Node | Tensor]) -> bool:
     """Whether the gradient that goes to this node is that of one of these tensors, given as leaves or by grad_fn."""
     return node is not None and any(node is origin or getattr(node, "variable", None) is origin for origin in origins)
 

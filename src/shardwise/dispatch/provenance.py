@@ -13,7 +13,7 @@ Everything else is an error: also in hooks and in functions of the user that run
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import MutableMapping
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -22,7 +22,7 @@ from .._torch.backward_pass import current_node
 from .formulas import in_formula
 from .modes import modes
 
-_recorded: Any = WeakTensorKeyDictionary()
+_recorded: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
 """The plain tensors that were accepted, by identity. A view is recorded as the tensor that it views."""
 
 

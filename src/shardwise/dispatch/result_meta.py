@@ -7,7 +7,7 @@ operands, the result is cached in that form, so that a new batch size, or a new 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class NoRule(Exception):
     """The op has no rule that fits this call; it is decomposed, or runs on gathered inputs."""
 
 
-def results_without_out(func: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> Any:
+def results_without_out(func: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> object:
     """The results of a call without its `out=` tensors, as tensors without data, or the op's own error."""
     packet = func.overloadpacket
     found = results_of_zeros(packet, *specialized((list(args), kwargs)))
@@ -91,7 +91,7 @@ def results_of_zeros(
     return pytree.tree_map_only(Tensor, _without_data, result)
 
 
-def with_real_dtypes(op: ResolvedOp, args: Sequence[object], kwargs: dict[str, object], outputs: Any) -> Any:
+def with_real_dtypes(op: ResolvedOp, args: Sequence[object], kwargs: dict[str, object], outputs: object) -> object:
     """The results of a call on mixed dtypes, as tensors without data, with the dtypes that the op gives them.
 
     Some meta kernels promote where the op itself does not: `huber_loss` has the dtype of its first operand. The op is
@@ -111,7 +111,7 @@ def with_real_dtypes(op: ResolvedOp, args: Sequence[object], kwargs: dict[str, o
     return pytree.tree_unflatten(list(map(_with_dtype_of, flat, real)), tree)
 
 
-def with_dtypes(outputs: Any, dtypes: Sequence[torch.dtype]) -> Any:
+def with_dtypes(outputs: Any, dtypes: Sequence[torch.dtype]) -> object:
     """The results, as tensors without data, with these dtypes."""
     flat = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
     if [output.dtype for output in flat] == list(dtypes):
@@ -127,7 +127,7 @@ def _small(value: object) -> object:
     return contiguous_meta([min(n, 1) for n in value.shape], value.dtype) if isinstance(value, TensorMeta) else value
 
 
-def _with_dtype_of(output: Any, real: Any) -> Any:
+def _with_dtype_of(output: object, real: object) -> object:
     if not isinstance(output, Tensor) or not isinstance(real, Tensor) or output.dtype == real.dtype:
         return output
     return torch.empty_strided(output.shape, output.stride(), dtype=real.dtype, device="meta")
@@ -154,7 +154,7 @@ def _own_error(func: OpOverload, args: Sequence[object], kwargs: dict[str, objec
 
 
 def error_of_out(
-    func: OpOverload, args: Sequence[object], kwargs: dict[str, Any], without_out: dict[str, Any]
+    func: OpOverload, args: Sequence[object], kwargs: dict[str, object], without_out: dict[str, object]
 ) -> Exception | None:
     """The error that an op has for the dtypes of its `out=` tensors, if it has none for `without_out`, without them.
 
@@ -168,7 +168,7 @@ def error_of_out(
 
 
 def refuse_what_fails(
-    op: ResolvedOp, args: Sequence[object], kwargs: dict[str, Any], *, on_cpu: bool, skips_empty: bool
+    op: ResolvedOp, args: Sequence[object], kwargs: dict[str, object], *, on_cpu: bool, skips_empty: bool
 ) -> None:
     """Raise the error of a call that its meta kernel accepts and the op does not, if not all ranks would.
 
@@ -198,13 +198,13 @@ def refuse_what_fails(
             raise error
 
 
-def _call_key(args: Sequence[object], kwargs: dict[str, Any], on_cpu: bool) -> str:
+def _call_key(args: Sequence[object], kwargs: dict[str, object], on_cpu: bool) -> str:
     """What the error of an op on zeros depends on. Written out, 1 and 1.0 and True are not the same."""
     return f"{on_cpu} {list(args)} {kwargs}"
 
 
 def _must_be_raised(
-    error: Exception, func: OpOverload, args: Sequence[object], kwargs: dict[str, Any], on_cpu: bool, empty: bool
+    error: Exception, func: OpOverload, args: Sequence[object], kwargs: dict[str, object], on_cpu: bool, empty: bool
 ) -> bool:
     if "ZeroDivisionError" in str(error):
         return False  # by the zeros that it was called with
@@ -215,13 +215,15 @@ def _must_be_raised(
     return empty and not isinstance(error, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
 
 
-def _as_floats(args: Sequence[object], kwargs: dict[str, Any]) -> tuple[Sequence[object], dict[str, Any]]:
+def _as_floats(args: Sequence[object], kwargs: dict[str, object]) -> tuple[Sequence[object], dict[str, object]]:
     """The arguments of a call with float32 in the place of all dtypes: if it takes these, the dtypes are at fault."""
 
     def floating(value: object) -> object:
         return value._replace(dtype=torch.float32) if isinstance(value, TensorMeta) else value
 
-    found: tuple[Sequence[object], dict[str, Any]] = pytree.tree_map(floating, (list(args), kwargs), is_leaf=_is_meta)
+    found: tuple[Sequence[object], dict[str, object]] = pytree.tree_map(
+        floating, (list(args), kwargs), is_leaf=_is_meta
+    )
     return found
 
 
@@ -233,7 +235,7 @@ def _shrunk(value: object) -> object:
     return TensorMeta(shape, contiguous_stride(shape), value.dtype)
 
 
-def _is_meta(value: object) -> bool:
+def _is_meta(value: object) -> TypeGuard[TensorMeta]:
     return isinstance(value, TensorMeta)
 
 
@@ -246,7 +248,7 @@ def _zeros(value: object) -> object:
     return torch.zeros(size, dtype=dtype).as_strided(shape, stride)
 
 
-def _on_meta(value: object, name: str = "") -> Any:
+def _on_meta(value: object, name: str = "") -> object:
     if isinstance(value, TensorMeta):
         return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
     if isinstance(value, (list, tuple)):

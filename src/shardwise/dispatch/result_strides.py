@@ -22,7 +22,7 @@ from .result_meta import results_of_zeros
 _AS_RUN = 1 << 16  # elements up to which an op is run on zeros to see its strides
 
 
-def with_real_strides(op: ResolvedOp, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> Any:
+def with_real_strides(op: ResolvedOp, args: Sequence[Any], kwargs: Mapping[str, object], outputs: Any) -> object:
     """The results of a call, as tensors without data, with the strides that the op gives them."""
     how = op.op.strides
     if how is None or op.variant != "functional" or op.is_view:
@@ -80,7 +80,7 @@ def _iterated(operands: list[Tensor], result: Tensor) -> Sequence[int]:
     return made.stride() if made.shape == result.shape else result.stride()
 
 
-def _indexed(result: Tensor, table: Any, indices: Sequence[Any]) -> Sequence[int]:
+def _indexed(result: Tensor, table: TensorMeta, indices: Sequence[Any]) -> Sequence[int]:
     """As an op that iterates over the table and the indices together, the table expanded along their dims."""
     given = [index for index in indices if index is not None]
     if not given or any(index.dtype in (torch.bool, torch.uint8) for index in given):
@@ -220,7 +220,7 @@ _LAYOUTS: dict[str, Callable[[list[TensorMeta], Tensor], Sequence[int]]] = {
 }
 
 
-def _as_run(op: ResolvedOp, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> Any:
+def _as_run(op: ResolvedOp, args: Sequence[object], kwargs: Mapping[str, object], outputs: object) -> object:
     """The strides that tensors of zeros give. Large tensors take the order of dims that small ones give."""
     found = results_of_zeros(op.func, args, dict(kwargs), _AS_RUN)
     if found is not None:
@@ -245,7 +245,7 @@ def _dims(result: object) -> int | None:
     return result.dim() if isinstance(result, Tensor) else None
 
 
-def _ordered_as(result: Any, shown: Any) -> Any:
+def _ordered_as(result: object, shown: Tensor) -> object:
     """A result with the order of dims of a smaller one."""
     if not isinstance(result, Tensor):
         return result

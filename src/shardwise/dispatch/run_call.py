@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from .gather_cache import after_write, assign, root_of
 from .local_call import copied
 from .view_call import ViewCall
 
+T = TypeVar("T")
 _copy = torch.ops.aten.copy_.default
 
 
@@ -32,7 +34,7 @@ def run_call(plan: CallPlan, args: Args, kwargs: Kwargs, kind: type[DTensorBase]
     return _wrapped(result, plan.results, kind)
 
 
-def _wrapped(result: Any, specs: Any, kind: type[DTensorBase]) -> object:
+def _wrapped(result: Any, specs: object, kind: type[DTensorBase]) -> object:
     if type(specs) is DTensorSpec:
         return kind.wrap(result, specs)
     if isinstance(specs, (tuple, list)):
@@ -40,7 +42,7 @@ def _wrapped(result: Any, specs: Any, kind: type[DTensorBase]) -> object:
     return result
 
 
-def _wrap_views(plan: CallPlan, result: Any, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> Any:
+def _wrap_views(plan: CallPlan, result: Any, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> object:
     base = args[0]
     shares_memory = plan.local_view and base._source is None
     root = base if shares_memory else base.alias()
@@ -58,7 +60,7 @@ def _wrap_views(plan: CallPlan, result: Any, args: Args, kwargs: Kwargs, kind: t
 
 
 def _run_writing(plan: CallPlan, args: Args, kwargs: Kwargs, local_args: list[Any], local_kwargs: Kwargs) -> object:
-    def at(where: Where, given: Any, named: Kwargs) -> Any:
+    def at(where: Where, given: Sequence[T], named: dict[str, T]) -> T:
         return given[where] if isinstance(where, int) else named[where]
 
     if plan.func is _copy and _is_same(args[0], args[1]):
@@ -84,19 +86,21 @@ def _run_writing(plan: CallPlan, args: Args, kwargs: Kwargs, local_args: list[An
     return targets[0] if not isinstance(plan.results, (tuple, list)) else type(plan.results)(targets)
 
 
-def _copy_of(local: Tensor, target: Any) -> Tensor:
+def _copy_of(local: Tensor, target: object) -> Tensor:
     """A copy for the op to write into, expanded where the target is: most ops refuse that, as on one device."""
     return copied(local, target._spec) if isinstance(target, DTensorBase) else local.clone()
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(one: object, other: object) -> bool:
     """Whether two tensors are the same elements of one: copying them does nothing, even if they are expanded."""
     if not isinstance(one, DTensorBase) or not isinstance(other, DTensorBase) or one._spec is not other._spec:
         return False
     return root_of(one) is root_of(other) and one.storage_offset() == other.storage_offset()
 
 
-def _copy_results(plan: CallPlan, targets: list[DTensorBase], result: Any) -> None:
+def _copy_results(
+    plan: CallPlan, targets: list[DTensorBase], result: Tensor | tuple[Tensor, ...] | list[Tensor]
+) -> None:
     specs = plan.results if isinstance(plan.results, (tuple, list)) else (plan.results,)
     results = result if isinstance(result, (tuple, list)) else (result,)
     for target, spec, local in zip(targets, specs, results, strict=False):

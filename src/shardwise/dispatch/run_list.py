@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,10 +14,13 @@ from .arguments import Args, Kwargs, Where, localize
 from .gather_cache import after_source_writes
 from .list_plan import ListPlan
 
+ByPlace = dict[Where, Any]
+"""Arguments of a call by their places."""
+
 
 def run_list(plan: ListPlan, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> list[object] | None:
     """The results of a planned op on lists; None where it returns nothing."""
-    given: dict[Where, object] = dict(enumerate(args))
+    given: ByPlace = dict(enumerate(args))
     given.update(kwargs)
     hows: dict[Where, object] = dict(enumerate(plan.args))
     hows.update(plan.kwargs)
@@ -40,14 +43,14 @@ def run_list(plan: ListPlan, args: Args, kwargs: Kwargs, kind: type[DTensorBase]
     return [x if spec is None else kind.wrap(x, spec) for x, spec in zip(results, plan.results, strict=True)]
 
 
-def _write_back(plan: ListPlan, given: Mapping[Where, Any], local: Mapping[Where, Any]) -> None:
+def _write_back(plan: ListPlan, given: ByPlace, local: ByPlace) -> None:
     for where, index, source, target in plan.moved:
         given[where][index]._local_tensor.copy_(redistribute_local(local[where][index], source, target))
     for where in plan.writes:
         after_source_writes(given[where])
 
 
-def _picked(plan: ListPlan, local: Mapping[Where, Any], indices: Sequence[int]) -> dict[Where, object]:
+def _picked(plan: ListPlan, local: ByPlace, indices: Sequence[int]) -> ByPlace:
     """The arguments with these elements of their lists."""
     return {
         where: [value[i] for i in indices] if where in plan.lists and len(value) else value

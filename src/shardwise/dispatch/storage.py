@@ -5,9 +5,9 @@ The storage is that of the tensor which is no view itself. Its elements are thos
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
-from torch import Tensor
+from torch import SymInt
 
 from .._torch.symbols import has_symbols
 from ..errors import InputError
@@ -17,7 +17,7 @@ from ..sharding.base import DTensorBase
 from .arguments import Args, Kwargs
 
 
-def on_storage(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
+def on_storage(op: ResolvedOp, args: Args, kwargs: Kwargs) -> Args:
     """The arguments of such an op, with an offset that counts from the beginning of its first argument.
 
     Where a view would be left, the first argument is the tensor that it views.
@@ -42,7 +42,9 @@ def on_storage(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
     return tuple(given[name] for name in op.names)
 
 
-def _require_memory(op: ResolvedOp, tensor: DTensorBase, size: Any, stride: Any, offset: Any) -> None:
+def _require_memory(
+    op: ResolvedOp, tensor: DTensorBase, size: Sequence[int], stride: Sequence[int], offset: int | SymInt
+) -> None:
     """Raise an error, as PyTorch does, if elements lie behind the memory of a tensor."""
     if has_symbols((size, stride, offset)) or 0 in size:
         return
@@ -54,12 +56,12 @@ def _require_memory(op: ResolvedOp, tensor: DTensorBase, size: Any, stride: Any,
         )
 
 
-def _whole(op: ResolvedOp, tensor: Tensor) -> Any:
+def _whole(op: ResolvedOp, tensor: DTensorBase) -> DTensorBase:
     """The tensor that owns the memory of a view; the view itself where nobody knows it.
 
     On one device a conjugate has a bit of its own, which a view of it keeps. Here it has values of its own.
     """
-    owner: Any = tensor
+    owner = tensor
     while (view := getattr(owner._source, "view", None)) is not None:
         local = resolve(view.func).op.local
         if local is not None and local.copies:

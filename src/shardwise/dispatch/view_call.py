@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from .._torch.ops import OpOverload
 from ..ops.views import write_through
 from ..sharding.base import DTensorBase
+
+Root = TypeVar("Root", bound=Tensor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +27,7 @@ class ViewCall:
     kwargs: dict[str, object]
     index: int | None
 
-    def of(self, root: Tensor) -> Any:
+    def of(self, root: Root) -> Root:
         """The same view of another root."""
         result = self.func(root, *self.args[1:], **self.kwargs)
         return result if self.index is None else result[self.index]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import Any
 
 from torch import nn
 
@@ -33,7 +32,7 @@ def uninstall_data_parallel() -> None:
 
 def _checking(original: Function) -> Function:
     @functools.wraps(original)
-    def init(self: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def init(self: nn.Module, module: nn.Module, *args: object, **kwargs: object) -> None:
         _check(module, kwargs.get("device_mesh") is not None)
         original(self, module, *args, **kwargs)
 

@@ -30,7 +30,7 @@ class ForEachRank(torch.autograd.Function):
         return joined
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: RankTensor | None) -> tuple[RankTensor | None, ...]:
         """The gradient of each rank's tensors from the gradients of its results."""
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
         columns: list[list[Tensor]] = [[] for _ in wanted]

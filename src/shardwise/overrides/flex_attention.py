@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 from torch.nn.attention import flex_attention as pytorch
@@ -49,7 +48,7 @@ def _attending(original: Function) -> Function:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def flex_attention(query: Tensor, *args: Any, **kwargs: Any) -> object:
+    def flex_attention(query: Tensor, *args: object, **kwargs: object) -> object:
         if not isinstance(query, (DTensorBase, RankTensor)) and not _is_for_rank(query, args, kwargs):
             return original(query, *args, **kwargs)
         bound = signature.bind(query, *args, **kwargs)
@@ -66,7 +65,7 @@ class RankBlockMask(pytorch.BlockMask):
     """
 
 
-def _is_for_rank(query: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _is_for_rank(query: Tensor, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     mask = kwargs.get("block_mask") if len(args) < 4 else args[3]
     return type(mask) is RankBlockMask and query.device.type == "cpu"
 
@@ -76,12 +75,12 @@ def _flex_attention(
     key: Tensor,
     value: Tensor,
     score_mod: Callable[..., Tensor] | None,
-    block_mask: Any,
+    block_mask: pytorch.BlockMask | None,
     scale: float | None,
     enable_gqa: bool,
     return_lse: bool,
     kernel_options: object = None,
-    return_aux: Any = None,
+    return_aux: pytorch.AuxRequest | None = None,
 ) -> object:
     _check(query, key, value, block_mask, enable_gqa)
     lse, max_scores = (return_lse, False) if return_aux is None else (return_aux.lse, return_aux.max_scores)
@@ -97,7 +96,7 @@ def _flex_attention(
     return (found.output, found.logsumexp) if return_lse else found.output
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gqa: bool) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: pytorch.BlockMask | None, enable_gqa: bool) -> None:
     """Raise an error for arguments that one device has an error for."""
     given = {"query": query, "key": key, "value": value}
     if not all(isinstance(tensor, DTensorBase) == isinstance(query, DTensorBase) for tensor in given.values()):
@@ -141,7 +140,7 @@ def _gathering_captured(original: Function) -> Function:
     """`create_block_mask`, for functions that hold distributed tensors: the mask then holds them in full."""
 
     @functools.wraps(original)
-    def create_block_mask(mask_mod: Callable[..., Tensor], *args: Any, **kwargs: Any) -> object:
+    def create_block_mask(mask_mod: Callable[..., Tensor], *args: object, **kwargs: object) -> object:
         if any(isinstance(tensor, (DTensorBase, RankTensor)) for tensor in captured_tensors(mask_mod)):
             mask_mod = with_captured(mask_mod, _full)
         return original(mask_mod, *args, **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,16 +24,20 @@ from ..ops.sequence_options import sequence_mode
 from ..sharding.base import DTensorBase
 from ..sharding.layout import Coordinate, Factor, Layout, dim_axes
 from ..sharding.mesh import MeshInfo
+from ..sharding.placement import Placement
 from ..sharding.spec import DTensorSpec, contiguous_meta
 from ..world import RankTensor
 from .each_rank import ForEachRank
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 class FlexOptions(NamedTuple):
     """The arguments of a call besides queries, keys and values."""
 
     score_mod: Callable[..., Tensor] | None
-    block_mask: Any
+    block_mask: BlockMask | None
     scale: float
     wanted: tuple[bool, bool, bool] = (True, True, True)
     """Which of the results are asked for: the output, the logsumexp, the largest scores."""
@@ -49,7 +53,9 @@ class FlexOptions(NamedTuple):
         mask = self.block_mask
         return None if mask is None else Blocks(block_states(mask), mask.BLOCK_SIZE)
 
-    def with_captured(self, replace: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
+    def with_captured(
+        self, replace: Callable[[Tensor], Tensor]
+    ) -> tuple[Callable[..., Tensor] | None, Callable[..., Tensor] | None]:
         """The functions of scores and of the mask, holding other tensors."""
         return tuple(f and with_captured(f, replace) for f in (self.score_mod, self.mask_mod))  # type: ignore[return-value]
 
@@ -80,7 +86,7 @@ def flex_of_distributed(query: Any, key: Any, value: Any, options: FlexOptions) 
     return _on_gathered([query, key, value], options, zigzag)
 
 
-def _method(query: Any, key: Any, value: Any) -> str:
+def _method(query: DTensorBase, key: DTensorBase, value: DTensorBase) -> str:
     """By heads if it is asked for, or costs less; a ring of blocks is not among the ways, keys are gathered instead."""
     specs: list[DTensorSpec] = [query._spec, key._spec, value._spec]
     asked = sequence_mode().method
@@ -104,7 +110,7 @@ def _by_position(layout: Layout, axes: tuple[int, ...]) -> Layout:
     return Layout.make(layout.mesh_sizes, dims)
 
 
-def _on_gathered(tensors: Sequence[Any], options: FlexOptions, zigzag: int) -> FlexResult:
+def _on_gathered(tensors: Sequence[DTensorBase], options: FlexOptions, zigzag: int) -> FlexResult:
     """Attention with the keys and values that the queries of a rank may see gathered there."""
     specs = [tensor._spec for tensor in tensors]
     layouts, mesh_info = flex_layouts(*specs), specs[0].mesh_info
@@ -145,19 +151,19 @@ def _to_layout(tensor: Any, layout: Layout | None) -> Any:
     return tensor if tensor._spec.layout is layout else tensor.redistribute(placements=_placements(tensor, layout))
 
 
-def _placements(tensor: Any, layout: Layout) -> Any:
+def _placements(tensor: DTensorBase, layout: Layout) -> tuple[Placement, ...]:
     spec = DTensorSpec.from_layout(tensor._spec.mesh_info, layout, tensor._spec.tensor_meta)
     return spec.placements_alone
 
 
-def _from_local(local: Tensor, spec: DTensorSpec) -> Any:
+def _from_local(local: Tensor, spec: DTensorSpec) -> DTensorBase:
     made: Any = DTensorBase.concrete
     return made.from_local(
         local, spec.mesh, spec.placements_alone, shape=spec.shape, stride=contiguous_meta(spec.shape, spec.dtype).stride
     )
 
 
-def _outside(spec: DTensorSpec, device: torch.device) -> Any:
+def _outside(spec: DTensorSpec, device: torch.device) -> DTensorBase:
     return DTensorBase.concrete.wrap(shard_outside(spec.ndim, spec.dtype, device), spec)
 
 
@@ -210,7 +216,7 @@ def _on_each_rank(
     return ForEachRank.apply(lambda rank, *local: at_rank(coordinates[rank], *local), len(coordinates), *tensors)
 
 
-def flex_of_ranks(query: Any, key: Any, value: Any, options: FlexOptions) -> FlexResult:
+def flex_of_ranks(query: Tensor, key: Tensor, value: Tensor, options: FlexOptions) -> FlexResult:
     """Attention of plain local tensors: of this rank, or of all simulated ranks, with their own masks and functions."""
     captured = captured_tensors(options.score_mod, options.mask_mod)
     blocks = options.blocks

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from types import ModuleType
 
 from .._torch.above_autograd import Overrides
 from .._torch.schemas import composites_with_out, is_composite
@@ -48,7 +48,7 @@ def uninstall_overrides() -> None:
     uninstall_data_parallel()
 
 
-def _flex_attention() -> Any:
+def _flex_attention() -> ModuleType:
     """The module that needs PyTorch's flex_attention, which takes a while to import."""
     return importlib.import_module(f"{__package__}.flex_attention")
 

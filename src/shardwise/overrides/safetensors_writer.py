@@ -23,7 +23,7 @@ from .replaced import Replaced
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-    from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 _replaced = Replaced()
 
@@ -62,7 +62,7 @@ def _checking(original: Function) -> Function:
 
 def _merging(original: Function) -> Function:
     @functools.wraps(original)
-    def write_data(writer: HuggingFaceStorageWriter, plan: SavePlan, planner: Any) -> object:
+    def write_data(writer: HuggingFaceStorageWriter, plan: SavePlan, planner: SavePlanner) -> object:
         merged = {name: items for name, items in _by_name(plan.items).items() if len(items) > 1}
         if not merged:
             return original(writer, plan, planner)
@@ -79,7 +79,7 @@ class _MergingPlanner:
     def __init__(self, planner: Any, merged: dict[str, list[WriteItem]]) -> None:
         self.planner, self.merged = planner, merged
 
-    def resolve_data(self, item: WriteItem) -> Any:
+    def resolve_data(self, item: WriteItem) -> object:
         """The data of an item of a plan."""
         items = self.merged.get(item.index.fqn)
         if items is None:
@@ -94,7 +94,7 @@ class _MergingPlanner:
             found[tuple(slice(i, i + n) for i, n in zip(starts, block.sizes, strict=True))] = data
         return found
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.planner, name)
 
 

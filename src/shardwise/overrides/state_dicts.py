@@ -7,7 +7,6 @@ before, and sharded like the tensors they replace after.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from torch import Tensor
 
@@ -37,8 +36,8 @@ def uninstall_state_dict_functions() -> None:
 
 def _gathering(original: Function) -> Function:
     @functools.wraps(original)
-    def gather(state_dict: dict[str, Any], **options: Any) -> dict[str, Any]:
-        gathered: dict[str, Any] = {}
+    def gather(state_dict: dict[str, object], **options: object) -> dict[str, object]:
+        gathered: dict[str, object] = {}
         for key, value in state_dict.items():  # one by one: the original moves each to the CPU, or drops it
             gathered.update(original({key: pytree.tree_map_only(DTensorBase, _full, value)}, **options))  # type: ignore[call-overload]
         return gathered
@@ -48,7 +47,7 @@ def _gathering(original: Function) -> Function:
 
 def _distributing(original: Function) -> Function:
     @functools.wraps(original)
-    def distribute(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def distribute(full: dict[str, object], local: dict[str, object], *args: object, **kwargs: object) -> None:
         ours = {key: value for key, value in local.items() if isinstance(value, DTensorBase)}
         # Under take-over our class is PyTorch's DTensor, which the original would fill as one block of the full tensor.
         local.update(dict.fromkeys(ours, _NO_DTENSOR))

@@ -29,7 +29,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 Event = ParamSpec("Event")
 Returned = TypeVar("Returned")
 
-Around = AbstractContextManager[Any]
+Around = AbstractContextManager[object]
 """What observers of ops and redistributions return."""
 
 

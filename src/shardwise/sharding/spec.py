@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import Field, dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -63,7 +63,7 @@ class DTensorSpec(Drawn):
         "tensor_meta",
     )
 
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]] = _Arguments.__dataclass_fields__
+    __dataclass_fields__: ClassVar[dict[str, Field[object]]] = _Arguments.__dataclass_fields__
     mesh_info: MeshInfo
     layout: Layout
     tensor_meta: TensorMeta

@@ -36,17 +36,17 @@ class Change(NamedTuple):
     `undo(x, before)` is the view of the changed `x` with the geometry that `x` had before.
     """
 
-    in_place: Callable[[Any], Any]
-    view: Callable[[Any], Any]
-    undo: Callable[[Any, Geometry], Any]
+    in_place: Callable[[Tensor], Tensor]
+    view: Callable[[Tensor], Tensor]
+    undo: Callable[[Tensor, Geometry], Tensor]
     name: str
 
 
-def _method(name: str, undo: Callable[..., Any]) -> Any:
+def _method(name: str, undo: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The method of DTensor with this name. `undo` takes the arguments of the call, too."""
     in_place, view = getattr(Tensor, name), getattr(Tensor, name.removesuffix("_"))
 
-    def method(self: DTensorBase, *args: Any, **kwargs: Any) -> Any:
+    def method(self: DTensorBase, *args: object, **kwargs: object) -> Tensor:
         change = Change(
             lambda x: in_place(x, *args, **kwargs),
             lambda x: view(x, *args, **kwargs),
@@ -61,7 +61,7 @@ def _method(name: str, undo: Callable[..., Any]) -> Any:
     return method
 
 
-def _change_base(tensor: DTensorBase, change: Change) -> Any:
+def _change_base(tensor: DTensorBase, change: Change) -> Tensor:
     """Change a tensor that is no view, and let autograd know its views as views of the changed tensor."""
     views = _views(tensor)
     changed = _tried(tensor, change) if views else tensor
@@ -80,7 +80,7 @@ def _change_base(tensor: DTensorBase, change: Change) -> Any:
     return tensor
 
 
-def _change_view(tensor: DTensorBase, change: Change) -> Any:
+def _change_view(tensor: DTensorBase, change: Change) -> Tensor:
     """Change a view: to autograd it is then a view of the view that it was."""
     base: Any = tensor._base
     if _is_leaf_of_its_own(tensor, base):
@@ -127,7 +127,7 @@ def _make_again(views: Sequence[DTensorBase], base: Tensor) -> None:
         remaining = [view for view in remaining if not any(view is other for other in free)]
 
 
-def _become(view: DTensorBase, make: Callable[[Any], Tensor]) -> None:
+def _become(view: DTensorBase, make: Callable[[Tensor], Tensor]) -> None:
     """Let a view be to autograd what `make(view)` is."""
     allows_writes = is_recorded(view)
     with torch.set_grad_enabled(not was_made_without_grad(view)):
@@ -148,15 +148,15 @@ def _refuse_if_held(view: DTensorBase, change: Change) -> None:
 # ---- the methods ----------------------------------------------------------------------------------------------------
 
 
-def _transposed_back(x: Tensor, before: Geometry, *args: Any, **kwargs: Any) -> Tensor:
+def _transposed_back(x: Tensor, before: Geometry, *args: int, **kwargs: int) -> Tensor:
     return x.transpose(*args, **kwargs) if args or kwargs else x.t()
 
 
-def _reshaped_back(x: Tensor, before: Geometry, *args: Any, **kwargs: Any) -> Tensor:
+def _reshaped_back(x: Tensor, before: Geometry, *args: object, **kwargs: object) -> Tensor:
     return x.view(before.shape)
 
 
-def _strided_back(x: Tensor, before: Geometry, *args: Any, **kwargs: Any) -> Tensor:
+def _strided_back(x: Tensor, before: Geometry, *args: object, **kwargs: object) -> Tensor:
     return x.as_strided(*before)
 
 

@@ -194,7 +194,7 @@ def empty(
 @in_graph
 def full(
     size: object,
-    fill_value: Any,
+    fill_value: complex,
     *,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,

@@ -42,7 +42,7 @@ from ..sharding.spec import DTensorSpec, contiguous_meta
 exporting: Callable[[], bool] = torch.compiler.is_exporting
 """Whether `torch.export` is tracing."""
 
-_KINDS: dict[str, Callable[..., Any]] = {
+_KINDS: dict[str, Callable[..., object]] = {
     kind.__name__: kind for kind in (Shard, InterleavedShard, OrderedShard, Replicate, Partial, P)
 }
 _MESHES: WorldCache[str, DeviceMesh] = WorldCache("meshes of exported programs", max_bytes=1 << 16)
@@ -108,12 +108,12 @@ def mesh_from(text: str) -> DeviceMesh:
 _library = torch.library.Library("shardwise", "FRAGMENT")
 
 
-def _define(signature: str, run: Callable[..., Tensor]) -> Callable[..., Any]:
+def _define(signature: str, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Define an op that traces keep as one call, and that runs this function on the tensors it is called with."""
     name = signature.partition("(")[0]
     _library.define(signature)
     _library.impl(name, run, "CompositeImplicitAutograd")
-    op: Callable[..., Any] = getattr(torch.ops.shardwise, name).default
+    op: Callable[..., Tensor] = getattr(torch.ops.shardwise, name).default
     return op
 
 

@@ -20,7 +20,7 @@ class GlobalValues(DTensorBase):
         with torch.no_grad():
             return _gathered(self).tolist()
 
-    def new_tensor(self, data: Any, *args: Any, **options: Any) -> Tensor:
+    def new_tensor(self, data: object, *args: Any, **options: Any) -> Tensor:
         """Return a tensor with this data and, unless the options say otherwise, this dtype: replicated on the mesh.
 
         Numbers and lists of them are the same on all ranks, a plain tensor need not be: it stays plain.
@@ -35,12 +35,12 @@ class GlobalValues(DTensorBase):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 and spec else repr(self)
 
-    def _has_no_memory(self, *args: object, **kwargs: object) -> Any:
+    def _has_no_memory(self, *args: object, **kwargs: object) -> NoReturn:
         raise InputError("a DTensor has no memory of its own to share or visit", "use x.to_local() or x.full_tensor()")
 
     share_memory_ = apply_ = map_ = __dlpack__ = _has_no_memory
 
-    def storage(self) -> Any:
+    def storage(self) -> NoReturn:
         """Raise an error: libraries that write tensors to files ask for the memory."""
         raise InputError(
             f"{self._spec!r} is a DTensor and has no storage that holds its values, as safetensors and the libraries "

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
@@ -20,12 +21,14 @@ from torch import Tensor
 from .._torch.autograd import call_after_backward
 from .._torch.autograd_graph import accumulated_leaf
 from .._torch.backward_pass import current_node, current_pass
+from .._torch.ops import OpOverload
 from .._torch.pytree import tree_leaves
 from .._torch.tls import ThreadValue
 from .._torch.wrapper import make_wrapper
 from ..comm.buckets import Bucket, Channel, Reduction, reduction_between
 from ..errors import InputError
 from ..ops.accumulate import ADD_TO_GRAD, SET_GRAD
+from ..ops.call import Args
 from ..sharding.base import DTensorBase
 from ..sharding.recording import is_recording
 from ..sharding.spec import DTensorSpec
@@ -156,7 +159,7 @@ class CollectedGradient:
     """The class of such gradients, derived from the class of all distributed tensors where that is defined."""
 
     @staticmethod
-    def torch_dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def torch_dispatch(func: OpOverload, types: Iterable[type], args: Args = (), kwargs: Any = None) -> object:
         """`__torch_dispatch__` of the class: autograd takes the gradient as it is; other ops need its data."""
         if func is SET_GRAD and isinstance(source := args[0]._source, Collected):
             return source.named(_wrapper(DTensorBase.concrete, args[0]._spec, args[0].device), args[0]._spec)
@@ -168,9 +171,9 @@ class CollectedGradient:
         return DTensorBase.concrete.__torch_dispatch__(func, types, args, kwargs)
 
 
-def _add_later(grad: Any, gradient: Any) -> bool:
+def _add_later(grad: DTensorBase, gradient: DTensorBase) -> bool:
     """Add a collected gradient to the `.grad` of a leaf when its pass ends, if it can be done so."""
-    leaf: Any = accumulated_leaf(current_node())
+    leaf = accumulated_leaf(current_node())
     buckets = _passes.get(current_pass())
     if leaf is None or leaf.grad is not grad or buckets is None or type(gradient) is not CollectedGradient.kind:
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -27,7 +28,7 @@ class Hooks(DTensorBase):
 
     @staticmethod
     def __tensor_unflatten__(
-        inner_tensors: dict[str, Any], context: Context, outer_size: Any, outer_stride: Any
+        inner_tensors: dict[str, Any], context: Context, outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> DTensorBase:
         """Back from `__tensor_flatten__`."""
         local, mesh = inner_tensors["_local_tensor"], inner_tensors.get("device_mesh")
@@ -56,7 +57,7 @@ class Hooks(DTensorBase):
 
     # ---- torch.distributed.checkpoint ---------------------------------------------------------------------------
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         """For torch.distributed.checkpoint: what this process writes."""
         from .checkpoint import write_items  # with all of torch.distributed.checkpoint, half a second of importing
 

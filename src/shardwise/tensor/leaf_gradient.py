@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from ..sharding.memory_order import in_memory_order, memory_order
 from ..sharding.spec import DTensorSpec
 from .autograd import as_distributed_gradient, to_spec
 from .gradient_buckets import reduced
+
+if TYPE_CHECKING:
+    from .dtensor import DTensor
 
 _accumulating = ThreadValue("accumulate_gradients", False)
 
@@ -122,7 +125,7 @@ class UnreducedGradient(LeafGradient):
         return DTensorBase.concrete.wrap(local, self.spec.with_dtype(grad.dtype))
 
 
-def leaf_without_reduction(leaf: Any, target: DTensorSpec) -> Any:
+def leaf_without_reduction(leaf: DTensor, target: DTensorSpec) -> DTensor:
     """Make a leaf of a distributed tensor; the local shards of its gradient are those of one with the spec `target`.
 
     >>> leaf = leaf_without_reduction(DTensor.wrap(local, replicated), replicated.with_placements([Partial()]))
@@ -133,7 +136,7 @@ def leaf_without_reduction(leaf: Any, target: DTensorSpec) -> Any:
     return leaf
 
 
-def reduce_gradient_of(leaf: Any) -> None:
+def reduce_gradient_of(leaf: DTensor) -> None:
     """Let the gradient of a leaf be reduced to the leaf's own placements when it arrives."""
     if leaf._leaf_gradient is not None:  # it was frozen for a while, and has its hook
         leaf._leaf_gradient.change(leaf._spec)
@@ -146,7 +149,7 @@ def reduce_gradient_of(leaf: Any) -> None:
 def _reduce_after_backward(leaf: Any, gradient: LeafGradient) -> None:
     """Reduce the leaf's `.grad` after the next backward pass outside of the context."""
 
-    def reduce(leaf: Any) -> None:
+    def reduce(leaf: Tensor) -> None:
         if gradient.waits or _accumulating.get():
             return
         handle.remove()

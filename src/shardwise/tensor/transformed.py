@@ -18,7 +18,7 @@ from .._torch.transforms import innermost, is_wrapped, outside_transforms
 from ..errors import InputError
 from ..sharding.base import DTensorBase
 from ..sharding.mesh import mesh_info_of
-from ..sharding.placement import AnyShard, InterleavedShard, Placement, Shard
+from ..sharding.placement import AnyShard, InterleavedShard, Placement, Placements, Shard
 from ..sharding.spec import DTensorSpec, normalize_placements
 from .autograd import as_distributed_gradient, grad_spec_of_local, to_spec
 
@@ -41,14 +41,14 @@ class _FromLocal(torch.autograd.Function):
         return made
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, DeviceMesh, Options], output: Tensor) -> None:
         made = innermost(output)
         assert isinstance(made, DTensorBase)
         ctx.given = inputs[1:]
         ctx.grad_spec = grad_spec_of_local(made._spec, inputs[2].get("grad_placements"))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _ToLocal.apply(grad, ctx.grad_spec), None, None
 
     @staticmethod
@@ -56,7 +56,9 @@ class _FromLocal(torch.autograd.Function):
         return from_local_transformed(tangent, *ctx.given)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], local: Tensor, mesh: DeviceMesh, options: Options) -> tuple[Any, int]:
+    def vmap(
+        info: Any, in_dims: tuple[int, None, None], local: Tensor, mesh: DeviceMesh, options: Options
+    ) -> tuple[Tensor, int]:
         batched = local.movedim(in_dims[0], 0)
         changed = dict(options)
         for name in ("placements", "grad_placements"):
@@ -77,17 +79,17 @@ class _ToLocal(torch.autograd.Function):
         return local
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, DTensorSpec], output: Tensor) -> None:
         ctx.spec = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         spec = ctx.spec.cotangent()
         options = {"placements": spec.placements, "shape": tuple(spec.shape)}
         return from_local_transformed(grad, spec.mesh, options), None
 
 
-def _behind_batch(placements: Any, mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
+def _behind_batch(placements: Placements, mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
     """Placements of a tensor of `ndim` dims for a batch of such tensors, along a new first dim."""
     normal, order = normalize_placements(mesh_info_of(mesh), placements, ndim)
     if any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in order):
