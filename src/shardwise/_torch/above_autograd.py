@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 
-from . import pytree
 from .modes import count_modes, pop_mode
 from .ops import OpOverload
 
@@ -59,6 +58,17 @@ class Overrides:
         self._libraries.clear()
 
 
+def tensors_in(args: Iterable[object], kwargs: Mapping[str, object]) -> list[Tensor]:
+    """The tensors among the arguments of an op, which are values and lists of values."""
+    found = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [element for element in value if isinstance(element, Tensor)]
+    return found
+
+
 def call_original(func: OpOverload, keys: Keys, *args: object, **kwargs: object) -> object:
     """Call a composite op from its kernel as if it were not overridden: autograd decomposes it into other ops."""
     below = keys.remove(_KEY)
@@ -79,7 +89,7 @@ def call_with_autograd(func: OpOverload, keys: Keys, *args: object, **kwargs: ob
         return dispatch_to_subclass(func, args, kwargs)
     if not _NEEDS_SNAPSHOT or _transforms_active():  # transforms dispatch anew what they have unwrapped
         return func._handle.redispatch_boxed(below, *args, **kwargs)
-    tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    tensors = tensors_in(args, kwargs)
     entered = next((tensor for tensor in tensors if _dispatches(type(tensor))), tensors[0])
     results: list[object] = []
     before = getattr(_call, "run", None)
@@ -111,7 +121,7 @@ def dispatch_to_subclass(func: OpOverload, args: tuple[object, ...], kwargs: dic
 
     A kernel above autograd cannot leave this to PyTorch 2.11, which fails for want of a snapshot of its dispatch state.
     """
-    classes = dict.fromkeys(type(value) for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor))
+    classes = dict.fromkeys(type(tensor) for tensor in tensors_in(args, kwargs))
     types = tuple(filter(_dispatches, classes))
     if count_modes():
         with pop_mode() as mode:

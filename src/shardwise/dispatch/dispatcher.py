@@ -28,7 +28,7 @@ from .call_plan import CallPlan, plan_call
 from .explicit import refuse_communication
 from .fallback import refuse_collective, run_without_plan
 from .formulas import hold_result
-from .hot_path import HOT, Ready, hot_path, ready_call
+from .hot_path import HOT, RETURNING_SHARD, Ready, hot_path, ready_call
 from .key import Key, argument_keys, plan_key
 from .list_plan import ListPlan, plan_list
 from .local_strides import FirstRun, makes_results
@@ -96,6 +96,7 @@ class OpDispatcher:
         """The result of a call that the hot path does not make."""
         op = resolve(func)
         if op.op.returns_shard:
+            self.hot[key] = RETURNING_SHARD
             return args[0]._local_tensor
         if op.op.addresses_storage and op.in_place_view is None:
             args, kwargs = on_storage(op, args, kwargs), {}

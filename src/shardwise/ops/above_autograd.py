@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import pytree
-from .._torch.above_autograd import Keys, call_with_autograd, dispatch_to_subclass
+from .._torch.above_autograd import Keys, call_with_autograd, dispatch_to_subclass, tensors_in
 from .._torch.modes import count_modes, expects_pytorch_ops
 from .._torch.ops import OpOverload
 from .._torch.transforms import anything_transforms
@@ -90,7 +89,7 @@ def where_distributed(func: OpOverload, run: Callable[..., object]) -> Callable[
     """
 
     def kernel(keys: Keys, *args: object, **kwargs: object) -> object:
-        tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        tensors = tensors_in(args, kwargs)
         plain = [tensor for tensor in tensors if not isinstance(tensor, DTensorBase)]
         if len(plain) < len(tensors) and (modes.implicit_replication or all(tensor.numel() == 1 for tensor in plain)):
             return run(keys, *args, **kwargs)

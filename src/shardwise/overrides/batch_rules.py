@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor
-
-from .._torch import pytree
-from .._torch.above_autograd import Keys
+from .._torch.above_autograd import Keys, tensors_in
 from .._torch.ops import OpOverload
 from .._torch.transforms import batch_rule, innermost
 from ..dispatch.modes import implicit_replication
@@ -22,7 +19,7 @@ def batched_taking_plain_as_replicated(func: OpOverload) -> Callable[..., object
     rule = batch_rule(func)
 
     def kernel(keys: Keys, *args: object, **kwargs: object) -> object:
-        tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        tensors = tensors_in(args, kwargs)
         if not all(isinstance(innermost(tensor), DTensorBase) for tensor in tensors):
             return rule(keys, *args, **kwargs)
         with implicit_replication():

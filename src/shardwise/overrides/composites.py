@@ -15,7 +15,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from .._torch import pytree
-from .._torch.above_autograd import Keys, call_original
+from .._torch.above_autograd import Keys, call_original, tensors_in
 from .._torch.ops import OpOverload
 from ..dispatch.formulas import as_replicated
 from ..dispatch.modes import implicit_replication
@@ -32,7 +32,9 @@ def taking_plain_as_replicated(func: OpOverload) -> Callable[..., object]:
     def run(keys: Keys, *args: object, **kwargs: object) -> object:
         with implicit_replication():
             result = call_original(func, keys, *args, **kwargs)
-        like = next(v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, DTensorBase))
+        if isinstance(result, DTensorBase):
+            return result
+        like = next(tensor for tensor in tensors_in(args, kwargs) if isinstance(tensor, DTensorBase))
         return pytree.tree_map_only(
             Tensor, lambda t: t if isinstance(t, DTensorBase) else as_replicated(t, like), result
         )

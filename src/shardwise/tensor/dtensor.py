@@ -324,9 +324,12 @@ class DTensor(ChangingShape, GlobalValues, Hooks):
             reduce_gradient_of(self)
         return self
 
+    def _set_requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
     # Read by PyTorch's own getter, without a function in Python around it.
     requires_grad = cast(
-        bool, property(_requires_grad.__get__, requires_grad_, doc="Whether it takes part in autograd.")
+        bool, property(_requires_grad.__get__, _set_requires_grad, doc="Whether gradients flow to it.")
     )
 
     # ---- copies and files -----------------------------------------------------------------------------------
