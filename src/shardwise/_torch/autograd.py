@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+
+class Context(Protocol):
+    """The `ctx` of an autograd function. A function that keeps more in it says so in a protocol of its own."""
+
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor, ...]
+    """What `save_for_backward` was given: in the place of a tensor that was None, None."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep these for the backward pass."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Whether the gradients of results that nobody used are zeros, and not None."""
 
 
 class QuickFunction(torch.autograd.Function):
@@ -29,7 +45,7 @@ def accumulating_leaf() -> object:
         return None
 
 
-def run_first(leaf: Any, handle: Any) -> None:
+def run_first(leaf: Tensor, handle: RemovableHandle) -> None:
     """Run this post-accumulate hook of a leaf before all others: autograd takes them in the order of their dict."""
     hooks = leaf._post_accumulate_grad_hooks
     for key in [key for key in hooks if key != handle.id]:

@@ -6,8 +6,7 @@ saves up to two microseconds a call. Which op a binding calls depends on the typ
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -75,7 +74,9 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple[OpOverload, list[object], dict[str, object]]] = []
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[object] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         self.calls.append((func, list(args), kwargs or {}))
         return func(*args, **(kwargs or {}))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import pathlib
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
@@ -13,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 __all__ = ["metadata_global", "place_in_file", "with_version"]
 
-_ADMITTED: dict[tuple[str, str], Any] = {
+_ADMITTED: dict[tuple[str, str], object] = {
     **{
         (metadata.__name__, name): getattr(metadata, name)
         for name in (
@@ -35,7 +34,7 @@ _ADMITTED: dict[tuple[str, str], Any] = {
 }
 
 
-def metadata_global(module: str, name: str) -> Any:
+def metadata_global(module: str, name: str) -> object:
     """Return a global that a `.metadata` file may name, or None: the classes of metadata, sizes, dtypes and paths."""
     found = _ADMITTED.get((module, name))
     if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -43,7 +42,7 @@ def metadata_global(module: str, name: str) -> Any:
     return found
 
 
-def place_in_file(file: str, offset: int, length: int) -> Any:
+def place_in_file(file: str, offset: int, length: int) -> filesystem._StorageInfo:
     """Where PyTorch's reader finds one tensor or object: the values of `Metadata.storage_data`."""
     return filesystem._StorageInfo(file, offset, length)
 

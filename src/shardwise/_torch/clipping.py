@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,9 @@ def watching_clipping(seen: Callable[[Tensor], None]) -> Iterator[None]:
     """
     original = clip_grad._clip_grads_with_norm_
 
-    def clipping(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
+    def clipping(
+        parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
         seen(total_norm)
         original(parameters, max_norm, total_norm, *args, **kwargs)
 

@@ -7,7 +7,7 @@ holds the result once `wait` has returned it.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ all_reduce_coalesced = _ops.all_reduce_coalesced.default
 STARTS = frozenset([all_gather, all_reduce, all_reduce_coalesced, reduce_scatter, all_to_all, broadcast])
 """The ops that start a collective."""
 
-_resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+_resolve: Callable[..., dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 
 
 def group_named(name: str) -> dist.ProcessGroup:

@@ -13,15 +13,16 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed.device_mesh
 
 __all__ = ["break_graph", "compiles", "constant_in_graphs", "in_graph", "never_traced", "real_object"]
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 C = TypeVar("C", bound=type)
+T = TypeVar("T")
 
 _NAME = "torch._dynamo"
 _waiting: list[Callable[[], None]] = []
@@ -126,7 +127,7 @@ def constant_in_graphs(cls: C) -> C:
     return cls
 
 
-def _fx_repr(self: object) -> tuple[str, dict[str, Any]]:
+def _fx_repr(self: object) -> tuple[str, dict[str, object]]:
     """A name for the object, and the object: what the code of a graph says."""
     name = f"{type(self).__name__}_{id(self):x}"
     return name, {name: self}
@@ -140,7 +141,7 @@ def _is_same(self: object, other: object) -> bool:
     return self is other
 
 
-def real_object(value: Any) -> Any:
+def real_object(value: T) -> T:
     """The object itself, for the stand-in that Dynamo and AOTAutograd trace a mesh by. Relies on `real_obj`."""
     return getattr(value, "real_obj", value)
 

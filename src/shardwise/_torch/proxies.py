@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,8 +12,11 @@ from .modes import count_modes
 
 __all__ = ["call_in_graph"]
 
+D = TypeVar("D", bound=Tensor)
+T = TypeVar("T")
 
-def call_in_graph(function: Callable[[Any], Any], tensor: Tensor) -> Any:
+
+def call_in_graph(function: Callable[[D], T], tensor: D) -> T:
     """Call a function of one tensor; a graph that is being recorded and knows the tensor holds the call as one node.
 
     NotImplemented if there is no such graph. A graph of local tensors, as AOTAutograd records it, does not know the
@@ -22,12 +25,12 @@ def call_in_graph(function: Callable[[Any], Any], tensor: Tensor) -> Any:
     """
     if not count_modes():
         return NotImplemented
-    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     if mode is None:
         return NotImplemented
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_slot, track_tensor_tree
 
-    known: Any = get_proxy_slot(tensor, mode.tracer, None)
+    known = get_proxy_slot(tensor, mode.tracer, None)
     if known is None:
         return NotImplemented
     with disable_proxy_modes_tracing():

@@ -13,17 +13,22 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import reduce
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.fx.experimental.sym_node import SymNode
 
-from .modes import without_modes
+from .modes import TorchDispatchMode, without_modes
 from .symint import NumberNode, is_symbol
+
+if TYPE_CHECKING:
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.fx.proxy import TracerBase
 
 __all__ = [
     "SymbolicSize",
@@ -47,13 +52,13 @@ class SymbolicSize(torch.SymInt):
     the attribute `node` of a `SymInt`, and on `SymNode`.
     """
 
-    def __init__(self, expression: Any, environment: Any) -> None:
+    def __init__(self, expression: object, environment: ShapeEnv) -> None:
         self._expression = expression
         self._environment = ref(environment)
-        self._last: ref[Any] | None = None
+        self._last: ref[SymNode] | None = None
 
     @property
-    def node(self) -> Any:
+    def node(self) -> SymNode:
         """What PyTorch computes with."""
         recorded = _recorded_node(self)
         if recorded is not None:
@@ -61,7 +66,7 @@ class SymbolicSize(torch.SymInt):
         # While the recording of an op looks at its arguments, no recording is active: the node is the one before.
         return recorded or (self._last and self._last()) or self._new_node()
 
-    def _new_node(self) -> Any:
+    def _new_node(self) -> SymNode:
         environment = self._environment()
         if environment is None:
             raise ReferenceError(f"the size {self._expression} belongs to a compilation that has ended")
@@ -100,15 +105,15 @@ class SymbolicSize(torch.SymInt):
         return self
 
 
-def _recorded_node(size: SymbolicSize) -> Any:
+def _recorded_node(size: SymbolicSize) -> SymNode | None:
     """The node by which a graph that is being recorded knows a size; None if none is.
 
     Relies on `sympy_expr_tracker`, the symbols that the graph has as inputs. The size is computed from them, op by op:
     PyTorch itself leaves out factors where it writes a product of three from its expression.
     """
-    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    mode: ProxyTorchDispatchMode | None = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     symbols = None if mode is None else getattr(mode.tracer, "sympy_expr_tracker", None)
-    if symbols is None:
+    if mode is None or symbols is None:
         return None
     nodes = _NODES.setdefault(mode.tracer, {})
     if size._expression not in nodes:
@@ -119,11 +124,11 @@ def _recorded_node(size: SymbolicSize) -> Any:
     return nodes[size._expression]
 
 
-_NODES: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+_NODES: WeakKeyDictionary[TracerBase, dict[object, SymNode]] = WeakKeyDictionary()
 """For each graph that is being recorded the nodes of the sizes that it has."""
 
 
-def _built(expression: Any, symbols: dict[Any, Any]) -> Any:
+def _built(expression: Any, symbols: Mapping[object, object]) -> Any:
     """An expression computed from the symbols of a graph; None where that is impossible."""
     known = symbols.get(expression)
     if known is not None:
@@ -139,7 +144,7 @@ def _built(expression: Any, symbols: dict[Any, Any]) -> Any:
     return reduce(operation, arguments)
 
 
-_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+_OPERATORS: dict[str, Callable[..., object]] = {
     "Add": operator.add,
     "Mul": operator.mul,
     "Pow": pow,
@@ -149,11 +154,11 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _closed(name: str) -> Callable[..., Any]:
+def _closed(name: str) -> Callable[..., object]:
     """An operation of `SymInt` whose results are sizes with a hash, or the answer for the size at hand."""
     operation = getattr(torch.SymInt, name)
 
-    def operate(self: SymbolicSize, *others: Any) -> Any:
+    def operate(self: SymbolicSize, *others: object) -> object:
         with without_modes():
             result = operation(torch.SymInt(self.node), *map(_plain, others))
             result = bool(result) if isinstance(result, torch.SymBool) else symbolic(result)
@@ -169,7 +174,7 @@ for _name in _OPERATIONS.split():
     setattr(SymbolicSize, f"__{_name}__", _closed(f"__{_name}__"))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     return torch.SymInt(value.node) if isinstance(value, SymbolicSize) else value
 
 
@@ -224,7 +229,7 @@ def hinted(value: T) -> T:
     return made
 
 
-def _mapped(change: Callable[[Any], Any], values: Any) -> Any:
+def _mapped(change: Callable[[object], object], values: Any) -> object:
     """A dict, list, tuple, named tuple or `torch.Size` with changed elements; itself if nothing changes."""
     if isinstance(values, dict):
         return {name: change(value) for name, value in values.items()}
@@ -258,7 +263,7 @@ def has_symbols(value: object) -> bool:
 # ---- shapes of results ----------------------------------------------------------------------------------------------
 
 
-def active_fake_mode() -> Any:
+def active_fake_mode() -> TorchDispatchMode | None:
     """The `FakeTensorMode` of this thread; None if there is none."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
@@ -273,6 +278,6 @@ def shape_inference(*given: object) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def _with_mode_alone(mode: Any) -> Iterator[None]:
+def _with_mode_alone(mode: TorchDispatchMode) -> Iterator[None]:
     with without_modes(), mode:
         yield

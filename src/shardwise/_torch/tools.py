@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch.autograd.profiler
 from torch import Tensor
@@ -19,7 +19,10 @@ from torch.utils._debug_mode import DebugMode as DebugMode
 from torch.utils._debug_mode import get_active_debug_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_OpCall: Any = _debug_mode._OpCall  # type: ignore[attr-defined]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_OpCall: Callable[..., object] = _debug_mode._OpCall  # type: ignore[attr-defined]
 
 record_function = torch.autograd.profiler.record_function
 """A context that the profiler shows under a name."""
@@ -77,9 +80,9 @@ def shows_op(mode: DebugMode, func: OpOverload, args: Sequence[object], kwargs: 
         TorchDispatchMode.__exit__(mode, None, None, None)
 
 
-def _then(function: Callable[..., Any], also: Callable[..., None]) -> Callable[..., Any]:
+def _then(function: Callable[P, T], also: Callable[..., None]) -> Callable[P, T]:
     @wraps(function)
-    def both(*args: Any, **kwargs: Any) -> Any:
+    def both(*args: P.args, **kwargs: P.kwargs) -> T:
         result = function(*args, **kwargs)
         also(*args[:1])
         return result

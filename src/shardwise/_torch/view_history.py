@@ -10,11 +10,13 @@ import gc
 import sys
 from collections.abc import Collection
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _force_original_view_tracking
+
+T = TypeVar("T", bound=Tensor)
 
 _DEFAULT = torch._C._autograd.CreationMeta.DEFAULT
 _NO_GRAD_MODE = torch._C._autograd.CreationMeta.NO_GRAD_MODE
@@ -27,7 +29,7 @@ def views_recorded_as_ops() -> AbstractContextManager[object]:
     return _force_original_view_tracking(True)
 
 
-def views_of(base: Tensor, kinds: Collection[type]) -> list[Any]:
+def views_of(base: Tensor, kinds: Collection[type[T]]) -> list[T]:
     """Return the views of a tensor that a program can reach, of these classes.
 
     Nobody keeps a list of them, so this looks at all objects, unless `_use_count` says that only the Python object

@@ -9,16 +9,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Store
+
+from .ops import OpOverload, OpOverloadPacket
 
 __all__ = ["abort_group", "all_groups", "functional_collectives", "own_store", "store_port", "wrap_op"]
 
 _c10d: Any = distributed_c10d
 
-Before = Callable[[tuple[Any, ...], dict[str, Any]], None]
+Before = Callable[[tuple[object, ...], dict[str, object]], None]
 """Takes the arguments of a call that is about to be made."""
 
 
-def own_store() -> Any:
+def own_store() -> Store:
     """The store of the default group, over a connection of its own where the store has connections.
 
     A thread that waits for a key blocks all others on its connection. Relies on `_get_default_store`.
@@ -39,12 +42,12 @@ def all_groups() -> list[dist.ProcessGroup]:
     return [*_c10d._world.pg_map]
 
 
-def abort_group(group: Any) -> None:
+def abort_group(group: dist.ProcessGroup) -> None:
     """End what a group has under way, where its backend can: nccl can, gloo returns and goes on waiting."""
     group.abort()
 
 
-def functional_collectives() -> list[Any]:
+def functional_collectives() -> list[OpOverload | OpOverloadPacket]:
     """The functional collectives, as packets and as overloads: programs call either. Relies on `_c10d_functional`."""
     found = []
     for name in (
@@ -96,7 +99,7 @@ class _Wrapped:
         return self is other
 
 
-def wrap_op(op: Any, before: Before) -> Callable[[], None]:
+def wrap_op(op: OpOverload | OpOverloadPacket, before: Before) -> Callable[[], None]:
     """Call a function before each call of an op from Python; returns a function that undoes this.
 
     Relies on `_op` and `_len_torch_dispatch_stack`.

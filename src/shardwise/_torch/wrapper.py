@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -26,10 +26,10 @@ make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 Sizes and strides may be symbolic. PyTorch sets no attribute of it and does not call `cls.__new__`.
 """
 
-no_torch_function: Any = torch._C._disabled_torch_function_impl
+no_torch_function: Callable[..., object] = torch._C._disabled_torch_function_impl
 """As the `__torch_function__` of a class: functions run as on plain tensors, and the results keep their own classes."""
 
-no_torch_dispatch: Any = torch._C._disabled_torch_dispatch_impl
+no_torch_dispatch: Callable[..., object] = torch._C._disabled_torch_dispatch_impl
 """The `__torch_dispatch__` of classes that do not define one."""
 
 
@@ -80,7 +80,9 @@ def settle_dtensor_class() -> None:
 
     class Nobody(Tensor):
         @classmethod
-        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        def __torch_dispatch__(  # type: ignore[override]
+            cls, func: object, types: object, args: Sequence[object] = (), kwargs: object = None
+        ) -> object:
             return args[0]
 
     make_wrapper(Nobody, (1,), (1,)).detach()

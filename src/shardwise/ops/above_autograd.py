@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -14,6 +14,11 @@ from .._torch.ops import OpOverload
 from .._torch.transforms import anything_transforms
 from ..sharding.base import DTensorBase
 from .modes import modes
+
+
+def are_distributed(tensors: Sequence[Tensor]) -> TypeGuard[Sequence[DTensorBase]]:
+    """Whether all tensors are distributed."""
+    return all(isinstance(tensor, DTensorBase) for tensor in tensors)
 
 
 def is_ours(tensors: Sequence[Tensor]) -> bool:

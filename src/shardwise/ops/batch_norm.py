@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -196,10 +195,14 @@ def _any_batch_norm(
     return tuple(results)
 
 
-def _into(*args: Any, out: Tensor, save_mean: Tensor, save_invstd: Tensor) -> tuple[Tensor, ...]:
+def _into(
+    x: Tensor, weight: Given, bias: Given, mean: Given, var: Given, training: bool, momentum: float, eps: float,
+    *, out: Tensor, save_mean: Tensor, save_invstd: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Write the results into `out`, `save_mean` and `save_invstd`."""
     outs = (out, save_mean, save_invstd)
-    for target, result in zip(outs, _any_batch_norm(*args), strict=True):
+    results = _any_batch_norm(x, weight, bias, mean, var, training, momentum, eps)
+    for target, result in zip(outs, results, strict=True):
         target.copy_(result)
     return outs
 
@@ -221,8 +224,10 @@ def _no_update(
     return _with_reserve(_any_batch_norm(x, weight, bias, mean, var, False, momentum, eps))
 
 
-def _cudnn(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    return _with_reserve(_any_batch_norm(*args, **kwargs))
+def _cudnn(
+    x: Tensor, weight: Given, bias: Given, mean: Given, var: Given, training: bool, momentum: float, eps: float
+) -> tuple[Tensor, ...]:
+    return _with_reserve(_any_batch_norm(x, weight, bias, mean, var, training, momentum, eps))
 
 
 def _cudnn_backward(

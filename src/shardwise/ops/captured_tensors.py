@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
-def captured_tensors(*functions: Callable[..., Any] | None) -> list[Tensor]:
+def captured_tensors(*functions: Callable[..., object] | None) -> list[Tensor]:
     """All tensors that these functions hold, each once, in the order in which they are found."""
     found: dict[int, Tensor] = {}
 
@@ -49,7 +49,7 @@ class _Rebuild:
         self.made: dict[int, tuple[object, object]] = {}
         """By the id of a value: the value, which keeps the id its own, and what took its place."""
 
-    def value(self, value: Any, names: frozenset[str]) -> Any:
+    def value(self, value: object, names: frozenset[str]) -> Any:
         """The value with its tensors replaced. `names` are those that the function at hand mentions."""
         if isinstance(value, (int, float, str, bytes, type(None), type, types.ModuleType, types.BuiltinFunctionType)):
             return value
@@ -60,7 +60,7 @@ class _Rebuild:
         self.made[id(value)] = value, made
         return made
 
-    def _rebuilt(self, value: Any, names: frozenset[str]) -> Any:
+    def _rebuilt(self, value: Any, names: frozenset[str]) -> object:
         if isinstance(value, Tensor):
             return self.replace(value)
         if isinstance(value, types.FunctionType):
@@ -111,7 +111,7 @@ class _Rebuild:
         made.__kwdefaults__ = keywords
         return made
 
-    def _object(self, value: Any, names: frozenset[str]) -> Any:
+    def _object(self, value: object, names: frozenset[str]) -> object:
         """A copy of an object with other tensors in the attributes that are named; a module's parameters are such."""
         if isinstance(value, nn.Module):
             names = names | _names(type(value).forward)
@@ -133,7 +133,7 @@ def _is_of_pytorch(function: types.FunctionType) -> bool:
     return function.__module__ is not None and function.__module__.partition(".")[0] == "torch"
 
 
-def _names(function: Any) -> frozenset[str]:
+def _names(function: object) -> frozenset[str]:
     """The names that a function and those defined inside it mention, as variables or attributes."""
     code = getattr(function, "__code__", None)
     return frozenset() if code is None else frozenset(_names_in(code))
@@ -153,5 +153,5 @@ def _content(cell: types.CellType) -> object:
         return None
 
 
-def _differ(new: Any, old: Any) -> bool:
+def _differ(new: Iterable[object], old: Iterable[object]) -> bool:
     return any(a is not b for a, b in zip(new, old, strict=True))

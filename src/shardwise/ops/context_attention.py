@@ -28,7 +28,7 @@ from ..sharding.base import DTensorBase
 from ..sharding.layout import Factor, Layout, dim_axes
 from ..sharding.mesh import MeshInfo
 from ..sharding.spec import DTensorSpec, contiguous_meta
-from .above_autograd import call, needs_grad
+from .above_autograd import are_distributed, call, needs_grad
 from .attention_dropout import draw_dropout
 from .attention_method import HEADS, SEQUENCE, choose_method, over_heads, sequence_axes, zigzag_ranks
 from .modes import modes
@@ -55,7 +55,9 @@ class Attention(NamedTuple):
 # ---- running it -----------------------------------------------------------------------------------------------------
 
 
-def attend_over_sequence(query: Any, key: Any, value: Any, given: Attention, method: Method | None = None) -> Any:
+def attend_over_sequence(
+    query: DTensorBase, key: DTensorBase, value: DTensorBase, given: Attention, method: Method | None = None
+) -> Tensor:
     """Attention of DTensors `[batch, heads, positions, features]` whose positions are sharded; differentiable."""
     specs = query._spec, key._spec, value._spec
     axes = sequence_axes(*specs[1:])
@@ -69,7 +71,7 @@ def attend_over_sequence(query: Any, key: Any, value: Any, given: Attention, met
     return _ring(query, key, value, given, "gather" if chosen == "gather" else "ring")
 
 
-def _by_heads(tensors: Sequence[Any], axes: tuple[int, ...], given: Attention) -> Any:
+def _by_heads(tensors: Sequence[DTensorBase], axes: tuple[int, ...], given: Attention) -> Tensor:
     targets = [over_heads(tensor._spec.layout, axes) for tensor in tensors]
     if any(target is None for target in targets):
         text = ", ".join(repr(tensor._spec) for tensor in tensors)
@@ -79,7 +81,7 @@ def _by_heads(tensors: Sequence[Any], axes: tuple[int, ...], given: Attention) -
         )
     query, key, value = (_to_layout(tensor, target) for tensor, target in zip(tensors, targets, strict=True))
     if given.documents or given.zigzag:
-        output = _ring(query, key, value, given, "ring")
+        output: Any = _ring(query, key, value, given, "ring")
     else:
         output = F.scaled_dot_product_attention(
             query, key, value, given.mask, given.dropout_p, given.is_causal, scale=given.scale, enable_gqa=True
@@ -96,13 +98,13 @@ def _by_position(layout: Layout, axes: tuple[int, ...]) -> Layout:
     return Layout.make(layout.mesh_sizes, dims, layout.partial)
 
 
-def _to_layout(tensor: Any, layout: Layout | None) -> Any:
+def _to_layout(tensor: Any, layout: Layout | None) -> DTensorBase:
     assert layout is not None
     target = DTensorSpec.from_layout(tensor._spec.mesh_info, layout, tensor._spec.tensor_meta)
     return tensor.redistribute(placements=target.placements_alone)
 
 
-def _ring(query: DTensorBase, key: DTensorBase, value: DTensorBase, given: Attention, rotate: str) -> Any:
+def _ring(query: DTensorBase, key: DTensorBase, value: DTensorBase, given: Attention, rotate: str) -> DTensorBase:
     mesh_info = query._spec.mesh_info
     mask = None if given.mask is None else _distributed(given.mask, mesh_info)
     dropout = None
@@ -119,9 +121,16 @@ def _ring(query: DTensorBase, key: DTensorBase, value: DTensorBase, given: Atten
 
 class _RingAttention(QuickFunction):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-        output, logsumexp = call(ring_attention, query, key, value, *rest)
-        mask, dropout, *numbers = rest
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout: Tensor | None,
+        *numbers: object,
+    ) -> Tensor:
+        output, logsumexp = call(ring_attention, query, key, value, mask, dropout, *numbers)
         ctx.save_for_backward(query, key, value, output, logsumexp, mask, dropout)
         ctx.numbers = numbers
         return output
@@ -157,11 +166,11 @@ class _OnceDifferentiable(QuickFunction):
     """The gradients of a ring attention, which depend on its gradient and inputs, but have no derivative."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: object, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(gradient.view_as(gradient) for gradient in tensors[:3])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, ...]:
         raise NotImplementedError(  # a RuntimeError, as on one device
             "the second derivative of attention over a sequence that is sharded by position: "
             "gather the sequence before: k.redistribute(...)"
@@ -240,9 +249,9 @@ def _is_served(tensors: Sequence[Any], mask: Tensor | None, is_causal: bool, ena
     return shapes_fit and dtypes_fit and not transforms_active() and not forward_derivative_active()
 
 
-def _refuse_head_tail_order(tensors: Sequence[Any], is_causal: bool) -> None:
+def _refuse_head_tail_order(tensors: Sequence[Tensor], is_causal: bool) -> None:
     """Raise an error if a causal mask would not follow the positions of a sequence in head-tail order."""
-    if not is_causal or not sequence_mode().zigzag or not all(isinstance(tensor, DTensorBase) for tensor in tensors):
+    if not is_causal or not sequence_mode().zigzag or not are_distributed(tensors):
         return
     specs = [tensor._spec for tensor in tensors]
     if any(dim_axes(spec.layout.dims[-2]) for spec in specs if len(spec.shape) > 1):

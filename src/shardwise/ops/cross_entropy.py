@@ -8,13 +8,13 @@ latter: one number in each row, at the target, which every rank knows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .._torch.above_autograd import Keys, call_original
-from .._torch.autograd import QuickFunction
+from .._torch.autograd import Context, QuickFunction
 from .._torch.ops import OpOverload
 from ..sharding.base import DTensorBase
 from ..sharding.layout import dim_axes
@@ -86,12 +86,17 @@ def _gradient_of_local_classes(call: LocalCall, cut: Cut) -> Tensor:
 _aten = torch.ops.aten
 
 
+class _Saved(Context, Protocol):
+    reduction: int
+    ignored: int
+
+
 class _CrossEntropy(QuickFunction):
     """Returns the loss and the logarithms of the probabilities, through which gradients of gradients flow."""
 
     @staticmethod
     def forward(
-        ctx: Any, scores: DTensorBase, target: DTensorBase, weight: DTensorBase | None, reduction: int, ignored: int
+        ctx: _Saved, scores: DTensorBase, target: DTensorBase, weight: DTensorBase | None, reduction: int, ignored: int
     ) -> tuple[DTensorBase, DTensorBase]:
         ctx.set_materialize_grads(False)
         logs = call(_aten._log_softmax.default, scores, min(1, scores.dim() - 1), False)
@@ -101,7 +106,7 @@ class _CrossEntropy(QuickFunction):
         return loss, logs
 
     @staticmethod
-    def backward(ctx: Any, of_loss: Tensor | None, of_logs: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Saved, of_loss: Tensor | None, of_logs: Tensor | None) -> tuple[Tensor | None, ...]:
         logs, target, weight, total = ctx.saved_tensors
         result = None
         if isinstance(of_loss, DTensorBase) and not torch.is_grad_enabled():

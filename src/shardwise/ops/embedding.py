@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .._torch.above_autograd import Keys, call_original, call_with_autograd
-from .._torch.autograd import QuickFunction, in_backward
+from .._torch.autograd import Context, QuickFunction, in_backward
 from .._torch.ops import OpOverload
 from .._torch.transforms import anything_transforms
 from ..errors import InputError
 from ..sharding.base import DTensorBase
+from ..sharding.spec import DTensorSpec
 from .above_autograd import call, is_watched, needs_grad, new_op, where_distributed
 from .call import Call
 from .indexing import free, kept, shifted
@@ -69,6 +70,11 @@ _weight_gradient = new_op(
 )
 
 
+class _Saved(Context, Protocol):
+    spec: DTensorSpec
+    options: tuple[int, bool]
+
+
 class _Embedding(QuickFunction):
     """An embedding whose backward pass knows the table.
 
@@ -77,13 +83,13 @@ class _Embedding(QuickFunction):
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: DTensorBase, indices: Tensor, padding_idx: int, scale: bool) -> DTensorBase:
+    def forward(ctx: _Saved, weight: DTensorBase, indices: Tensor, padding_idx: int, scale: bool) -> DTensorBase:
         ctx.save_for_backward(indices)
         ctx.spec, ctx.options = weight._spec, (padding_idx, scale)
         return call(_embedding, weight, indices, padding_idx, scale)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Saved, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (indices,) = ctx.saved_tensors
         rows = ctx.spec.shape[0]
         if torch.is_grad_enabled() or is_watched() or not isinstance(gradient, DTensorBase):

@@ -20,7 +20,6 @@ import functools
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from .._torch.decompositions import is_composite
 from .._torch.ops import OpOverload
@@ -64,7 +63,7 @@ class Explanation(str):
         return str(self)
 
 
-def explain(op: AnyOp, *args: Any, **kwargs: Any) -> Explanation:
+def explain(op: AnyOp, *args: object, **kwargs: object) -> Explanation:
     """What shardwise knows about an op: its rule in notation and in words, kernels, local code, decomposition.
 
     `op` is an overload, a packet, a name (`"aten::mm"`, `"aten.mm"`, `"mm"`) or a function (`torch.mm`, `F.linear`,

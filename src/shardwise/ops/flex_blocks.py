@@ -7,17 +7,17 @@ may lie anywhere in the sequence. The tables of a mask are read once (`block_sta
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
 SKIPPED, MASKED, FULL = 0, 1, 2
 """What is done with a block: not computed, computed where the mask is true, computed without a look at the mask."""
-
-BlockMask = Any
-"""`torch.nn.attention.flex_attention.BlockMask`."""
 
 _STATES: WeakKeyDictionary[BlockMask, Tensor] = WeakKeyDictionary()
 
@@ -28,7 +28,7 @@ def block_states(mask: BlockMask) -> Tensor:
     if found is None:
         with torch.inference_mode(False):  # the next call may need gradients
             states = MASKED * _listed(mask.kv_num_blocks, mask.kv_indices)
-            if mask.full_kv_num_blocks is not None:
+            if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
                 states = states.maximum(FULL * _listed(mask.full_kv_num_blocks, mask.full_kv_indices))
         found = _STATES[mask] = states
     return found

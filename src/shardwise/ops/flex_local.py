@@ -111,11 +111,11 @@ class _IndexedByTensors(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: object,
         args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func is Tensor.__getitem__:
             table, index = args
             given = index if isinstance(index, tuple) else (index,)

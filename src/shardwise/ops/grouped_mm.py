@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .._torch.above_autograd import Keys
-from .._torch.autograd import QuickFunction
+from .._torch.autograd import Context, QuickFunction
 from .._torch.ops import OpOverload
 from ..errors import InputError
 from ..sharding.base import DTensorBase
@@ -120,13 +120,13 @@ def _computed(rows: Tensor, matrices: Tensor, ends: Tensor) -> tuple[Tensor, Exc
 
 class _Outer(QuickFunction):
     @staticmethod
-    def forward(ctx: Any, left: Tensor, right: Tensor, ends: Tensor, like: Tensor | None) -> Tensor:
+    def forward(ctx: Context, left: Tensor, right: Tensor, ends: Tensor, like: Tensor | None) -> Tensor:
         ctx.save_for_backward(left, right, ends)
         result: Tensor = _outer(left, right, ends, like)
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         left, right, ends = ctx.saved_tensors
         return (
             product(right, gradient.transpose(1, 2), ends).t() if ctx.needs_input_grad[0] else None,

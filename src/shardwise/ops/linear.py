@@ -7,13 +7,12 @@ tensor each of them is a dispatch; here there is one forward, and one for each g
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._torch.above_autograd import Keys, call_original
-from .._torch.autograd import QuickFunction
+from .._torch.autograd import Context, QuickFunction
 from .._torch.ops import OpOverload
 from ..sharding.base import DTensorBase
 from .above_autograd import call, is_ours, is_watched, needs_grad, new_op
@@ -64,14 +63,14 @@ _linear = torch.ops.aten.linear.default
 
 class _Linear(QuickFunction):
     @staticmethod
-    def forward(ctx: Any, input: DTensorBase, weight: DTensorBase, bias: DTensorBase | None) -> DTensorBase:
+    def forward(ctx: Context, input: DTensorBase, weight: DTensorBase, bias: DTensorBase | None) -> DTensorBase:
         # Only what the gradients need: what is not saved may be written before the backward pass.
         for_input, for_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(input if for_weight else None, weight if for_input else None)
         return call(_linear, input, weight, bias) if bias is not None else call(_linear, input, weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         run = _by_products if torch.is_grad_enabled() or is_watched() else call

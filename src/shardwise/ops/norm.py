@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,12 +141,17 @@ def _rms_norm_in_python(
     return _scaled(input * rstd, weight), rstd
 
 
-def _rms_norm_backward_in_python(gradient: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+def _rms_norm_backward_in_python(
+    gradient: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
     """`_fused_rms_norm_backward` on one rank."""
-    if gradient.device.type != "cpu":
-        result: tuple[Tensor | None, ...] = _fused_rms_norm_backward(gradient, *args)
-        return result
-    return rms_norm_gradients(gradient, *args)
+    run = rms_norm_gradients if gradient.device.type == "cpu" else _fused_rms_norm_backward
+    return run(gradient, input, normalized_shape, rstd, weight, output_mask)
 
 
 def _last_dims(normalized_shape: Sequence[int]) -> list[int]:

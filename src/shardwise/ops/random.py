@@ -7,7 +7,6 @@ not depend on the placements, so replicas agree and nothing is communicated.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -214,9 +213,16 @@ def rrelu_with_noise(
     return (x * noise).contiguous()
 
 
-def rrelu_with_noise_(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def rrelu_with_noise_(
+    x: Tensor,
+    noise: Tensor,
+    lower: float = 0.125,
+    upper: float = 1.0 / 3.0,
+    training: bool = False,
+    generator: torch.Generator | None = None,
+) -> Tensor:
     """`rrelu_with_noise` in place."""
-    value = rrelu_with_noise(x, *args, **kwargs)
+    value = rrelu_with_noise(x, noise, lower, upper, training, generator)
     return value if value is NotImplemented else x.copy_(value)
 
 

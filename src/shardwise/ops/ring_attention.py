@@ -7,7 +7,7 @@ rank. Where all positions are on one rank, the same code runs as a ring of one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,14 +17,15 @@ from ..notation.schema import operands_of
 from ..sharding.layout import Factor, Layout
 from .above_autograd import new_op
 from .call import Call
-from .kernel import Cut, Kernel, KernelRun, LocalCall, LocalResult
+from .kernel import Cut, Kernel, LocalCall, LocalResult, Steps
 from .op import Local
 from .registry import definitions_in
 from .ring_kernels import SEQUENCE, backward, forward, output_like, wide
 
 define = definitions_in(__name__)
 
-Run = Callable[[LocalCall, Cut], KernelRun]
+T = TypeVar("T")
+Run = Callable[[LocalCall, Cut], Steps[T]]
 
 # ---- the ops --------------------------------------------------------------------------------------------------------
 
@@ -38,20 +39,19 @@ def _one_device(query: Tensor, key: Tensor, value: Tensor, *args: object) -> tup
         fused = args[1] is None and all(tensor.stride(-1) == 1 for tensor in (query, key, value))
         output = output_like(query, value, row_major=not fused)
         return output, query.new_empty(query.shape[:-1], dtype=wide(query.dtype))
-    found: Any = _on_plain(forward, ring_attention, query, (query, key, value, *args))
-    return found[0], found[1]
+    return _on_plain(forward, ring_attention, query, (query, key, value, *args))
 
 
-def _one_device_gradients(gradient: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _one_device_gradients(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: object
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of plain tensors."""
-    query, key, value = args[:3]
     if gradient.is_meta:
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    found: Any = _on_plain(backward, ring_attention_backward, query, (gradient, *args))
-    return found[0], found[1], found[2]
+    return _on_plain(backward, ring_attention_backward, query, (gradient, query, key, value, *args))
 
 
-def _on_plain(run: Run, op: OpOverload, query: Tensor, args: tuple[object, ...]) -> LocalResult:
+def _on_plain(run: Run[T], op: OpOverload, query: Tensor, args: tuple[object, ...]) -> T:
     named = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=True)}
     layout = Layout.make((1,), tuple((Factor(size, ()),) for size in query.shape))
     return _on_one_rank(run, LocalCall(op, named, (), (), (), (), (), (0,), (layout, layout)))
@@ -100,18 +100,18 @@ def _backward_rule(call: Call) -> str:
     return f"{_inputs(call, patterns)} -> {results} ; linear 0 ; kernel s"
 
 
-def _on_one_rank(run: Run, call: LocalCall) -> LocalResult:
+def _on_one_rank(run: Run[T], call: LocalCall) -> T:
     """What a kernel returns on a rank that holds all positions: it asks for nothing."""
     size = call["key"].shape[SEQUENCE]
     try:
         next(run(call, Cut(size, ((0, size),), 0)))
     except StopIteration as end:
-        result: LocalResult = end.value
+        result: T = end.value
         return result
     raise AssertionError("a ring of one rank communicates nothing")
 
 
-def _local(run: Run) -> Local:
+def _local(run: Run[LocalResult]) -> Local:
     return Local(lambda call: _on_one_rank(run, call))
 
 

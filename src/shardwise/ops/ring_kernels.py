@@ -18,7 +18,7 @@ from torch import Tensor
 from .attention_blocks import Merged, Options, Saved, attend, gradients
 from .attention_dropout import kept_weights
 from .attention_segments import Pair, pairs_of, segments_of
-from .kernel import Arrive, Cut, Fetch, KernelRun, LocalCall, Return, Rotate, Steps
+from .kernel import Arrive, Cut, Fetch, LocalCall, Return, Rotate, Steps
 
 SEQUENCE = 2
 """The dim of positions."""
@@ -79,7 +79,7 @@ def _rows(cut: Cut, step: int) -> list[int]:
 # ---- forward --------------------------------------------------------------------------------------------------------
 
 
-def forward(call: LocalCall, cut: Cut) -> KernelRun:
+def forward(call: LocalCall, cut: Cut) -> Steps[tuple[Tensor, Tensor]]:
     """The output and its logsumexp."""
     query, key, value = call["query"], call["key"], call["value"]
     blocks = _Blocks(call, cut)
@@ -183,7 +183,7 @@ class _Gradients:
         return key.new_zeros((key.shape[2], width), dtype=wide(key.dtype))
 
 
-def backward(call: LocalCall, cut: Cut) -> KernelRun:
+def backward(call: LocalCall, cut: Cut) -> Steps[tuple[Tensor, Tensor, Tensor]]:
     """The gradients of queries, keys and values."""
     key, value = call["key"], call["value"]
     blocks = _Blocks(call, cut)

@@ -6,13 +6,13 @@ PyTorch has a fused kernel for GPUs, which distributed tensors take apart like i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .._torch.above_autograd import Keys, call_original
-from .._torch.autograd import QuickFunction
+from .._torch.autograd import Context, QuickFunction
 from .._torch.ops import OpOverload
 from ..sharding.base import DTensorBase
 from .above_autograd import call, is_ours, needs_grad
@@ -26,10 +26,15 @@ _backward = torch.ops.aten._fused_rms_norm_backward.default
 _DTYPES = (torch.float32, torch.float64)
 
 
+class _Saved(Context, Protocol):
+    normalized_shape: list[int]
+    eps: float | None
+
+
 class _RMSNorm(QuickFunction):
     @staticmethod
     def forward(
-        ctx: Any, input: DTensorBase, weight: DTensorBase | None, normalized_shape: list[int], eps: float | None
+        ctx: _Saved, input: DTensorBase, weight: DTensorBase | None, normalized_shape: list[int], eps: float | None
     ) -> DTensorBase:
         result, factor = call(_forward, input, normalized_shape, weight, eps)
         ctx.save_for_backward(input, weight, factor)
@@ -37,7 +42,7 @@ class _RMSNorm(QuickFunction):
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Saved, gradient: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, factor = ctx.saved_tensors
         shape, mask = ctx.normalized_shape, list(ctx.needs_input_grad[:2])
         if torch.is_grad_enabled():  # for gradients of gradients, by ops that have derivatives

@@ -6,14 +6,13 @@ PyTorch's kernel runs on some GPUs only; distributed tensors run it on any devic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
 from ..notation.schema import overloads
-from ..sharding.base import DTensorBase
+from .above_autograd import are_distributed
 from .attention_method import zigzag_ranks
 from .call import Kwargs
 from .registry import definitions_in, resolve
@@ -57,9 +56,9 @@ def _batched(tensor: Tensor) -> Tensor:
     return tensor.transpose(0, 1).unsqueeze(0)
 
 
-def _options(tensors: Sequence[Any], given: Kwargs) -> tuple[object, ...]:
+def _options(tensors: Sequence[Tensor], given: Kwargs) -> tuple[object, ...]:
     """The options of a ring: documents, and whether tokens see those after them."""
-    if not all(isinstance(tensor, DTensorBase) for tensor in tensors):
+    if not are_distributed(tensors):
         raise InputError("varlen_attn of DTensors and plain tensors", "distribute queries, keys and values alike")
     window = tuple(given.get("window_size") or (-1, 0 if given["is_causal"] else -1))
     documents: list[int] = given["cu_seq_q"].tolist()
