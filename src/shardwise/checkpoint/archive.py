@@ -12,9 +12,12 @@ import struct
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 ALIGNMENT = 64
 """Archives begin at multiples of this in a file. The elements then do, too: `torch.save` aligns them in the archive."""
@@ -78,7 +81,7 @@ class _Gap(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
-    def write(self, data: Any) -> int:
+    def write(self, data: ReadableBuffer) -> int:
         view = memoryview(data)
         if view.nbytes == self.nbytes and not self.found:
             self.found = True

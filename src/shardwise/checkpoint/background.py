@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,7 +112,7 @@ def let_optimizers_wait() -> None:
         _Background.optimizers_wait = True
 
 
-def _wait_until_staged(*arguments: Any) -> None:
+def _wait_until_staged(*arguments: object) -> None:
     saving = _Background.saving
     if saving is not None:
         saving.staged()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -22,6 +22,13 @@ from .reads import Reads, plan_reads
 from .state import FlatState, State, flatten, give_back, put, state_dicts
 from .stored import Stored
 from .write import load_object
+
+
+class _Opened(TypedDict, total=False):
+    """What functions that run on all ranks leave to the rest of `load`."""
+
+    stored: Stored
+    reads: Reads
 
 
 def load(
@@ -52,9 +59,9 @@ def load(
     ranks = ranks_of_world()
     what = f"cannot load {Path(path)}"
     folder = together(ranks, what, lambda: find(path) if ranks.coordinator else Path())[0]
-    opened: dict[str, Any] = {}
+    opened: _Opened = {}
     if has_optimizers(state):
-        on_all(ranks, what, lambda: opened.update(stored=Stored(folder)))
+        on_all(ranks, what, lambda: opened.update({"stored": Stored(folder)}))
         allocate_states(state, opened["stored"])
     loaded = state_dicts(state)
     if has_optimizers(state):
@@ -64,12 +71,12 @@ def load(
     def plan() -> set[tuple[str, int]]:
         stored = opened.get("stored") or Stored(folder)
         reads = plan_reads(flat, stored, ranks, strict, cast)
-        opened.update(stored=stored, reads=reads)
+        opened.update({"stored": stored, "reads": reads})
         return reads.blocks(stored) if verify and stored.index is not None else set()
 
     wanted = together(ranks, what, plan)
     stored, reads = opened["stored"], opened["reads"]
-    objects: dict[str, Any] = {}
+    objects: dict[str, object] = {}
 
     def check() -> None:
         stored.verify(_my_share(wanted, ranks))
@@ -98,7 +105,7 @@ def _my_share(wanted: list[set[tuple[str, int]]], ranks: Ranks) -> list[tuple[st
     return mine
 
 
-def _materialized(flat: FlatState, loaded: dict[str, Any]) -> FlatState:
+def _materialized(flat: FlatState, loaded: dict[str, object]) -> FlatState:
     """The state with memory for tensors on the meta device."""
     for name, value in flat.values.items():
         if isinstance(value, Tensor) and value.is_meta:

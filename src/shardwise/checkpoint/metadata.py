@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -30,16 +30,17 @@ from .write import WrittenFile
 
 def metadata_of(contents: Contents, written: list[WrittenFile]) -> Metadata:
     """The metadata of a checkpoint."""
-    described: dict[str, Any] = {
+    tensors = {
         name: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
         for name, (dtype, shape) in contents.tensors.items()
     }
-    places: dict[MetadataIndex, Any] = {}
+    places: dict[MetadataIndex, object] = {}
     for plan in contents.plans:
         for piece, start, length, _ in plan.entries:
-            chunks = described[piece.name].chunks
+            chunks = tensors[piece.name].chunks
             places[MetadataIndex(piece.name, piece.offset, len(chunks))] = place_in_file(plan.file, start, length)
             chunks.append(ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.size)))
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {**tensors}
     for file in written:
         for name, (start, length) in file.objects.items():
             described[name] = BytesStorageMetadata()
@@ -49,7 +50,7 @@ def metadata_of(contents: Contents, written: list[WrittenFile]) -> Metadata:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         found = metadata_global(module, name)
         if found is None:
             raise CheckpointError(
@@ -57,7 +58,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             )
         return found
 
-    def persistent_load(self, key: object) -> Any:
+    def persistent_load(self, key: object) -> NoReturn:
         raise CheckpointError("it refers to objects outside the file")
 
 

@@ -99,11 +99,11 @@ def _zeros(known: object, flat: Tensor) -> Tensor | None:
     return flat.new_zeros(known.size, dtype=known.properties.dtype)
 
 
-def _nested(values: Mapping[Path, Any]) -> Any:
+def _nested(values: Mapping[Path, object]) -> Any:
     """Nested dicts and lists from their leaves: `{("a", 0): 1, ("a", 1): 2}` is `{"a": [1, 2]}`."""
     if () in values:
         return values[()]
-    parts: dict[str | int, dict[Path, Any]] = {}
+    parts: dict[str | int, dict[Path, object]] = {}
     for path, value in values.items():
         parts.setdefault(path[0], {})[path[1:]] = value
     if parts and all(isinstance(key, int) for key in parts):

@@ -7,7 +7,7 @@ save takes an all-reduce of one number.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -191,11 +191,13 @@ def _placed(pieces: list[Piece]) -> list[Entry]:
     return entries
 
 
-def sources(state: Mapping[str, Any], plans: list[RankPlan], ranks: Ranks) -> list[list[Tensor]]:
+def sources(state: Mapping[str, object], plans: list[RankPlan], ranks: Ranks) -> list[list[Tensor]]:
     """For each plan the tensors that hold the elements of its entries: views of the state."""
     held: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}
     for name in dict.fromkeys(entry.piece.name for plan in plans for entry in plan.entries):
-        for rank, chunks in chunks_of(name, state[name], ranks).items():
+        tensor = state[name]
+        assert isinstance(tensor, Tensor), "entries are pieces of tensors"
+        for rank, chunks in chunks_of(name, tensor, ranks).items():
             held.update({(rank, name, tuple(chunk.offset)): chunk.data for chunk in chunks})
     return [
         [_part(held[plan.rank, entry.piece.name, entry.piece.inside], entry.piece) for entry in plan.entries]

@@ -57,7 +57,7 @@ class ProcessRanks(Ranks):
         self._group = dist.new_group(backend="gloo")
 
     def all_gather(self, value: T) -> list[T]:
-        found: list[Any] = [None] * self.size
+        found = [value] * self.size
         dist.all_gather_object(found, value, group=self._group)
         return found
 
@@ -67,7 +67,7 @@ class ProcessRanks(Ranks):
         return int(least)
 
     def gather(self, value: T) -> list[T]:
-        found: list[Any] = [None] * self.size if self.coordinator else []
+        found = [value] * self.size if self.coordinator else []
         dist.gather_object(value, found if self.coordinator else None, dst=0, group=self._group)
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ def plan_reads(state: FlatState, stored: Stored, ranks: Ranks, strict: bool, cas
                 advice.add("; strict=False leaves names alone that are missing")
         elif isinstance(value, Tensor) != isinstance(known, TensorStorageMetadata):
             problems.append(f"{name!r}: expected {_text(value)}, found {_stored_text(known)}")
-        elif not isinstance(known, TensorStorageMetadata):
+        elif not isinstance(value, Tensor) or not isinstance(known, TensorStorageMetadata):
             reads.objects[name] = stored.place(MetadataIndex(name))
         elif shape_of(value) != tuple(known.size) or (value.dtype != known.properties.dtype and not cast):
             problems.append(f"{name!r}: expected {_text(value)}, found {_stored_text(known)}")
@@ -113,13 +113,13 @@ def _reads(name: str, chunk: Chunk, known: TensorStorageMetadata, stored: Stored
         )
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(shape_of(value))}"
     return f"a value of type {type(value).__name__}"
 
 
-def _stored_text(known: Any) -> str:
+def _stored_text(known: object) -> str:
     if isinstance(known, TensorStorageMetadata):
         return f"{str(known.properties.dtype).removeprefix('torch.')}{list(known.size)}"
     return "a value that is no tensor"

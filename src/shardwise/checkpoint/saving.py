@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from torch import Tensor
 
@@ -34,7 +34,7 @@ class _Job(NamedTuple):
     path: Path
     ranks: Ranks
     plan: Plan
-    values: dict[str, Any]
+    values: dict[str, object]
     sync: bool
     keep: int | None
 

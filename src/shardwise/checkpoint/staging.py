@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,7 +104,7 @@ class Deferred:
             )
 
 
-def _kept(value: Any, owner: object) -> Any:
+def _kept(value: object, owner: object) -> object:
     """A value in a form that later writes do not change; large tensors, and those of optimizers, as they are."""
     if not isinstance(value, Tensor):
         return kept_object(value)
@@ -115,7 +115,7 @@ def _kept(value: Any, owner: object) -> Any:
     return value.detach().clone()
 
 
-def _versions(values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _versions(values: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     return {name: _version(value) for name, value in values.items() if isinstance(value, Tensor)}
 
 

@@ -6,7 +6,7 @@ Names are those of `torch.distributed.checkpoint`: the keys on the way to a valu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +30,13 @@ Path = tuple[str | int, ...]
 class FlatState(NamedTuple):
     """The values of a state by name, and the keys that lead to each."""
 
-    values: dict[str, Any]
+    values: dict[str, object]
     paths: dict[str, Path]
 
 
-def flatten(state: Mapping[str, Any]) -> FlatState:
+def flatten(state: Mapping[str, object]) -> FlatState:
     """The values of nested containers by name. Lists are opened only if there is a tensor or a dict in them."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     paths: dict[str, Path] = {}
     for path, value in _leaves((), state):
         name = ".".join(map(str, path))
@@ -70,7 +70,7 @@ def put(container: Any, path: Path, value: object) -> None:
     container[_key(container, path[-1])] = value
 
 
-def _key(container: Any, key: str | int) -> Any:
+def _key(container: object, key: str | int) -> object:
     if isinstance(container, Mapping) and key not in container:
         return next((found for found in container if str(found) == key), key)
     return key
@@ -79,7 +79,7 @@ def _key(container: Any, key: str | int) -> Any:
 # ---- modules, optimizers and other objects with a state --------------------------------------------------------------
 
 
-def state_dicts(state: State) -> dict[str, Any]:
+def state_dicts(state: State) -> dict[str, object]:
     """The state with the state dict of every module, optimizer or other object that has one in its place.
 
     An optimizer whose module is in the state, too, has its state by the names of parameters, so that it can be loaded
@@ -88,7 +88,7 @@ def state_dicts(state: State) -> dict[str, Any]:
     return {key: _state_dict(value, state) for key, value in state.items()}
 
 
-def _state_dict(value: object, state: State) -> Any:
+def _state_dict(value: object, state: State) -> object:
     if isinstance(value, nn.Module):
         return get_model_state_dict(value)
     if isinstance(value, torch.optim.Optimizer):
@@ -103,7 +103,7 @@ def _is_stateful(value: object) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def _optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module | None) -> dict[str, Any]:
+def _optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module | None) -> Mapping[str, object]:
     return optimizer.state_dict() if module is None else get_optimizer_state_dict(module, optimizer)
 
 
@@ -123,7 +123,7 @@ def give_back(state: State, loaded: Mapping[str, Any]) -> None:
             if any(tensor.is_meta for tensor in (*value.parameters(), *value.buffers())):
                 value.load_state_dict(loaded[key], assign=True)  # there is no memory to copy into
             else:
-                set_model_state_dict(value, cast(dict[str, Any], loaded[key]))
+                set_model_state_dict(value, loaded[key])
         elif isinstance(value, torch.optim.Optimizer):
             module = module_of(value, state)
             if module is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,9 +58,9 @@ def _saved(value: object) -> bytes | CheckpointError:
     return data
 
 
-def saved_objects(state: Mapping[str, Any], plan: RankPlan) -> Objects:
+def saved_objects(state: Mapping[str, object], plan: RankPlan) -> Objects:
     """The objects that a rank writes, as bytes. An object that could not be loaded without pickle is an error."""
-    known: dict[tuple[type, Any], bytes] = {}
+    known: dict[tuple[type, str], bytes] = {}
     found = {}
     for name in plan.objects:
         value = state[name]
@@ -77,7 +77,7 @@ def saved_objects(state: Mapping[str, Any], plan: RankPlan) -> Objects:
     return found
 
 
-def load_object(data: bytes) -> Any:
+def load_object(data: bytes) -> object:
     """An object from what `saved_object` made of it, without pickle's power to call functions."""
     import io
     import pickle

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from ..comm.groups import adopt
+from ..dispatch.arguments import Args, Kwargs
 from ..dispatch.modes import implicit_replication
 from ..errors import InputError, ShapeError
 from ..ops.sequence_options import ContextOptions, RotateMethod, attention_over_sequence, options
@@ -67,8 +68,8 @@ class _Attention(TorchFunctionMode):
         self.placements = [Shard(dim)] * mesh.ndim
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: Callable[..., Any], types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention or any(isinstance(value, DTensor) for value in args):
             return func(*args, **kwargs)

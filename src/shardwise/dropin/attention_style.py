@@ -5,11 +5,11 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
-from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..dispatch.arguments import Args, Kwargs
 from ..parallel import ParallelStyle
 from ..sharding.placement import Partial, Replicate, Shard
 from ..tensor.dtensor import DTensor
@@ -48,9 +48,7 @@ class _ContextParallel(ParallelStyle):
         return module
 
 
-def _with_all_keys(
-    mesh: DeviceMesh, dim: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_all_keys(mesh: DeviceMesh, dim: int, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """The arguments of a module with the keys and values of all ranks.
 
     They are its second and third argument. The mask, made by `_context_parallel_shard`, is that of this rank's queries.

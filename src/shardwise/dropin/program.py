@@ -27,7 +27,7 @@ class _ProgramSpec(ModuleSpec):
         return self.package
 
 
-def prepare(namespace: dict[str, Any]) -> CodeType:
+def prepare(namespace: dict[str, object]) -> CodeType:
     """Install shardwise, make a module's namespace that of the program on the command line, and return its code."""
     install()
     if namespace["__name__"] == "__main__":
@@ -50,7 +50,7 @@ def _read_arguments() -> None:
     os.environ[_PROGRAM] = f"module {program[0]}" if as_module else f"file {os.path.abspath(program[0])}"
 
 
-def _file_code(path: str, namespace: dict[str, Any]) -> CodeType:
+def _file_code(path: str, namespace: dict[str, object]) -> CodeType:
     with open(path, "rb") as file:
         source = file.read()
     namespace.update(__file__=path, __doc__=None, __package__=None)
@@ -58,7 +58,7 @@ def _file_code(path: str, namespace: dict[str, Any]) -> CodeType:
     return compile(source, path, "exec")
 
 
-def _module_code(name: str, namespace: dict[str, Any]) -> CodeType:
+def _module_code(name: str, namespace: dict[str, object]) -> CodeType:
     spec = find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = find_spec(f"{name}.__main__")

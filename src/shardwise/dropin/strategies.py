@@ -7,10 +7,10 @@ axis, and what it returns are the rows of `shardwise.register_sharding`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -155,7 +155,7 @@ class OpSchema:
         return (*self.args_strategy, *self.kwargs_strategy)[0].mesh
 
 
-def _strategies(values: Any) -> Iterator[OpStrategy]:
+def _strategies(values: Iterable[object]) -> Iterator[OpStrategy]:
     for value in values:
         if isinstance(value, OpStrategy):
             yield value

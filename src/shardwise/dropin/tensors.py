@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from ..comm.estimate import estimate
 from ..comm.redistribute import redistribute_local, start_redistribute
 from ..dispatch.modes import explicit, warning_of_communication
 from ..extend import local_map
+from ..extend.local_function import InPlacements, OutPlacements
 from ..sharding.placement import Placement, Replicate, Shard
 from ..sharding.spec import DTensorSpec
 from ..tensor.creation import distribute_tensor
@@ -79,9 +79,9 @@ def ExplicitRedistributionContext(
 
 def _local_map_wrapped(
     func: Callable[..., object],
-    out_placements: Any,
-    in_placements: Any,
-    in_grad_placements: Any,
+    out_placements: OutPlacements,
+    in_placements: InPlacements,
+    in_grad_placements: InPlacements,
     device_mesh: DeviceMesh | None,
     redistribute_inputs: bool,
     *args: object,

@@ -31,8 +31,12 @@ class _EmptyOnMeta(TorchFunctionMode):
     _FACTORIES = (torch.empty, torch.empty_strided)
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = dict(kwargs or {})
         if func in self._FACTORIES and kwargs.get("out") is None:
             kwargs["device"] = torch.device("meta")
@@ -61,7 +65,7 @@ def parameters_on_meta() -> Iterator[None]:
         hook.remove()
 
 
-def build(model: Any, folder: Path, dtype: torch.dtype | None) -> nn.Module:
+def build(model: object, folder: Path, dtype: torch.dtype | None) -> nn.Module:
     """Return the module to load: `model` itself, or one built from a class of transformers or by a function."""
     if isinstance(model, nn.Module):
         if dtype is not None:

@@ -10,13 +10,17 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from .mosaic import Mosaic
 from .state import State
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Converted(NamedTuple):
@@ -30,7 +34,7 @@ def _of_transformers(model: nn.Module) -> bool:
     return hasattr(model, "base_model_prefix") and hasattr(model, "config")
 
 
-def _loading() -> Any:
+def _loading() -> ModuleType | None:
     """Return the module of transformers that converts weights, or None before version 5, which has none."""
     try:
         from transformers import core_model_loading
@@ -113,10 +117,12 @@ def expected_anyway(model: nn.Module, keys: Iterable[str], kind: str) -> list[st
     return [key for key in keys if not any(re.search(pattern, key) for pattern in patterns)]
 
 
-def kept_dtypes(model: Any, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+def kept_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the dtypes, by key, of parameters that a model of transformers does not cast to `dtype`."""
-    loading: Any = _loading() if _of_transformers(model) else None
-    plan = model._get_dtype_plan(dtype) if loading is not None and hasattr(model, "_get_dtype_plan") else {}
+    loading = _loading() if _of_transformers(model) else None
+    if loading is None or not hasattr(model, "_get_dtype_plan"):
+        return {}
+    plan = cast("PreTrainedModel", model)._get_dtype_plan(dtype)
     if not plan:
         return {}
     alternatives, group_names, _ = loading.build_glob_alternation(list(plan))

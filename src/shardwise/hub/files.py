@@ -143,7 +143,7 @@ def _stored(path: Path, name: str, entry: Any, begin: int, size: int) -> Stored:
     return stored
 
 
-def _json(path: Path, data: bytes) -> dict[str, Any]:
+def _json(path: Path, data: bytes) -> dict[str, object]:
     try:
         found = json.loads(data)
     except ValueError as error:

@@ -37,7 +37,7 @@ class LoadReport:
 
 
 def load(
-    model: Any,
+    model: object,
     folder: str | os.PathLike[str],
     mesh: DeviceMesh | None = None,
     plan: Plan = None,

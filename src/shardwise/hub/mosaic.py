@@ -118,8 +118,12 @@ class Mosaic(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         handler = _FUNCTIONS.get(func)
         if handler is not None:
             return handler(*args, **(kwargs or {}))
@@ -127,7 +131,7 @@ class Mosaic(torch.Tensor):
             raise _unknown(getattr(func, "__name__", str(func)))
         return super().__torch_function__(func, types, args, kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Mosaic({list(self.shape)} of {', '.join(sorted({piece.source for piece in self.pieces}))})"
 
 
@@ -177,7 +181,7 @@ def _unbind(mosaic: Mosaic, dim: int = 0) -> tuple[Mosaic, ...]:
     return tuple(select(mosaic, dim, index) for index in range(mosaic.shape[dim]))
 
 
-def _permute(mosaic: Mosaic, *dims: Any) -> Mosaic:
+def _permute(mosaic: Mosaic, *dims: int | Sequence[int]) -> Mosaic:
     order = tuple(dim % mosaic.ndim for dim in _unpacked(dims))
     shape = [mosaic.shape[dim] for dim in order]
     return _mosaic(shape, mosaic.dtype, [piece.reordered(order) for piece in mosaic.pieces])
@@ -223,7 +227,7 @@ def _stack(tensors: Sequence[Mosaic], dim: int = 0) -> Mosaic:
     return _cat([_unsqueeze(mosaic, dim) for mosaic in tensors], dim)
 
 
-def _reshape(mosaic: Mosaic, *shape: Any) -> Mosaic:
+def _reshape(mosaic: Mosaic, *shape: int | Sequence[int]) -> Mosaic:
     target = _inferred(_unpacked(shape), mosaic)
     pieces = list(mosaic.pieces) if mosaic.shape.numel() else []
     for first, before, after in reversed(_groups(mosaic.shape, target) if pieces else []):
@@ -287,14 +291,14 @@ def _inferred(shape: Sequence[int], mosaic: Mosaic) -> tuple[int, ...]:
     return found
 
 
-_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+_FUNCTIONS: dict[Callable[..., object], Callable[..., object]] = {
     **dict.fromkeys((torch.Tensor.contiguous, torch.Tensor.clone, torch.clone, torch.Tensor.detach), _unchanged),
     **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), _cat),
     **dict.fromkeys((torch.Tensor.view, torch.Tensor.reshape, torch.reshape), _reshape),
     **dict.fromkeys((torch.Tensor.t, torch.t), _t),
     torch.stack: _stack,
 }
-_NAMED: dict[str, Callable[..., Any]] = {
+_NAMED: dict[str, Callable[..., object]] = {
     "narrow": _narrow,
     "split": _split,
     "chunk": _chunk,

@@ -72,7 +72,7 @@ def _own_plan(model: nn.Module) -> Mapping[str, Style]:
 def _below_base(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
     """Return a plan with paths from the model. Those of `config.base_model_tp_plan` are relative to its base model."""
     prefix = getattr(model, "base_model_prefix", "")
-    base: Any = getattr(model, prefix, None) if prefix else None
+    base = getattr(model, prefix, None) if prefix else None
 
     def is_in(module: nn.Module, pattern: str) -> bool:
         first = pattern.partition(".")[0]

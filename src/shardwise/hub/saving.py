@@ -25,7 +25,7 @@ from .transfers import Patch, boxes_of, held_shards, patches_to_save, share, tra
 
 
 def save(
-    model: Any,
+    model: nn.Module,
     folder: str | os.PathLike[str],
     *,
     max_shard_size: int | str = "50GB",

@@ -11,12 +11,12 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._torch import pytree
+from ..dispatch.arguments import Kwargs
 from ..notation.schema import operands_of, tensor_arguments
 from .checker import tensors_in
 from .recording import Recorded
@@ -36,7 +36,7 @@ class ProbeCall:
     def __init__(self, call: Recorded) -> None:
         names = [argument.name for argument in call.func._schema.arguments]
         self.func = call.func
-        self.arguments: dict[str, Any] = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+        self.arguments: Kwargs = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
         self.names = [operand.name for operand in operands_of(call.func)]
 
     def tensors(self, operand: int) -> list[Tensor]:

@@ -7,7 +7,7 @@ changes under noise is not a result of the program but of its rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ..._torch import pytree
 from ..._torch.modes import TorchDispatchMode
+from ..._torch.ops import OpOverload
+from ...dispatch.arguments import Args, Kwargs
 from ...sharding.placement import P, Partial, Placements
 from .outcome import Outcome, plain_value, run
 from .program import Program
@@ -64,8 +66,8 @@ class Noise(TorchDispatchMode):
         self.seed, self.generator = seed, torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         """Run an op and change its results."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__.rstrip("_")
@@ -92,7 +94,9 @@ class Noise(TorchDispatchMode):
             pytree.tree_map_only(Tensor, self._sign_nans if name in EXACT else self._disturb, result)
         return result
 
-    def _shuffled_topk(self, topk: Any, x: Tensor, k: int, dim: int = -1, *args: object, **kwargs: object) -> Any:
+    def _shuffled_topk(
+        self, topk: OpOverload, x: Tensor, k: int, dim: int = -1, *args: object, **kwargs: object
+    ) -> Any:
         """Run `topk` on numbers in another order: which ones of equal numbers it chooses is not defined."""
         if not x.dim():
             return topk(x, k, dim, *args, **kwargs)
@@ -100,7 +104,7 @@ class Noise(TorchDispatchMode):
         values, indices = topk(x.index_select(dim, order), k, dim, *args, **kwargs)
         return values, order[indices]
 
-    def _with_other_operands(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _with_other_operands(self, func: OpOverload, args: Args, kwargs: Kwargs) -> object:
         """Run an op on copies of its operands that are off in their last digits: so are the terms it adds."""
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: self._disturb(x.clone()), (args, kwargs))
         return func(*args, **kwargs)
@@ -142,7 +146,7 @@ def _infinite_is_nan(x: Tensor) -> Tensor:
     return x
 
 
-def _has_infinity(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _has_infinity(func: OpOverload, x: Tensor, *args: object, **kwargs: object) -> Tensor:
     """Return which means of `var_mean` are of numbers with an infinity, and without NaN, among them."""
     infinite, nan = (func(found.to(torch.float32), *args, **kwargs)[1] for found in (x.isinf(), x.isnan()))
     return (infinite > 0) & (nan == 0)
@@ -165,7 +169,7 @@ def _attention_by_formula(
     return result
 
 
-def _overflows(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+def _overflows(func: OpOverload, name: str, args: Args, kwargs: Kwargs) -> Tensor | None:
     """Return which results overflow or vanish on the way if their terms or factors come in the worst order.
 
     In float16 `60000 + 60000 - 60000` is infinite, `300 * 300 * 0` is NaN, and neither is in another order.

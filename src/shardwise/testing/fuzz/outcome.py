@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ def run(program: Program, side: Plain, value_of: Callable[[Tensor], object]) -> 
         return Outcome(errors, _seen(namespace, value_of))
 
 
-def execute(line: str, namespace: dict[str, Any]) -> None:
+def execute(line: str, namespace: dict[str, object]) -> None:
     """Execute one line."""
     exec(_compiled(line), namespace)
 
@@ -58,7 +58,7 @@ def _compiled(line: str) -> CodeType:
     return compile(line, "<program>", "exec")
 
 
-def _seen(namespace: dict[str, Any], value_of: Callable[[Tensor], object]) -> dict[str, object]:
+def _seen(namespace: dict[str, object], value_of: Callable[[Tensor], object]) -> dict[str, object]:
     seen: dict[str, object] = {}
     for name, value in namespace.items():
         if name[0] != "x":

@@ -10,7 +10,6 @@ twice     a hook that doubles a gradient
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +68,7 @@ class Plain:
         """Return a copy: where a tensor lies does not change it. Redistribution gives row-major memory."""
         return x.clone(memory_format=torch.contiguous_format)
 
-    def namespace(self) -> dict[str, Any]:
+    def namespace(self) -> dict[str, object]:
         """Return the names that lines of a program may use."""
         return {
             "torch": torch,
