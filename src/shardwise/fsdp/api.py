@@ -35,7 +35,7 @@ PlacementFn = Callable[[nn.Parameter], Shard | None]
 
 
 def fully_shard(
-    module: Any,
+    module: nn.Module | Iterable[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -77,7 +77,7 @@ def fully_shard(
     state = ModuleState(modules, group, checked_reshard(reshard_after_forward, axes.ranks))
     for each in modules:
         each.__dict__[STATE] = state
-        cls: Any = type(each)
+        cls: type = type(each)
         each.__class__ = _fsdp_class(cls)
     return module
 
@@ -91,7 +91,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     index = next(i for i, each in enumerate(state.modules) if each is module)
 
     @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
+    def method(*args: object, **kwargs: object) -> object:
         args, kwargs = state.pre_forward(index, args, kwargs)
         return state.post_forward(index, original(*args, **kwargs))
 
@@ -114,7 +114,7 @@ def schedule(module: nn.Module) -> Schedule:
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
-def _as_modules(module: Any) -> list[nn.Module]:
+def _as_modules(module: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
     modules = [module] if isinstance(module, nn.Module) else list(module)
     for each in modules:
         if not isinstance(each, nn.Module) or isinstance(each, (nn.ModuleList, nn.ModuleDict)):
@@ -184,6 +184,6 @@ def _move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
 
 
 @functools.cache
-def _fsdp_class(cls: Any) -> Any:
+def _fsdp_class(cls: type) -> type:
     """The class of a module, with the methods of FSDPModule."""
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})

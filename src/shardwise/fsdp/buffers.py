@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,7 +139,7 @@ class Buffers:
         self.flat = self.gathered = None
         self.sent, self.received = [], []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Buffers:
+    def __deepcopy__(self, memo: dict[int, object]) -> Buffers:
         copied = copy.copy(self)
         memo[id(self)] = copied
         copied.parameters = copy.deepcopy(self.parameters, memo)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,7 @@ class ParameterGroup:
                 buffers.remove(parameter)
         self.buffers = [buffers for buffers in self.buffers if buffers.parameters]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterGroup:
+    def __deepcopy__(self, memo: dict[int, object]) -> ParameterGroup:
         copied = copy.copy(self)
         memo[id(self)] = copied
         copied.parameters = copy.deepcopy(self.parameters, memo)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Self
 
 from torch import Tensor
 
@@ -130,7 +130,7 @@ class FSDPModule:
         """Set whether backward needs the parameters of this group. That of an embedding alone does not."""
         self._state().unshard_in_backward = unshard_in_backward
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """A copy of the module, whose parameters are sharded and have memory of their own."""
         for state in self._states(recurse=True):
             state.free("forward")

@@ -53,7 +53,7 @@ class ShardedParameter:
     accumulated: Tensor | None = None
     """Gradients of the gathered parameter that were added up in another dtype and are not reduced yet."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
+    def __deepcopy__(self, memo: dict[int, object]) -> ShardedParameter:
         """A copy without memory: its group puts it into buffers of its own."""
         owners = [(copy.deepcopy(module, memo), name) for module, name in self.owners]
         sharded = copy.deepcopy(self.sharded, memo)

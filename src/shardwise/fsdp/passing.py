@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,10 @@ from ..nn.parameters import replicate_rest
 from ..sharding.mesh import MeshInfo
 from ..tensor.dtensor import DTensor
 
+T = TypeVar("T")
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+
+def tensors_in(value: object) -> Iterator[Tensor]:
     """The tensors in nested containers, fields of dataclasses included."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
@@ -25,10 +27,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in([getattr(leaf, each.name) for each in fields(leaf)])
 
 
-def cast(values: Any, dtype: torch.dtype | None) -> Any:
+def cast(values: T, dtype: torch.dtype | None) -> T:
     """The same values, with floating-point tensors cast to a dtype, if there is one."""
 
-    def of_dtype(value: Any) -> Any:
+    def of_dtype(value: object) -> object:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     return values if dtype is None else pytree.tree_map(of_dtype, values)
@@ -50,7 +52,7 @@ def replicate_buffers(root: nn.Module, mesh_info: MeshInfo) -> None:
 # ---- where backward begins and ends ----------------------------------------------------------------------------------
 
 
-def before_gradients_of(outputs: Any, begin: Callable[[Tensor], None]) -> bool:
+def before_gradients_of(outputs: object, begin: Callable[[Tensor], None]) -> bool:
     """Call `begin` in backward when the gradient of an output is known. Returns whether any output has one."""
     if not torch.is_grad_enabled():
         return False
@@ -60,7 +62,7 @@ def before_gradients_of(outputs: Any, begin: Callable[[Tensor], None]) -> bool:
     return bool(found)
 
 
-def after_gradients_of(inputs: Any, end: Callable[[], None]) -> Any:
+def after_gradients_of(inputs: T, end: Callable[[], None]) -> T:
     """The same inputs; in backward, `end` is called when their gradients are known."""
     if not torch.is_grad_enabled():
         return inputs
@@ -83,7 +85,7 @@ class _EndOfBackward(QuickFunction):
         return inputs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients."""
         ctx.end()
         return (None, *gradients)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,7 +148,7 @@ def _to_send(gradient: Tensor, dim: int, dtype: torch.dtype, ranks: int) -> Tens
 
 
 def _add_gradient(parameter: ShardedParameter, shard: Tensor) -> None:
-    sharded: Any = parameter.sharded
+    sharded = parameter.sharded
     new = DTensor.wrap(shard, parameter.spec)
     if sharded.grad is None:
         sharded.grad = new

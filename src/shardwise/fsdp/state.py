@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -19,6 +19,9 @@ from .passing import after_gradients_of, before_gradients_of, cast, replicate_bu
 from .reduce import ReduceSettings, Reduction
 from .root import Root
 from .schedule import Order
+
+if TYPE_CHECKING:
+    from ..dispatch.arguments import Args, Kwargs
 
 
 class ModuleState:
@@ -53,16 +56,16 @@ class ModuleState:
 
         module.register_state_dict_pre_hook(self._before_state_dict)
 
-    def _before(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _before(self, index: int, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         return self.pre_forward(index, args, kwargs)
 
-    def _after(self, index: int, module: nn.Module, args: Any, output: Any) -> Any:
+    def _after(self, index: int, module: nn.Module, args: object, output: object) -> object:
         return self.post_forward(index, output)
 
     def _before_state_dict(self, *_: object) -> None:
         self.free("forward")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
+    def __deepcopy__(self, memo: dict[int, object]) -> ModuleState:
         copied = copy.copy(self)
         memo[id(self)] = copied
         copied.root = None
@@ -128,7 +131,7 @@ class ModuleState:
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
-    def pre_forward(self, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, index: int, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Gather the parameters, and let the module have them."""
         root = self.find_root()
         if is_recording():
@@ -166,7 +169,7 @@ class ModuleState:
         cast_inputs = self._cast_inputs(args, kwargs)
         return after_gradients_of(cast_inputs, self.post_backward) if first else cast_inputs
 
-    def post_forward(self, index: int, output: Any) -> Any:
+    def post_forward(self, index: int, output: object) -> object:
         """Free the parameters, unless backward is to use them; gather them again when it begins."""
         if self.phase == "backward":
             return cast(output, self.group.mp_policy.output_dtype)
@@ -199,7 +202,7 @@ class ModuleState:
         kept = self.reshard_after_forward
         return None if kept is None or isinstance(kept, bool) else kept
 
-    def _mesh_of_inputs(self, args: Any, kwargs: Any) -> MeshInfo | None:
+    def _mesh_of_inputs(self, args: Args, kwargs: Kwargs) -> MeshInfo | None:
         """The mesh over which inputs are distributed, if it has the axes of data parallel."""
         for value in tensors_in((args, kwargs)):
             if isinstance(value, DTensor) and self._has_data_axes(value._spec.mesh_info):
@@ -229,7 +232,7 @@ class ModuleState:
             )
         self.settings.mean = mean
 
-    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _cast_inputs(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         policy = self.group.mp_policy
         return cast((args, kwargs), policy.param_dtype if policy.cast_forward_inputs else None)
 

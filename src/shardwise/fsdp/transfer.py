@@ -61,7 +61,7 @@ def all_reduce(tensor: Tensor, mean: bool, group: str) -> Wait:
     return wait
 
 
-def _group(name: str) -> Any:
+def _group(name: str) -> dist.ProcessGroup:
     """The process group of a name; its methods call the ops of `torch.ops.c10d`, which simulated ranks have, too."""
     return group_named(name)
 
@@ -76,7 +76,7 @@ def _nothing() -> None:
     """There is nothing to wait for."""
 
 
-def _waiting(work: Any, *tensors: Sequence[Tensor]) -> Wait:
+def _waiting(work: dist.Work, *tensors: Sequence[Tensor]) -> Wait:
     """A function that waits for communication, and keeps its tensors alive until then."""
 
     def wait() -> None:
@@ -87,12 +87,14 @@ def _waiting(work: Any, *tensors: Sequence[Tensor]) -> Wait:
     return wait
 
 
-def _runs_on_gloo(group: Any, tensor: Tensor) -> bool:
+def _runs_on_gloo(group: dist.ProcessGroup, tensor: Tensor) -> bool:
     """Whether gloo carries out the collectives of a group on tensors of this device."""
     return f"{tensor.device.type}:gloo" in dist.get_backend_config(group)
 
 
-def _reduce_by_exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], mean: bool, group: Any) -> Wait:
+def _reduce_by_exchange(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], mean: bool, group: dist.ProcessGroup
+) -> Wait:
     """The same by one all-to-all and a local sum."""
     ranks = group.size()
     sent = torch.cat([tensor.view(ranks, -1) for tensor in inputs], dim=1)

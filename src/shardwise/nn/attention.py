@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -136,7 +136,7 @@ def unzigzag(tensor: DTensor, dim: int, axis: str | int) -> DTensor:
 
 def _place(tensor: DTensor, dim: int, axis: str | int) -> tuple[int, int]:
     """The dim and the axis, both counted from 0."""
-    names: Any = tensor.spec.mesh_info.names
+    names = tensor.spec.mesh_info.names
     if isinstance(axis, str) and axis not in names:
         raise InputError(f"the mesh axis {axis!r} of {tensor.spec!r}", f"use one of {', '.join(names)}")
     return dim % tensor.dim(), names.index(axis) if isinstance(axis, str) else axis % len(names)
@@ -145,5 +145,5 @@ def _place(tensor: DTensor, dim: int, axis: str | int) -> tuple[int, int]:
 def _ordered(tensor: DTensor, dim: int, order: Sequence[int]) -> DTensor:
     with implicit_replication():  # the order is the same on all ranks
         index = torch.tensor(order, device=tensor.device)
-        result: Any = tensor.index_select(dim, index)
+        result = tensor.index_select(dim, index)
     return cast(DTensor, result)

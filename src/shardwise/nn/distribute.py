@@ -71,12 +71,11 @@ def register_output_fn(module: nn.Module, mesh: DeviceMesh, output_fn: HookFn) -
     module.register_forward_hook(lambda mod, _, outputs: finish(mod, outputs, mesh))
 
 
-def _hook(name: str, function: Any) -> Callable[[nn.Module, Any, DeviceMesh], object]:
+def _hook(name: str, function: Callable[..., object]) -> Callable[[nn.Module, object, DeviceMesh], object]:
     """The function as one of three arguments. One of two, without the module, is accepted as PyTorch does."""
     count = len(inspect.signature(function).parameters)
     if count == 3:
-        three: Callable[[nn.Module, Any, DeviceMesh], object] = function
-        return three
+        return function
     if count != 2:
         raise InputError(f"{name} takes {count} arguments", f"it is called as {name}(module, values, device_mesh)")
     warnings.warn(

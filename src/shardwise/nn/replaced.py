@@ -12,7 +12,6 @@ given the same one later, and an optimizer that was made before continues with i
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -53,7 +52,7 @@ def _follow_replacements() -> None:
     register_optimizer_step_pre_hook(_use_replacements)
 
 
-def _use_replacements(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _use_replacements(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Let an optimizer update the distributed parameters in the place of the plain ones that it was made with.
 
     Plain parameters that get gradients themselves are in use, and stay.
@@ -80,7 +79,7 @@ def _use_replacements(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             )
 
 
-def _distributed(state: dict[str, Any], old: Tensor, new: DTensor) -> dict[str, Any]:
+def _distributed(state: dict[str, object], old: Tensor, new: DTensor) -> dict[str, object]:
     """The state of a plain parameter for its replacement; the number of steps stays plain. All ranks have all of it."""
 
     def distribute(name: str, value: object) -> object:

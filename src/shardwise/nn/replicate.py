@@ -43,7 +43,7 @@ def replicate(
     bucket_cap_mb: float | None = None,
     broadcast_buffers: bool = True,
     init_sync: bool = True,
-    **options: Any,
+    **options: object,
 ) -> nn.Module:
     """Replicate the parameters of a module over a mesh, and let gradients be reduced over it in buckets.
 
@@ -83,7 +83,7 @@ def replicate(
         if isinstance(other, ReplicateModule):  # by an earlier call, perhaps over another mesh
             skipped |= {id(each) for each in (*other.modules(), *other.parameters(), *other.buffers())}
     shown = _distribute(module, data, skipped, 0 if init_sync else None)
-    cls: Any = type(module)
+    cls = type(module)
     module.__class__ = type(f"Replicate{cls.__name__}", (ReplicateModule, cls), {})
     module.requires_gradient_sync = True  # type: ignore[assignment]
     if bucket_cap_mb is not None:

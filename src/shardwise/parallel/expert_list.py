@@ -9,7 +9,7 @@ state dict than of the parameters.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +31,13 @@ class ExpertList(nn.Module):
     def __len__(self) -> int:
         return self.number
 
-    def __getitem__(self, index: object) -> Any:
+    def __getitem__(self, index: object) -> NoReturn:
         raise InputError(
             f"expert {index} of a list whose {self.number} experts are sharded: a rank has some of them only",
             "call the list with all tokens, experts(tokens, index, weights), instead of one expert after the other",
         )
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
         # PyTorch's helpers for checkpoints follow the keys of a state dict, `3.up.weight`, through attributes.
         return self.stacked if name.isdigit() and int(name) < self.number else super().__getattr__(name)
 
@@ -91,7 +91,7 @@ def _check_alike(experts: nn.ModuleList) -> None:
 # ---- state dicts ----------------------------------------------------------------------------------------------------
 
 
-def _split_entries(module: ExpertList, state: dict[str, Any], prefix: str, _: object) -> None:
+def _split_entries(module: ExpertList, state: dict[str, Tensor], prefix: str, _: object) -> None:
     """Replace the entries of stacked parameters by those of each expert."""
     paths = [path for path, _ in module.stacked.named_parameters()]
     split = {path: _by_features(state.pop(f"{prefix}{STACKED}.{path}")).unbind(0) for path in paths}
@@ -109,7 +109,7 @@ def _by_features(stacked: Tensor) -> Tensor:
     return stacked.redistribute(placements=placements)
 
 
-def _stack_entries(module: ExpertList, state: dict[str, Any], prefix: str, *_: object) -> None:
+def _stack_entries(module: ExpertList, state: dict[str, Tensor], prefix: str, *_: object) -> None:
     """Replace the entries of each expert by those of stacked parameters; incomplete ones are left, and reported."""
     for path, parameter in module.stacked.named_parameters():
         keys = [f"{prefix}{index}.{path}" for index in range(len(module))]

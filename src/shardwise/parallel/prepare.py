@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -100,7 +99,7 @@ class PrepareModuleInput(ParallelStyle):
 
     def _prepare_input_kwarg_fn(
         self, inputs: object, kwarg_inputs: Kwargs, device_mesh: DeviceMesh
-    ) -> tuple[Any, Kwargs]:
+    ) -> tuple[object, Kwargs]:
         """Return the positional and the keyword arguments that the module gets."""
         layouts, desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
         return self._prepare_input_fn(inputs, device_mesh), {

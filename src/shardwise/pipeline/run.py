@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from .ties import Ties, separate, ties_between
 from .transfer import Courier, Mailbox, without_partial
 
 __all__ = ["Pipeline"]
+
+T = TypeVar("T")
 
 
 class Pipeline(nn.Module):
@@ -81,7 +83,7 @@ class Pipeline(nn.Module):
         """Return the mesh of a stage."""
         return self.meshes[stage % len(self.meshes)]
 
-    def step(self, *args: Tensor, target: Any = None, **loss_kwargs: Any) -> Tensor:
+    def step(self, *args: Tensor, target: object = None, **loss_kwargs: object) -> Tensor:
         """Run the batch forward and backward, and return its loss on every rank.
 
         Gradients are added to `.grad`, as by `loss.backward()`. The batch is split along dim 0 into microbatches, whose
@@ -90,11 +92,11 @@ class Pipeline(nn.Module):
         return _Step(self, args, target, loss_kwargs).run(train=True)
 
     @torch.no_grad()
-    def evaluate(self, *args: Tensor, target: Any = None, **loss_kwargs: Any) -> Tensor:
+    def evaluate(self, *args: Tensor, target: object = None, **loss_kwargs: object) -> Tensor:
         """Run the batch forward, and return its loss on every rank."""
         return _Step(self, args, target, loss_kwargs).run(train=False)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> NoReturn:
         """Raise an error: no rank has the outputs of all stages."""
         raise InputError("a call of a Pipeline", "use pipeline.step(x, target=y), or pipeline.evaluate(x, target=y)")
 
@@ -119,10 +121,12 @@ class Pipeline(nn.Module):
 class _Step:
     """One batch on its way through the stages."""
 
-    def __init__(self, pipeline: Pipeline, args: Sequence[Tensor], target: Any, loss_kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, pipeline: Pipeline, args: Sequence[Tensor], target: object, loss_kwargs: dict[str, object]
+    ) -> None:
         self.pipeline, self.courier, self.loss_kwargs = pipeline, pipeline.courier, loss_kwargs
         self.last = pipeline.stage_count - 1
-        self.args, self.targets = (_split(value, pipeline.microbatches) for value in (tuple(args), target))
+        self.args, self.targets = _split(tuple(args), pipeline.microbatches), _split(target, pipeline.microbatches)
         rows = [len(pytree.tree_leaves(each)[0]) for each in self.args]
         self.weights = [count / sum(rows) for count in rows]
         self.keys = [tuple(tuple(leaf.shape) for leaf in pytree.tree_leaves(each)) for each in self.args]
@@ -148,10 +152,10 @@ class _Step:
         _, stage, microbatch = action
         key = self.keys[microbatch], torch.is_grad_enabled()
         if stage == 0:
-            inputs = self._placed(self.args[microbatch], stage)
+            inputs: tuple[object, ...] = self._placed(self.args[microbatch], stage)
         else:
-            inputs = self.courier.receive(action, key)
-            inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+            received = self.courier.receive(action, key)
+            inputs = received if isinstance(received, tuple) else (received,)
         outputs = self.pipeline.get_submodule(str(stage))(*inputs)
         if stage == self.last:
             target = self._placed(self.targets[microbatch], stage)
@@ -164,7 +168,7 @@ class _Step:
         if torch.is_grad_enabled():
             self.kept[stage, microbatch] = _with_grad(inputs), _with_grad(outputs)
 
-    def loss_fn(self, outputs: Any, target: Any) -> Tensor:
+    def loss_fn(self, outputs: object, target: object) -> Tensor:
         if target is None:
             return self.pipeline.loss_fn(outputs, **self.loss_kwargs)
         return self.pipeline.loss_fn(outputs, target, **self.loss_kwargs)
@@ -184,11 +188,11 @@ class _Step:
 
     def _reduce_gradients_of(self, stage: int, last: bool) -> None:
         """Reduce the gradients of all microbatches at once, where the module of a stage can put that off."""
-        put_off: Any = getattr(self.pipeline.get_submodule(str(stage)), "set_requires_gradient_sync", None)
+        put_off = getattr(self.pipeline.get_submodule(str(stage)), "set_requires_gradient_sync", None)
         if put_off is not None:
             put_off(last)
 
-    def _placed(self, value: Any, stage: int) -> Any:
+    def _placed(self, value: T, stage: int) -> T:
         placements, mesh = self.pipeline.placements, self.pipeline.mesh_of(stage)
         if placements is None:
             return value
@@ -213,7 +217,7 @@ def _plain(tensor: Tensor) -> Tensor:
     return local.shards[0] if isinstance(local, RankTensor) else local
 
 
-def _split(value: Any, count: int) -> list[Any]:
+def _split(value: T, count: int) -> list[T]:
     """A batch in microbatches: its tensors split along dim 0."""
     leaves, tree = pytree.tree_flatten(value)
     pieces = []
@@ -227,6 +231,6 @@ def _split(value: Any, count: int) -> list[Any]:
     return [pytree.tree_unflatten([piece[index] for piece in pieces], tree) for index in range(count)]
 
 
-def _with_grad(value: Any) -> list[Tensor]:
-    leaves: Iterable[Any] = pytree.tree_leaves(value)
+def _with_grad(value: object) -> list[Tensor]:
+    leaves = pytree.tree_leaves(value)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]

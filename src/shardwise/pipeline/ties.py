@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..tensor.dtensor import DTensor
 from .schedule import Action
+
+if TYPE_CHECKING:
+    from .transfer import Courier, Mailbox
 
 __all__ = ["Ties", "separate", "ties_between"]
 
@@ -52,7 +55,9 @@ def separate(stages: Sequence[nn.Module], ties: list[list[Place]]) -> None:
 class Ties:
     """The shared parameters of a pipeline, and the sum of their gradients."""
 
-    def __init__(self, ties: list[list[Place]], stage_named: Callable[[int], nn.Module | None], courier: Any) -> None:
+    def __init__(
+        self, ties: list[list[Place]], stage_named: Callable[[int], nn.Module | None], courier: Courier | Mailbox
+    ) -> None:
         self.ties, self.stage_named, self.courier = ties, stage_named, courier
         self._earlier: dict[Place, Tensor | None] = {}
 

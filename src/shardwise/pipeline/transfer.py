@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from .schedule import Action
 _LENGTH, _TEXT = 254, 255  # in the place of the number of a tensor: what it takes to receive them
 
 __all__ = ["Courier", "Mailbox", "is_of_backward", "without_partial"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def without_partial(value: Any) -> Any:
+def without_partial(value: T) -> T:
     """A stage's outputs, with those that are Partial reduced: their gradients then have the placements they have."""
 
     def reduced(tensor: DTensor) -> DTensor:
@@ -90,11 +92,11 @@ class Mailbox:
 
     def __init__(self, mesh_of: Callable[[int], DeviceMesh], mesh: DeviceMesh, axis: str) -> None:
         self.mesh_of = mesh_of
-        self.held: dict[Action, Any] = {}
+        self.held: dict[Action, object] = {}
         info = mesh_info_of(mesh)
         self.group = info.groups[info.axis_index(axis),]
 
-    def send(self, to: Action, value: Any, key: object) -> None:
+    def send(self, to: Action, value: object, key: object) -> None:
         """Leave what an action of another stage needs."""
         mesh, tag = self.mesh_of(to.stage), _tag(to, 0)
 
@@ -148,10 +150,10 @@ class Courier:
             backward = made[lines.index(self.line)]
         self.groups = {False: forward, True: backward}
         self.device = torch.device(mesh.device_type)
-        self.known: dict[tuple[int, object], Any] = {}
+        self.known: dict[tuple[int, object], object] = {}
         self.under_way: list[tuple[Any, Tensor]] = []
 
-    def send(self, to: Action, value: Any, key: object) -> None:
+    def send(self, to: Action, value: object, key: object) -> None:
         """Start to send what an action of another stage needs."""
         if (to.stage, key) not in self.known:
             about = self.known[to.stage, key] = pytree.tree_map_only(Tensor, described, value)

@@ -28,7 +28,7 @@ BUCKET_BYTES = 256 << 20
 
 
 def transfer(
-    state_dict: Mapping[str, Any] | None,
+    state_dict: Mapping[str, object] | None,
     mesh: DeviceMesh | None = None,
     placements: PlacementsByName | None = None,
     *,
@@ -60,7 +60,7 @@ def transfer(
         mesh = next((tensor.device_mesh for tensor in into.values()), None)
     specs, others = _known(state_dict, mesh, source)
     plan = _planned(specs, mesh, placements, convert, dtype, bucket_bytes, into)
-    found: dict[str, Any] = dict(run(plan, _tensors(state_dict), into or {}))
+    found: dict[str, object] = dict(run(plan, _tensors(state_dict), into or {}))
     for name, value in others.items():
         target = name if convert is None else convert(name)
         if target is not None:
@@ -69,7 +69,7 @@ def transfer(
 
 
 def plan_transfer(
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, object],
     mesh: DeviceMesh | None = None,
     placements: PlacementsByName | None = None,
     *,
@@ -83,8 +83,8 @@ def plan_transfer(
 
 
 def _known(
-    state_dict: Mapping[str, Any] | None, mesh: DeviceMesh | None, source: DeviceMesh | None
-) -> tuple[dict[str, DTensorSpec], dict[str, Any]]:
+    state_dict: Mapping[str, object] | None, mesh: DeviceMesh | None, source: DeviceMesh | None
+) -> tuple[dict[str, DTensorSpec], dict[str, object]]:
     """Return the specs of the tensors of the source, and the values that are no tensors."""
     if source is not None and mesh is not None:
         return described(state_dict, adopt(source), adopt(mesh))
@@ -149,5 +149,5 @@ def _existing(name: str, made: Made, into: Mapping[str, DTensor]) -> DTensorSpec
     return found._spec
 
 
-def _tensors(state_dict: Mapping[str, Any] | None) -> dict[str, Tensor]:
+def _tensors(state_dict: Mapping[str, object] | None) -> dict[str, Tensor]:
     return {name: value for name, value in (state_dict or {}).items() if isinstance(value, Tensor)}

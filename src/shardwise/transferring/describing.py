@@ -22,7 +22,7 @@ from ..world import RankTensor
 __all__ = ["described", "specs_of"]
 
 
-def specs_of(state: Mapping[str, Any], mesh_info: MeshInfo | None) -> dict[str, DTensorSpec]:
+def specs_of(state: Mapping[str, object], mesh_info: MeshInfo | None) -> dict[str, DTensorSpec]:
     """Return the specs of all tensors. Plain ones count as replicated over the mesh of the distributed ones."""
     for value in state.values():
         mesh_info = mesh_info or getattr(value if isinstance(value, DTensorSpec) else _spec(value), "mesh_info", None)
@@ -48,8 +48,8 @@ def _spec(value: object) -> DTensorSpec | None:
 
 
 def described(
-    state: Mapping[str, Any] | None, source: MeshInfo, target: MeshInfo
-) -> tuple[dict[str, DTensorSpec], dict[str, Any]]:
+    state: Mapping[str, object] | None, source: MeshInfo, target: MeshInfo
+) -> tuple[dict[str, DTensorSpec], dict[str, object]]:
     """Return the specs of the tensors of a state dict, and its other values, on all ranks of both meshes."""
     if source.simulated:
         return _own(state, source)
@@ -63,7 +63,7 @@ def described(
     return specs, others
 
 
-def _own(state: Mapping[str, Any] | None, source: MeshInfo) -> tuple[dict[str, DTensorSpec], dict[str, Any]]:
+def _own(state: Mapping[str, object] | None, source: MeshInfo) -> tuple[dict[str, DTensorSpec], dict[str, object]]:
     if state is None:
         raise InputError(
             f"a transfer without a state dict on a rank of {source!r}, the mesh that it comes from",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ __all__ = ["alias", "as_strided", "detach"]
 _AS_STRIDED = describe(torch.ops.aten.as_strided.default)
 
 
-def detach(x: RankTensor) -> Any:
+def detach(x: RankTensor) -> object:
     """Return a tensor with the same shards: they carry no autograd state that they would have to be detached from."""
     return join_views(x.shards, x)
 
@@ -30,7 +29,7 @@ def as_strided(
     size: Sequence[int | torch.SymInt],
     stride: Sequence[int | torch.SymInt],
     storage_offset: int | torch.SymInt | None = None,
-) -> Any:
+) -> object:
     """Run `as_strided` with the offset of each shard: `storage_offset` counts from the one that `x` reports."""
     if storage_offset is not None:
         starts = [int(s.storage_offset()) for s in x.shards]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
 
 from .._torch.ops import OpOverload
 from ..errors import WorldError
@@ -12,7 +11,7 @@ from .rank_op import describe
 
 __all__ = ["implementation_of"]
 
-Implementation = Callable[[Sequence[Any], dict[str, Any] | None], Any]
+Implementation = Callable[[Sequence[object], dict[str, object] | None], object]
 
 # Ops of these namespaces communicate. Running one on every rank would call the fake process group, which moves no data
 # and raises no error.
@@ -51,5 +50,5 @@ def implementation_of(func: OpOverload) -> Implementation:
     return partial(mapping.run_view if op.view else mapping.run, op)
 
 
-def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+def _call(function: Callable[..., object], args: Sequence[object], kwargs: dict[str, object] | None) -> object:
     return function(*args, **kwargs) if kwargs else function(*args)

@@ -158,7 +158,7 @@ def join(results: Sequence[Any], name: str) -> Any:
     return agreed(results, name)
 
 
-def join_views(results: Sequence[object], base: object) -> Any:
+def join_views(results: Sequence[object], base: object) -> object:
     """Join results that are views of `base`."""
     if torch.is_inference_mode_enabled() and isinstance(base, torch.Tensor) and not base.is_inference():
         # A view shares the version counter of its base, which an inference tensor does not have.

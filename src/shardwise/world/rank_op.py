@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ _RUNNING_STATISTICS = ("running_mean", "running_var")
 class RankOp:
     """The facts about one op overload that running it on every rank depends on."""
 
-    call: Callable[..., Any]
+    call: Callable[..., object]
     name: str
     writes: tuple[tuple[int, str], ...]
     """Position and name of each argument it writes to."""
