@@ -69,10 +69,24 @@ def tensors_in(args: Iterable[object], kwargs: Mapping[str, object]) -> list[Ten
     return found
 
 
+_BELOW: dict[int, tuple[Keys, bool]] = {}
+"""What `_below` returns, by the bits of the keys: there are a few combinations."""
+
+
+def _below(keys: Keys) -> tuple[Keys, bool]:
+    """The keys that a kernel passes on, and whether the next one is the tensors' class."""
+    bits = keys.raw_repr()
+    try:
+        return _BELOW[bits]
+    except KeyError:
+        below = keys.remove(_KEY)
+        return _BELOW.setdefault(bits, (below, below.highestPriorityTypeId() == _PYTHON))
+
+
 def call_original(func: OpOverload, keys: Keys, *args: object, **kwargs: object) -> object:
     """Call a composite op from its kernel as if it were not overridden: autograd decomposes it into other ops."""
-    below = keys.remove(_KEY)
-    if below.highestPriorityTypeId() == DispatchKey.Python:
+    below, is_last = _below(keys)
+    if is_last:
         return dispatch_to_subclass(func, args, kwargs)
     return func.redispatch(below, *args, **kwargs)
 
@@ -84,8 +98,8 @@ def call_with_autograd(func: OpOverload, keys: Keys, *args: object, **kwargs: ob
     overridden key takes; without it PyTorch 2.11 fails. There the call is made from inside an op of our own, which goes
     through this fallback.
     """
-    below = keys.remove(_KEY)
-    if below.highestPriorityTypeId() == _PYTHON:
+    below, is_last = _below(keys)
+    if is_last:
         return dispatch_to_subclass(func, args, kwargs)
     if not _NEEDS_SNAPSHOT or _transforms_active():  # transforms dispatch anew what they have unwrapped
         return func._handle.redispatch_boxed(below, *args, **kwargs)

@@ -83,7 +83,10 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
                 b._spec if type(b) is kind else argument_key(b),
             )
         else:
-            keys = [v._spec if (t := type(v)) is kind else v if t in by_value else argument_key(v) for v in args]
+            keys = [
+                v._spec if (t := type(v)) is kind else v if t in by_value else (t, v) if t is bool else argument_key(v)
+                for v in args
+            ]
             key = (id(func), *keys)
         if kwargs:
             key = (*key, *kwargs, *map(argument_key, kwargs.values()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -46,9 +47,15 @@ def check_reductions(placements: Sequence[Placement], dtype: torch.dtype) -> Non
             check_reducible(dtype, placement.reduce_op)
 
 
+@cache
+def _device_type(device: torch.device) -> str:
+    """Its type, which PyTorch makes anew each time."""
+    return device.type
+
+
 def on_mesh(tensor: Tensor, mesh_info: MeshInfo) -> Tensor:
     """The tensor on the mesh's device type; in the simulated world, one copy for every rank of the mesh."""
-    if tensor.device.type not in (mesh_info.device_type, "meta"):
+    if _device_type(tensor.device) not in (mesh_info.device_type, "meta"):
         tensor = tensor.to(mesh_info.device_type)
     if not mesh_info.simulated:
         return tensor

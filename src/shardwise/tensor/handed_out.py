@@ -46,7 +46,11 @@ def hand_out_new(tensor: DTensorBase) -> Tensor:
     A tensor that hands out its shard a second time will do so again and again, as parameters do: from then on, it keeps
     the alias that others are quickly made from.
     """
-    local, before = tensor._local_tensor, tensor.__dict__.get(_CACHE)
+    try:
+        local = tensor._shard
+    except AttributeError:
+        local = tensor._local_tensor
+    before = tensor.__dict__.get(_CACHE)
     if before is not None and before[0] is local:
         handed = (hand_out(tensor) if before[1] is None else before[1]).detach()
         count_writes_through(handed)
