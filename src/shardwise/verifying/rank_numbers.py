@@ -7,7 +7,7 @@ of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,10 +76,10 @@ def rank_numbers(axes: Axes) -> Iterator[None]:
             return originals["get_local_rank"](self, mesh_dim)
         return number_in(self.get_group(mesh_dim) if self.ndim > 1 or mesh_dim is not None else self.get_group())
 
-    def get_coordinate(self: DeviceMesh) -> Sequence[int | torch.SymInt] | None:
+    def get_coordinate(self: DeviceMesh) -> tuple[int | torch.SymInt, ...] | None:
         if not called_by_user(directly=True):
             return originals["get_coordinate"](self)
-        return [number_in(self.get_group(dim)) for dim in range(self.ndim)]
+        return tuple(number_in(self.get_group(dim)) for dim in range(self.ndim))
 
     originals: dict[str, Callable[..., Any]] = {
         "get_rank": dist.get_rank,
