@@ -36,6 +36,7 @@ def test_code_of_the_package_is_not_traced() -> None:
     assert not trace_rules.check_file(str(package / "parallel" / "hooks.py"), True).skipped
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="graphs of PyTorch 2.11 hold no such constants")
 def test_constants_and_calls() -> None:
     @constant_in_graphs
     class Factor:

@@ -49,6 +49,8 @@ def product(make: Make) -> Tensor:
 
 
 PROGRAMS = [matrix, biased, column_parallel, row_parallel, product]
+REFUSED = [biased] if torch.__version__ < (2, 13) else []
+"""What PyTorch's own cannot do: flatten a dim that is sharded, behind one that is not."""
 
 
 def plain(tensor: Tensor, dim: int | None = None) -> Tensor:
@@ -88,7 +90,8 @@ def test_a_counter_counts_the_flops_of_the_global_tensors(program: Any) -> None:
     expected = flops(program, plain)
     assert expected[1] == expected[2] > 0
     with lone_rank() as mesh:
-        assert flops(program, theirs(mesh)) == expected
+        if program not in REFUSED:
+            assert flops(program, theirs(mesh)) == expected
         assert flops(program, ours(mesh)) == expected
     with ranks(4) as mesh:
         assert flops(program, ours(mesh)) == expected
@@ -187,6 +190,9 @@ class Seen(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.mark.parametrize("program", [matrix, biased, column_parallel])
 def test_a_mode_sees_what_it_sees_with_pytorchs_own(program: Any) -> None:
+    if program in REFUSED:
+        pytest.skip("needs PyTorch 2.13")
+
     def seen(make: Make, kind: type[Tensor]) -> Counter[str]:
         with Seen(kind) as mode:
             program(make).sum().backward()

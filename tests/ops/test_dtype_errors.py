@@ -27,6 +27,8 @@ INVALID = {
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
 def test_the_error_is_that_of_one_device(name, placement):
     function, value = INVALID[name]
+    if name == "float classes" and torch.__version__ < (2, 13):
+        pytest.skip("PyTorch 2.11 does not look at the classes if there are none")
     with pytest.raises((RuntimeError, IndexError)) as plain:
         function(value.clone())
     with mesh_of(2) as mesh, pytest.raises(type(plain.value)):
