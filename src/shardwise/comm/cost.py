@@ -37,6 +37,9 @@ class Rates(NamedTuple):
 
     def seconds(self, axes: tuple[int, ...], peers: int, received: float) -> float:
         """The time of one collective over these axes in which a rank receives this many bytes."""
+        if len(axes) == 1:
+            axis = axes[0]
+            return self.latency[axis] + self.peer_latency * peers + received / self.bandwidth[axis]
         slowest = min([self.bandwidth[axis] for axis in axes])
         return max([self.latency[axis] for axis in axes]) + self.peer_latency * peers + received / slowest
 

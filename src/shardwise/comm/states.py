@@ -110,7 +110,7 @@ def lacking(mesh_sizes: Sizes, state: DistState, target: DistState) -> float:
     finest = wanted = 1
     diverges = False
     for have, want in zip(state.slots, target.slots, strict=True):
-        pieces_want = product(mesh_sizes, want)
+        pieces_want = product(mesh_sizes, want) if want else 1
         wanted *= pieces_want
         if have == want:
             finest *= pieces_want

@@ -342,11 +342,15 @@ class ShardingPropagator:
     def _operand_partial(self, position: int, options: Sequence[Option]) -> PartialAxes:
         """The axes on which an operand is Partial: it stays so, or it is added to a sum (see `summands`)."""
         partial = []
+        known = self._summands_of
         for axis, option in enumerate(options):
-            if isinstance(option, Passing) and position in option.operands:
+            if option is None:
+                continue
+            if isinstance(option, int):
+                if position in (known[option] if option in known else self._summands(option)):
+                    partial.append((axis, "sum"))
+            elif position in option.operands:
                 partial.append((axis, _operand_op(self.bound, option)))
-            elif isinstance(option, int) and position in self._summands(option):
-                partial.append((axis, "sum"))
         return tuple(partial)
 
     def _summands(self, factor: int) -> frozenset[int]:

@@ -197,7 +197,7 @@ def output_partial(bound: Bound, index: int, cuts: Cuts) -> PartialAxes:
     output, op = bound.outputs[index], bound.reduce[index]
     if not output or op in ("none", "same"):
         return ()
-    return tuple(sorted((axis, op) for axis, factor in cuts if not _has(output, factor)))
+    return tuple(sorted([(axis, op) for axis, factor in cuts if not _has(output, factor)]))
 
 
 def summands(bound: Bound, factor: int) -> frozenset[int]:
@@ -221,8 +221,10 @@ def summands(bound: Bound, factor: int) -> frozenset[int]:
 
 
 def _has(argument: BoundArgument, factor: int) -> bool:
-    members = argument if isinstance(argument, tuple) and not isinstance(argument, BoundTensor) else (argument,)
-    return any(member.has(factor) for member in members if member is not None)
+    if isinstance(argument, BoundTensor):
+        return argument.has(factor)
+    members = () if argument is None else argument
+    return any(member.has(factor) for member in members if isinstance(member, BoundTensor))
 
 
 def output_layout(tensor: BoundTensor, bound: Bound, index: int, mesh_sizes: Sizes, cuts: Cuts) -> Layout:
@@ -289,6 +291,6 @@ def _axes_of(bound: Bound, cuts: Cuts) -> dict[int, tuple[int, ...]]:
             problem = f"axis {axis} cannot shard {name}, which must be replicated in {bound!r}"
             raise BindError(problem, "shard another factor")
         axes[factor] = (*axes.get(factor, ()), axis)
-    if len(cuts) > 1 and len({axis for axis, _ in cuts}) != len(cuts):
+    if len(dict(cuts)) != len(cuts):
         raise BindError(f"an axis occurs twice in {cuts} of {bound!r}", "let each axis shard one factor")
     return axes
