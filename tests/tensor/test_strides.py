@@ -155,6 +155,21 @@ def test_strides_of_images_with_dims_of_one_index(name: str, shape: Sequence[int
             assert list(map(strides, found)) == list(map(strides, wanted))
 
 
+@pytest.mark.parametrize("orders", [((1, 0), (1, 0)), ((1, 0), (0, 1)), ((0, 1), (1, 0))], ids=str)
+@pytest.mark.parametrize("shapes", [((1, 2, 1, 1), (2, 1)), ((1, 3, 1), (2, 1)), ((1, 2, 1), (3, 1))], ids=str)
+def test_strides_of_operands_that_are_broadcast_to_each_other(
+    shapes: tuple[Sequence[int], Sequence[int]], orders: tuple[Sequence[int], Sequence[int]]
+) -> None:
+    def results(x: Tensor, y: Tensor) -> list[Sequence[int]]:
+        x, y = x.movedim((0, 1), orders[0]), y.movedim((0, 1), orders[1])
+        made = x + y, torch.where(x > 0, x, y), torch.addcmul(y, x, y), x.to(torch.int32) + y
+        return [result.stride() for result in made]
+
+    values = [torch.linspace(-3, 3, torch.Size(shape).numel()).reshape(shape) for shape in shapes]
+    with mesh_of(2) as mesh:
+        assert results(*(distribute_tensor(v, mesh, [Replicate()]) for v in values)) == results(*values)
+
+
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Shard(2), Replicate()], ids=str)
 def test_attention_on_normalized_heads(placement: Placement) -> None:
     """The heads of a projection, normalized one by one: today's models do so with queries and keys."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._torch import pytree
-from .._torch.symbols import shape_inference
+from .._torch.symbols import has_symbols, shape_inference
 from ..ops.advanced_indexing import Indexed
 from ..ops.resolve import ResolvedOp
 from ..sharding.memory_order import TensorMeta, contiguous_stride, in_memory_order, memory_order
@@ -47,9 +47,13 @@ def _laid_out(result: Tensor, stride: Sequence[int]) -> Tensor:
 
 def _elementwise(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
     """As all ops that iterate over their operands together: the order of the first operand, where it has one."""
+    # The meta kernels of these ops are written in Python, too, and differ from the ops where operands are broadcast to
+    # each other and have dims of one index. So it is run.
+    broadcast = len({meta.shape for meta in operands}) > 1 and not has_symbols(operands)
+    device = "cpu" if broadcast and result.numel() <= _AS_RUN else "meta"
     with shape_inference(operands), torch.no_grad():
         computed = _computed_dtype(operands, result.dtype)
-        given = [torch.empty_strided(meta.shape, meta.stride, dtype=torch.float32, device="meta") for meta in operands]
+        given = [torch.empty_strided(meta.shape, meta.stride, dtype=torch.float32, device=device) for meta in operands]
         # An operand of another dtype is converted first: the copy of an expanded one is not expanded.
         given = [
             tensor if meta.dtype == computed else tensor.to(torch.float64).to(torch.float32)
