@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .._torch.above_autograd import tensors_in
 from .._torch.ops import OpOverload
 from .._torch.symbols import has_symbols
 from ..errors import MeshError
@@ -83,13 +84,7 @@ def localize(value: Any, how: Treatment) -> Any:
 
 def distributed(args: Args, kwargs: Kwargs) -> list[DTensorBase]:
     """The distributed tensors among the arguments, those in lists included."""
-    found = []
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, DTensorBase):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += [element for element in value if isinstance(element, DTensorBase)]
-    return found
+    return [tensor for tensor in tensors_in(args, kwargs) if isinstance(tensor, DTensorBase)]
 
 
 def specialize(tensors: Sequence[DTensorBase]) -> bool:

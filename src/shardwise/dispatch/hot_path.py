@@ -83,10 +83,7 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
                 b._spec if type(b) is kind else argument_key(b),
             )
         else:
-            keys = [
-                v._spec if (t := type(v)) is kind else v if t in by_value else (t, v) if t is bool else argument_key(v)
-                for v in args
-            ]
+            keys = [v._spec if (t := type(v)) is kind else v if t in by_value else argument_key(v) for v in args]
             key = (id(func), *keys)
         if kwargs:
             key = (*key, *kwargs, *map(argument_key, kwargs.values()))
@@ -276,10 +273,8 @@ def _first(local: object, args: Args) -> object:
 
 
 def _wrapping_views(specs: Any, offsets: Sequence[int], kind: type[DTensorBase]) -> Callable[[object, Args], object]:
-    structure, views = (
-        type(specs),
-        [(spec, *spec.tensor_meta, behind) for spec, behind in zip(specs, offsets, strict=True)],
-    )
+    structure = type(specs)
+    views = [(spec, *spec.tensor_meta, behind) for spec, behind in zip(specs, offsets, strict=True)]
 
     def finish(locals_: Any, args: Args) -> object:
         first, wrapped = args[0], []

@@ -37,14 +37,14 @@ def argument_keys(kind: type[DTensorBase]) -> Callable[[object], object]:
         its = type(value)
         if its in BY_VALUE:
             return value
+        if its is bool:
+            return its, value
         if its is list or its is tuple:
             return list_key(value)
         if its is float:
             return its if value - value == 0.0 and value else (its, repr(value))
         if its is torch.Generator:
             return its
-        if its is bool:
-            return its, value
         if its is kind:
             return value._spec
         if isinstance(value, Tensor):

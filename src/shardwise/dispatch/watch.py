@@ -51,7 +51,7 @@ class Watch:
 
 def mark_exposed(local: Tensor) -> None:
     """Note that a local shard is in the user's hands, so that writes to it may go uncounted."""
-    for shard in (local,) if type(local) is Tensor else shards_of(local):
+    for shard in shards_of(local):
         notes = notes_of(shard)
         if not notes.exposed:
             notes.exposed = True

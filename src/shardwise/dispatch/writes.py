@@ -55,13 +55,11 @@ def watch(view: Watcher) -> None:
 
 def count_writes_through(handed: Tensor) -> None:
     """Count writes to a tensor that is handed to the user, in the memory of a local shard, but is not the shard."""
-    if type(handed) is Tensor:
-        notes_of(handed).hand_out(handed)
-    else:
-        for shard in shards_of(handed):
-            notes_of(shard).hand_out(handed)
+    shards = shards_of(handed)
+    for shard in shards:
+        notes_of(shard).hand_out(handed)
     if _Watchers.count:
-        memory = set(map(notes_of, shards_of(handed)))
+        memory = set(map(notes_of, shards))
         for view in list(_Watchers.views):
             if not memory.isdisjoint(map(notes_of, shards_of(view.shard()))):
                 view.counters.append(Counter(handed, handed._version))
