@@ -27,12 +27,19 @@ class Context(Protocol):
 class QuickFunction(torch.autograd.Function):
     """An autograd function that is applied without preparing for functorch where none of its transforms is active."""
 
-    @classmethod
-    def apply(cls, *args: object) -> Any:
-        """As for any autograd function; arguments by position."""
-        if torch._C._are_functorch_transforms_active():
-            return super().apply(*args)
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+    def __init_subclass__(cls) -> None:
+        """Bind `apply` once for each class: looking it up in the base classes at each call takes as long as it does."""
+        super().__init_subclass__()
+        prepared, unprepared = super().apply, super(torch.autograd.Function, cls).apply  # type: ignore[misc]
+
+        def apply(*args: object) -> Any:
+            """As for any autograd function; arguments by position."""
+            return prepared(*args) if _transforms_active() else unprepared(*args)
+
+        cls.apply = staticmethod(apply)  # type: ignore[method-assign, assignment]
+
+
+_transforms_active = torch._C._are_functorch_transforms_active
 
 
 def accumulating_leaf() -> object:

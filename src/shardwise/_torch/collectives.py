@@ -26,8 +26,10 @@ all_to_all = _ops.all_to_all_single.default
 """`all_to_all(input, received_sizes, sent_sizes, group)`: one chunk along dim 0 from each rank, in group order."""
 broadcast = _ops.broadcast.default
 """`broadcast(input, source, group)`: the input of the rank at this index of the group."""
-wait = _ops.wait_tensor.default
-"""`wait(tensor)`: the same tensor, once the collective that fills it is done."""
+WAIT = _ops.wait_tensor.default
+"""The op that waits for a collective, as recorded programs name it."""
+wait = WAIT._op
+"""`wait(tensor)`: the same tensor, once the collective that fills it is done. It has no Python frame around it."""
 
 all_reduce_coalesced = _ops.all_reduce_coalesced.default
 """`all_reduce_coalesced(inputs, op, group)`: the same for a list of inputs, in one collective."""

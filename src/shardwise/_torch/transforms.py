@@ -49,4 +49,4 @@ def forward_derivative_active() -> bool:
 
 def anything_transforms() -> bool:
     """Whether transforms, autocast or a level of forward-mode differentiation is active."""
-    return autocast_enabled() or transforms_active() or forward_derivative_active()
+    return autocast_enabled() or transforms_active() or forward_ad._current_level >= 0

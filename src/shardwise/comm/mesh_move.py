@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..sharding.layout import Coordinate
-from ..sharding.memory_order import in_memory_order, memory_order
+from ..sharding.memory_order import in_memory_order
 from ..sharding.mesh import MeshInfo
 from ..sharding.spec import DTensorSpec
 from ..world import RankTensor
@@ -51,7 +51,7 @@ def bind_mesh_change(source: DTensorSpec, target: DTensorSpec) -> MeshMove:
     steps = () if source.mesh_info.outside else change.reduction.steps
     before = tuple(bind_move(step, source.mesh_info, source.dtype) for step in steps)
     after: tuple[Move, ...] = ()
-    order = memory_order(target.tensor_meta)
+    order = target.memory_order
     if order is not None and not target.mesh_info.outside and not change.keeps_shards:
         order = order._replace(expanded=tuple(dim for dim in order.expanded if source.stride[dim] == 0))
         after = (Move(on_ranks(target.mesh_info, lambda at, local: in_memory_order(local, order)), False, None),)

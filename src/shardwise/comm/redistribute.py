@@ -19,7 +19,7 @@ from .._torch.below_autograd import below_autograd
 from .._torch.collectives import wait
 from ..errors import MeshError
 from ..sharding.cache import ENTRY_BYTES
-from ..sharding.memory_order import in_memory_order, memory_order
+from ..sharding.memory_order import in_memory_order
 from ..sharding.mesh import require_world
 from ..sharding.observers import Around, Observers
 from ..sharding.runtime import Runtime, WorldCache, active_runtime, on_activate
@@ -127,7 +127,7 @@ def _bind_plan(source: DTensorSpec, target: DTensorSpec) -> tuple[Move, ...]:
         return ()
     steps = plan_redistribution(source, target).plan.steps
     moves = tuple(bind_move(step, source.mesh_info, source.dtype) for step in steps)
-    order = memory_order(target.tensor_meta)
+    order = target.memory_order
     if moves and order is not None:
         # Moved data is row-major. Where the target is not, views that are legal on one device must stay so here.
         repeats = tuple(dim for dim in order.expanded if source.stride[dim] == 0)

@@ -68,7 +68,7 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
     LOOKUPS.on_change(lambda: use_table_of(active_runtime()))
 
     def __torch_dispatch__(func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
-        # The key. Most calls have one or two arguments: for them the comprehensions are written out, which cost a frame
+        # The key. Most calls have up to four arguments: for them the comprehensions are written out, which cost a frame
         # each. The registry keeps ops alive, so that an id means one op.
         count = len(args)
         key: Key
@@ -81,6 +81,23 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
                 id(func),
                 a._spec if type(a) is kind else argument_key(a),
                 b._spec if type(b) is kind else argument_key(b),
+            )
+        elif count == 3:
+            a, b, c = args
+            key = (
+                id(func),
+                a._spec if type(a) is kind else argument_key(a),
+                b._spec if (t := type(b)) is kind else b if t in by_value else argument_key(b),
+                c._spec if (t := type(c)) is kind else c if t in by_value else argument_key(c),
+            )
+        elif count == 4:
+            a, b, c, d = args
+            key = (
+                id(func),
+                a._spec if type(a) is kind else argument_key(a),
+                b._spec if (t := type(b)) is kind else b if t in by_value else argument_key(b),
+                c._spec if (t := type(c)) is kind else c if t in by_value else argument_key(c),
+                d._spec if (t := type(d)) is kind else d if t in by_value else argument_key(d),
             )
         else:
             keys = [v._spec if (t := type(v)) is kind else v if t in by_value else argument_key(v) for v in args]
@@ -99,8 +116,8 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
         try:
             local_args: Sequence[object]
             if offset is not None:  # a view: of the first argument, which is the only tensor
-                local_args = [*args]
-                local_args[0], offset = args[0]._shard, offset + args[0].storage_offset() or None
+                a = args[0]
+                local_args, offset = (a._shard, *args[1:]), offset + a.storage_offset() or None
             elif count == 1:
                 local_args = (a._shard if type(a) is kind else a,)
             elif count == 2:
@@ -170,13 +187,18 @@ def _ready_list(op: ResolvedOp, plan: ListPlan, args: Args, kwargs: Kwargs, kind
         return None
     run = _quickest(op, args, kwargs)
     lists = [isinstance(how, list) or how is LOCALIZE_LIST for how in plan.args]
+    pure = [listed and all(type(v) is kind for v in value) for listed, value in zip(lists, args, strict=True)]
     written = [where for where in plan.writes if isinstance(where, int)]
 
     def run_on_lists(*args: Any, **named: object) -> object:
         try:
             local = [
-                [v._shard if type(v) is kind else v for v in value] if listed else value
-                for value, listed in zip(args, lists, strict=True)
+                [v._shard for v in value]
+                if all_distributed
+                else [v._shard if type(v) is kind else v for v in value]
+                if listed
+                else value
+                for value, listed, all_distributed in zip(args, lists, pure, strict=True)
             ]
         except AttributeError:  # shards that come from a source, to which writes go back
             return run_on_sources(args, named)

@@ -18,7 +18,7 @@ from ..ops.call import Args, Kwargs
 from ..ops.resolve import ResolvedOp
 from ..random import Draw
 from ..sharding.layout import Coordinate, Layout
-from ..sharding.memory_order import MemoryOrder, contiguous_stride, in_memory_order, memory_order, meta_of
+from ..sharding.memory_order import MemoryOrder, contiguous_stride, in_memory_order, meta_of
 from ..sharding.mesh import MeshInfo
 from ..sharding.recording import recorded
 from ..sharding.spec import DTensorSpec
@@ -35,7 +35,7 @@ def tensors_in(value: object) -> list[Tensor]:
 
 def ordered_as(specs: Sequence[DTensorSpec], run: Callable[..., object]) -> Callable[..., object]:
     """Local results as the specs say that they lie in memory."""
-    orders = [memory_order(spec.tensor_meta) for spec in specs]
+    orders = [spec.memory_order for spec in specs]
 
     def ordered(*args: object, **kwargs: object) -> object:
         remaining = iter(orders)
@@ -60,7 +60,7 @@ def in_order(local: Tensor, order: MemoryOrder | None) -> Tensor:
 
 def copied(local: Tensor, spec: DTensorSpec) -> Tensor:
     """A copy of a local shard, expanded where its spec is."""
-    return local.clone() if spec.dense else in_order(local.clone(), memory_order(spec.tensor_meta))
+    return local.clone() if spec.dense else in_order(local.clone(), spec.memory_order)
 
 
 def fill(layout: Layout, dtype: torch.dtype) -> complex:

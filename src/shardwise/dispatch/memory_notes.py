@@ -17,34 +17,40 @@ _FEW = 8
 
 
 class MemoryNotes:
-    """Whether and how the memory of a shard is used outside the distributed tensor that holds it."""
+    """Whether and how the memory of a shard is used outside the distributed tensor that holds it.
 
-    __slots__ = ("exposed", "handed_out", "watches", "writes")
+    Most memory is never noted, or only marked as exposed. So everything has a default on the class, and making notes
+    costs next to nothing.
+    """
 
-    def __init__(self) -> None:
-        self.exposed = False
-        """Whether the user may hold a tensor in this memory, so that writes to it may go uncounted."""
-        self.handed_out: list[weakref.ref[Tensor]] = []
-        """Tensors in this memory that `to_local` returned; their versions count writes to the distributed tensor."""
-        self.watches: tuple[weakref.ref[Watch], ...] = ()
-        self.writes = 0
-        """By ops on distributed tensors, counted while a view needs to know."""
+    exposed: bool = False
+    """Whether the user may hold a tensor in this memory, so that writes to it may go uncounted."""
+    handed_out: list[weakref.ref[Tensor]] | None = None
+    """Tensors in this memory that `to_local` returned; their versions count writes to the distributed tensor."""
+    watches: tuple[weakref.ref[Watch], ...] = ()
+    """A tuple that is replaced: other threads may read it at any moment."""
+    writes: int = 0
+    """By ops on distributed tensors, counted while a view needs to know."""
 
     def hand_out(self, tensor: Tensor) -> None:
         """Note that the user gets this tensor."""
-        self.handed_out.append(weakref.ref(tensor))
-        count = len(self.handed_out)
-        if count >= _FEW and not count & (count - 1):  # now and then, those that are gone are dropped
-            self.handed_out = [ref for ref in self.handed_out if ref() is not None]
+        ref, before = weakref.ref(tensor), self.handed_out
+        if not before:
+            self.handed_out = [ref]
+        elif before[-1]() is None:  # those that are gone are dropped: the last one at once, the others now and then
+            before[-1] = ref
+        else:
+            before.append(ref)
+            count = len(before)
+            if count >= _FEW and not count & (count - 1):
+                self.handed_out = [ref for ref in before if ref() is not None]
 
 
 def notes_of(shard: Tensor) -> MemoryNotes:
     """The notes on the memory of one shard."""
-    storage = shard.untyped_storage()
-    try:
-        return storage._notes_of_shardwise  # type: ignore[attr-defined]
-    except AttributeError:
-        return storage.__dict__.setdefault(_NAME, MemoryNotes())
+    attributes = shard.untyped_storage().__dict__
+    found: MemoryNotes | None = attributes.get(_NAME)
+    return attributes.setdefault(_NAME, MemoryNotes()) if found is None else found
 
 
 def shards_of(local: Tensor) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..comm.packing import as_bytes
 from ..sharding.recording import is_recording
-from .memory_notes import notes_of, shards_of
+from .memory_notes import MemoryNotes, notes_of, shards_of
 
 
 class Watch:
@@ -26,12 +26,13 @@ class Watch:
     def __init__(self, local: Tensor) -> None:
         self._local = weakref.ref(local)
         self._state = _state(local)
-        shards = shards_of(local)
-        for shard in shards:
+        self._copies: list[Tensor | None] = []
+        ref = weakref.ref(self)
+        for shard in shards_of(local):
             notes = notes_of(shard)
-            # A tuple that is replaced: other threads may read it at any moment.
-            notes.watches = (*[ref for ref in notes.watches if ref() is not None], weakref.ref(self))
-        self._copies: list[Tensor | None] = [shard.clone() if notes_of(shard).exposed else None for shard in shards]
+            before = notes.watches
+            notes.watches = (*[each for each in before if each() is not None], ref) if before else (ref,)
+            self._copies.append(shard.clone() if notes.exposed else None)
 
     def unchanged(self, local: Tensor) -> bool:
         """Whether this is the same memory with the same data as when it was watched first."""
@@ -49,18 +50,31 @@ class Watch:
                 self._copies[i] = shard.clone()
 
 
-def mark_exposed(local: Tensor) -> None:
-    """Note that a local shard is in the user's hands, so that writes to it may go uncounted."""
-    for shard in shards_of(local):
-        notes = notes_of(shard)
+def mark_exposed(local: Tensor) -> tuple[MemoryNotes, ...]:
+    """Note that a local shard is in the user's hands: writes to it may go uncounted. Returns notes on its memory."""
+    if type(local) is Tensor:
+        notes = notes_of(local)
         if not notes.exposed:
-            notes.exposed = True
-            for ref in notes.watches:
-                if (watch := ref()) is not None:
-                    watch.before_exposure(shard.untyped_storage())
+            _expose(local, notes)
+        return (notes,)
+    shards = shards_of(local)
+    memory = tuple(map(notes_of, shards))
+    for shard, notes in zip(shards, memory, strict=True):
+        if not notes.exposed:
+            _expose(shard, notes)
+    return memory
+
+
+def _expose(shard: Tensor, notes: MemoryNotes) -> None:
+    notes.exposed = True
+    for ref in notes.watches:
+        if (watch := ref()) is not None:
+            watch.before_exposure(shard.untyped_storage())
 
 
 def _state(local: Tensor) -> tuple[object, ...]:
+    if type(local) is Tensor:
+        return (id(local.untyped_storage()), local.storage_offset(), local._version)
     shards = ((id(s.untyped_storage()), s.storage_offset(), s._version) for s in shards_of(local))
     return (local._version, *shards)
 

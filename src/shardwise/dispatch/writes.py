@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
-from .memory_notes import notes_of, shards_of
+from .memory_notes import MemoryNotes, notes_of, shards_of
 
 State = tuple[int, ...] | None
 """How often a local shard was written; None if nobody counts: assume that it was."""
@@ -49,19 +49,20 @@ def watch(view: Watcher) -> None:
     _Watchers.views.add(view)
     weakref.finalize(view, _unwatch).atexit = False
     for shard in shards_of(view.shard()):
-        handed = [tensor for ref in notes_of(shard).handed_out if (tensor := ref()) is not None]
+        handed = [tensor for ref in notes_of(shard).handed_out or () if (tensor := ref()) is not None]
         view.counters += [Counter(tensor, tensor._version) for tensor in handed]
 
 
-def count_writes_through(handed: Tensor) -> None:
-    """Count writes to a tensor that is handed to the user, in the memory of a local shard, but is not the shard."""
-    shards = shards_of(handed)
-    for shard in shards:
-        notes_of(shard).hand_out(handed)
+def count_writes_through(handed: Tensor, memory: Sequence[MemoryNotes]) -> None:
+    """Count writes to a tensor that is handed to the user, in the memory of a local shard, but is not the shard.
+
+    `memory` is what `notes_on` returns for that shard.
+    """
+    for notes in memory:
+        notes.hand_out(handed)
     if _Watchers.count:
-        memory = set(map(notes_of, shards))
         for view in list(_Watchers.views):
-            if not memory.isdisjoint(map(notes_of, shards_of(view.shard()))):
+            if not set(memory).isdisjoint(map(notes_of, shards_of(view.shard()))):
                 view.counters.append(Counter(handed, handed._version))
 
 

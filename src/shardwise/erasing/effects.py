@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch.collectives import STARTS, wait
+from .._torch.collectives import STARTS, WAIT
 from .._torch.ops import OpOverload
 from ..ops.recorded import SHARES_MEMORY
 
@@ -27,7 +27,7 @@ def starts_collective(node: fx.Node) -> bool:
 
 def is_wait(node: fx.Node) -> bool:
     """Whether a node waits for a collective."""
-    return node.target is wait
+    return node.target is WAIT
 
 
 def is_barrier(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._torch.collectives import wait
+from .._torch.collectives import WAIT
 from .._torch.modes import OwnMode
 from .._torch.ops import OpOverload
 from ..errors import EraseError
@@ -217,7 +217,7 @@ class OpRecorder(OwnMode):
         node.meta["line"] = users_line()
         if isinstance(result, Tensor):
             # An op in place returns its argument; so does a wait, but only its result may be read.
-            if self._nodes.get(result) is None or target is wait:
+            if self._nodes.get(result) is None or target is WAIT:
                 self.bind(result, node)
             node.meta["tensor"] = Meta.of(result)
         elif isinstance(result, (list, tuple)):

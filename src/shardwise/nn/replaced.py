@@ -61,7 +61,7 @@ def _use_replacements(optimizer: Optimizer, args: object, kwargs: object) -> Non
         (group["params"], index, new)
         for group in optimizer.param_groups
         for index, parameter in enumerate(group["params"])
-        if (new := replacement_of(parameter)) is not None
+        if (new := parameter.__dict__.get(_REPLACEMENT)) is not None
     ]
     if not any(new.grad is not None for _, _, new in pairs):
         return

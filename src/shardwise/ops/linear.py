@@ -24,11 +24,13 @@ define = definitions_in(__name__)
 #
 # This code multiplies matrices: PyTorch's own code for more dims asks for sizes, which differ between simulated ranks.
 
+_plain_linear = torch.nn.functional.linear
+
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` on local shards."""
     if type(input) is Tensor:
-        return torch.nn.functional.linear(input, weight, bias)
+        return _plain_linear(input, weight, bias)
     rows, columns = _rows(input), weight.t()
     product = rows.mm(columns) if bias is None else torch.addmm(bias, rows, columns)
     return product.view(*input.shape[:-1], weight.shape[0])
@@ -36,16 +38,16 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
     """The gradient of the input, from that of the output."""
-    return _rows(gradient).mm(_conjugate(weight)).view(*gradient.shape[:-1], weight.shape[1])
+    if weight.is_complex():
+        weight = weight.conj_physical()
+    return _rows(gradient).mm(weight).view(*gradient.shape[:-1], weight.shape[1])
 
 
 def weight_gradient(gradient: Tensor, input: Tensor) -> Tensor:
     """The gradient of the weight: a sum over all dims before the features."""
-    return _rows(gradient).t().mm(_rows(_conjugate(input)))
-
-
-def _conjugate(tensor: Tensor) -> Tensor:
-    return tensor.conj_physical() if tensor.is_complex() else tensor
+    if input.is_complex():
+        input = input.conj_physical()
+    return _rows(gradient).t().mm(_rows(input))
 
 
 def _rows(tensor: Tensor) -> Tensor:

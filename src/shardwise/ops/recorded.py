@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .._torch.collectives import wait
+from .._torch.collectives import WAIT
 
 aten = torch.ops.aten
 
@@ -14,7 +14,7 @@ READS_VALUES = frozenset(
 """Ops that return what a tensor holds as a Python value."""
 DEPENDS_ON_DATA = frozenset([torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output])
 """Tags of ops whose results have sizes that depend on data."""
-SHARES_MEMORY = frozenset([aten._unsafe_view.default, wait])
+SHARES_MEMORY = frozenset([aten._unsafe_view.default, WAIT])
 """Ops whose results are their first argument in other words, although their schemas do not say so."""
 OTHER_NAMES = frozenset([aten.detach.default, aten.alias.default, aten.lift_fresh.default])
 """Ops that return their argument under another name."""

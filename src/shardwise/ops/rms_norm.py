@@ -53,10 +53,10 @@ class _RMSNorm(QuickFunction):
 
 def _is_served(tensors: Sequence[Tensor], normalized_shape: Sequence[int]) -> bool:
     """Whether shapes fit, and sums are made in the dtype of the tensors. PyTorch has errors for the rest."""
-    (input, *weight), count = tensors, len(normalized_shape)
-    shapes = input.shape[-count:], *(tensor.shape for tensor in weight)
-    fits = count > 0 and all(list(shape) == list(normalized_shape) for shape in shapes)
-    return fits and input.dtype in _DTYPES and all(tensor.dtype == input.dtype for tensor in tensors)
+    (input, *weight), shape = tensors, tuple(normalized_shape)
+    if not shape or input.shape[-len(shape) :] != shape or input.dtype not in _DTYPES:
+        return False
+    return not weight or (weight[0].shape == shape and weight[0].dtype == input.dtype)
 
 
 def _override(func: OpOverload) -> Callable[..., object]:

@@ -22,7 +22,7 @@ DEFAULT_AXIS = "tp"
 
 
 class StyleAxis:
-    """One axis of a mesh, with `from_local` and `to_local` for this axis alone."""
+    """One axis of a mesh, with `from_local` and `to_local` for this axis alone. The mesh may have no other axis."""
 
     def __init__(self, mesh: DeviceMesh, name: str | None = None) -> None:
         self.mesh = mesh
@@ -30,11 +30,7 @@ class StyleAxis:
         self.index = _index(self.mesh_info, name)
         self.size = self.mesh_info.sizes[self.index]
         self.name = self.mesh_info.names[self.index]
-
-    @property
-    def is_only_axis(self) -> bool:
-        """Whether the mesh has no other axis."""
-        return len(self.mesh_info.sizes) == 1
+        self.is_only_axis = len(self.mesh_info.sizes) == 1
 
     @cached_property
     def other_axes(self) -> DeviceMesh:

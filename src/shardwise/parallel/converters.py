@@ -79,19 +79,20 @@ class InputConverter:
 
     def distribute(self, value: Tensor) -> Tensor:
         """Return a local tensor as a DTensor with `layout`; a DTensor, or any tensor without a layout, unchanged."""
-        if isinstance(value, DTensor) and not self.axis.is_local(value):
+        axis = self.axis
+        if isinstance(value, DTensor) and (axis.is_only_axis or not axis.is_local(value)):
             return value
         if transforms_active() and isinstance(innermost(value), DTensor):
             return value  # in the wrapper of a transform, which can be neither redistributed nor handed out as local
         if self.layout is None:
             return value
         shape = None
-        if self.dim_size is not None and isinstance(self.layout, AnyShard) and self.axis.is_only_axis:
+        if self.dim_size is not None and axis.is_only_axis and isinstance(self.layout, AnyShard):
             sizes = list(value.shape)
             sizes[self.layout.dim] = self.dim_size
             shape = tuple(sizes)
         try:
-            return self.axis.from_local(value, self.layout, shape)
+            return axis.from_local(value, self.layout, shape)
         except ShapeError as error:
             raise ShapeError(
                 f"a module's plain input, whose layout is {self.layout}: {error.problem}",

@@ -43,11 +43,13 @@ def register_input_hook(module: nn.Module, leading: list[InputConverter], others
 
 def register_output_hook(module: nn.Module, converter: OutputConverter) -> None:
     """Convert what a module returns: a tensor, or the tensors in a tuple, list or dict."""
-    module.register_forward_hook(lambda _, __, output: convert_outputs(converter, output))
+
+    def finish(_: nn.Module, args: Args, output: object) -> object:
+        return convert_output(converter, output) if isinstance(output, Tensor) else convert_outputs(converter, output)
+
+    module.register_forward_hook(finish)
 
 
 def convert_outputs(converter: OutputConverter, output: object) -> object:
     """Convert a tensor, or the tensors in a tuple, list or dict."""
-    if isinstance(output, Tensor):
-        return convert_output(converter, output)
     return pytree.tree_map_only(Tensor, lambda value: convert_output(converter, value), output)

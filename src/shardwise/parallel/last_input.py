@@ -47,8 +47,8 @@ class LastInput:
 
     def keep(self, source: Tensor, key: object, result: Tensor) -> None:
         """Remember this in the place of what was before, if no write to either can go unseen."""
-        watched = _watched(source, result)
-        if watched is None or result.is_inference() or result is source:
+        watched = None if result is source else _watched(source, result)
+        if watched is None or result.is_inference():
             self._entry = None
         else:
             ref = weakref.ref(source, self._drop)
@@ -68,18 +68,22 @@ def _watched(source: Tensor, result: Tensor) -> list[tuple[Watch, Tensor]] | Non
     What is made from a parameter should not outlive the call, writes to inference tensors are not counted, and what
     is traced belongs to one graph.
     """
-    if source.is_inference() or isinstance(source, nn.Parameter) or is_traced():
+    if isinstance(source, nn.Parameter) or source.is_inference() or is_traced():
         return None
     if not isinstance(source, DTensorBase):
         return [] if _share_memory(source, result) else None
-    base = source._base
-    locals_ = [source._local_tensor, *([base._local_tensor] if isinstance(base, DTensorBase) else [])]
-    return [(Watch(local), local) for local in locals_]
+    local, base = source._local_tensor, source._base
+    watched = [(Watch(local), local)]
+    if isinstance(base, DTensorBase):
+        watched.append((Watch(base._local_tensor), base._local_tensor))
+    return watched
 
 
 def _share_memory(source: Tensor, result: Tensor) -> bool:
     """Whether a result is the memory of a plain tensor, on every rank."""
     local = result._local_tensor if isinstance(result, DTensorBase) else result
+    if type(source) is type(local) is Tensor:
+        return source.untyped_storage() is local.untyped_storage()
     if isinstance(source, RankTensor) and isinstance(local, RankTensor):
         return all(map(_share_memory, source.shards, local.shards))
     if isinstance(source, RankTensor) or isinstance(local, RankTensor):

@@ -21,9 +21,9 @@ from ..errors import LayoutError
 from .drawn import Drawn
 from .from_placements import default_order, in_mesh_order, resolve_placements, to_placements, with_order
 from .layout import Coordinate, Factor, Layout, dim_axes
+from .memory_order import MemoryOrder, is_dense, memory_order
 from .memory_order import TensorMeta as TensorMeta
 from .memory_order import contiguous_meta as contiguous_meta
-from .memory_order import is_dense
 from .mesh import MeshDescription, MeshInfo, mesh_description, mesh_info_of, mesh_like
 from .normalize import normalize_placements as normalize_placements
 from .once import making
@@ -55,6 +55,7 @@ class DTensorSpec(Drawn):
         "__weakref__",
         "_alone",
         "_derived",
+        "_order",
         "_placements",
         "_shard_order",
         "dense",
@@ -73,6 +74,7 @@ class DTensorSpec(Drawn):
     _placements: tuple[Placement, ...] | None
     _shard_order: ShardOrder
     _derived: dict[Hashable, DTensorSpec]
+    _order: MemoryOrder | None
 
     def __new__(
         cls,
@@ -203,6 +205,15 @@ class DTensorSpec(Drawn):
         return self.tensor_meta.stride
 
     @property
+    def memory_order(self) -> MemoryOrder | None:
+        """The order of the dims in memory, of the global tensor as of its shards; None if that is row-major."""
+        try:
+            return self._order
+        except AttributeError:
+            object.__setattr__(self, "_order", memory_order(self.tensor_meta))
+            return self._order
+
+    @property
     def ndim(self) -> int:
         """The number of tensor dims."""
         return len(self.tensor_meta.shape)
@@ -275,6 +286,11 @@ class DTensorSpec(Drawn):
 
     def with_meta(self, meta: TensorMeta) -> DTensorSpec:
         """The spec of another tensor of the same shape, sharded in the same way."""
+        if meta == self.tensor_meta:
+            return self
+        return self._derived.get(meta) or self.derived(meta, lambda: self._with_other_meta(meta))
+
+    def _with_other_meta(self, meta: TensorMeta) -> DTensorSpec:
         return DTensorSpec._intern(self.mesh_info, self.layout, self._placements, self._shard_order, meta)
 
     def with_placements(self, placements: Placements) -> DTensorSpec:

@@ -16,7 +16,7 @@ from ..comm.redistribute import redistribute_local, start_redistribute
 from ..dispatch.modes import modes
 from ..errors import InputError, MixedTensorError
 from ..sharding.base import DTensorBase
-from ..sharding.memory_order import in_memory_order, memory_order
+from ..sharding.memory_order import in_memory_order
 from ..sharding.placement import Placements
 from ..sharding.recording import recorded
 from ..sharding.spec import DTensorSpec, contiguous_meta
@@ -112,9 +112,8 @@ class Redistribute(QuickFunction):
         distributed = as_distributed_gradient(grad, source)
         dtype, meta = ctx.backward_dtype or grad.dtype, distributed._spec.tensor_meta
         # With the strides it has: on one device, where nothing moves, the gradient of a sum stays expanded.
-        wanted = source.derived(meta, lambda: source.with_meta(meta))
-        moved = to_spec(distributed, wanted, ctx.async_op, dtype)
-        return moved.to(ctx.source.dtype), None, None, None, None
+        moved = to_spec(distributed, source.with_meta(meta), ctx.async_op, dtype)
+        return moved if dtype is source.dtype else moved.to(source.dtype), None, None, None, None
 
 
 def as_distributed_gradient(grad: Tensor, spec: DTensorSpec) -> DTensorBase:
@@ -161,7 +160,7 @@ class FromLocal(QuickFunction):
             return None, None, None, None
         distributed = as_distributed_gradient(grad, ctx.grad_spec)
         local = exposed(to_spec(distributed, ctx.grad_spec.with_dtype(grad.dtype)))
-        return local.to(ctx.device), None, None, None
+        return local if local.device == ctx.device else local.to(ctx.device), None, None, None
 
 
 def grad_spec_of_local(spec: DTensorSpec, grad_placements: Placements | None) -> DTensorSpec:
@@ -210,8 +209,8 @@ class ToLocal(QuickFunction):
         if not spec.dense:
             spec = spec.with_meta(contiguous_meta(spec.shape, spec.dtype))
         # A local gradient may have any strides; views of it must be legal where they are for the global tensor.
-        grad = on_mesh(grad, spec.mesh_info)
-        grad = in_memory_order(grad, None if spec.mesh_info.outside else memory_order(spec.tensor_meta))
+        mesh_info = spec.mesh_info
+        grad = in_memory_order(on_mesh(grad, mesh_info), None if mesh_info.outside else spec.memory_order)
         if torch.is_grad_enabled() and grad.requires_grad:
             return FromLocal.apply(grad, grad.detach(), spec, spec.cotangent()), None
         return DTensorBase.concrete.wrap(grad, spec), None

@@ -69,6 +69,7 @@ from .transformed import from_local_transformed
 __all__ = ["DTensor"]
 
 _strided = torch.strided
+_records_gradients = torch.is_grad_enabled
 _data: Any = torch.Tensor.data
 _requires_grad: Any = torch.Tensor.requires_grad
 
@@ -175,7 +176,7 @@ class DTensor(ChangingShape, GlobalValues, Hooks):
         elif run_check:
             data = copy_to_replicas(data, spec)
         mark_exposed(data)  # the caller holds it
-        if torch.is_grad_enabled() and local.requires_grad:
+        if local.requires_grad and _records_gradients():
             return FromLocal.apply(local, data, spec, grad_spec_of_local(spec, grad_placements))
         return DTensor.wrap(data, spec)
 
@@ -188,10 +189,11 @@ class DTensor(ChangingShape, GlobalValues, Hooks):
         return exported.to_local(self, grad_placements) if exporting() else self._to_local(grad_placements)
 
     def _to_local(self, grad_placements: Placements | None) -> Tensor:
-        if self.requires_grad and torch.is_grad_enabled():
+        if self.requires_grad and _records_gradients():
             spec = self._spec
-            grad_spec = spec.with_placements(grad_placements) if grad_placements is not None else spec.cotangent()
-            return ToLocal.apply(self, grad_spec)
+            return ToLocal.apply(
+                self, spec.cotangent() if grad_placements is None else spec.with_placements(grad_placements)
+            )
         if count_modes():
             made = call_in_graph(hand_out_new, self)
             if made is not NotImplemented:

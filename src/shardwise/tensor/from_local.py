@@ -21,7 +21,7 @@ from ..comm.exchange import broadcast_move
 from ..comm.packing import as_bytes
 from ..comm.transport import check_reducible
 from ..errors import InputError, ShapeError
-from ..sharding.memory_order import in_memory_order, memory_order
+from ..sharding.memory_order import in_memory_order
 from ..sharding.mesh import MeshInfo
 from ..sharding.observers import Observers
 from ..sharding.placement import Partial, Placement, Placements, Replicate
@@ -118,7 +118,7 @@ def copy_to_replicas(local: Tensor, spec: DTensorSpec) -> Tensor:
         if isinstance(placement, Replicate) and mesh_info.sizes[axis] > 1:
             sent = broadcast_move(axis, 0, mesh_info, local.dtype)(sent)
     # What arrives is row-major, whatever lay in memory how on the sender.
-    return local if sent is local else in_memory_order(sent, memory_order(spec.tensor_meta))
+    return local if sent is local else in_memory_order(sent, spec.memory_order)
 
 
 # ---- the spec -------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +16,23 @@ from torch import Tensor
 from .._torch.modes import count_modes
 from .._torch.transforms import transforms_active
 from .._torch.wrapper import counted_as
+from ..dispatch.memory_notes import MemoryNotes
 from ..dispatch.watch import mark_exposed
 from ..dispatch.writes import count_writes_through
 from ..sharding.base import DTensorBase
 from ..world import RankTensor
 
 _CACHE = "_handed_out"
+_in_inference_mode = torch.is_inference_mode_enabled
+
+
+class _HandedOut(NamedTuple):
+    """The alias of a local shard that a tensor hands out, and the notes on its memory."""
+
+    local: Tensor
+    alias: Tensor | None
+    """None until the shard is handed out a second time."""
+    memory: tuple[MemoryNotes, ...]
 
 
 def hand_out(tensor: DTensorBase) -> Tensor:
@@ -30,14 +41,10 @@ def hand_out(tensor: DTensorBase) -> Tensor:
         local = tensor._shard
     except AttributeError:  # it comes from a source
         local = tensor._local_tensor
-    before = tensor.__dict__.get(_CACHE)
+    before: _HandedOut | None = tensor.__dict__.get(_CACHE)
     if before is not None and before[0] is local and before[1] is not None:
-        found: Tensor = before[1]
-        return found
-    handed = _alias(tensor, local)
-    if handed is not local:
-        tensor.__dict__[_CACHE] = (local, handed)
-    return handed
+        return before[1]
+    return _first_alias(tensor, local, keep=True)
 
 
 def hand_out_new(tensor: DTensorBase) -> Tensor:
@@ -50,15 +57,23 @@ def hand_out_new(tensor: DTensorBase) -> Tensor:
         local = tensor._shard
     except AttributeError:
         local = tensor._local_tensor
-    before = tensor.__dict__.get(_CACHE)
-    if before is not None and before[0] is local:
-        handed = (hand_out(tensor) if before[1] is None else before[1]).detach()
-        count_writes_through(handed)
-        return handed
-    handed = _alias(tensor, local)
-    if handed is local:
-        return handed.detach()
-    tensor.__dict__[_CACHE] = (local, None)
+    before: _HandedOut | None = tensor.__dict__.get(_CACHE)
+    if before is None or before[0] is not local:
+        handed = _first_alias(tensor, local, keep=False)
+        return handed.detach() if handed is local else handed
+    handed = (hand_out(tensor) if before[1] is None else before[1]).detach()
+    count_writes_through(handed, before[2])
+    return handed
+
+
+def _first_alias(tensor: DTensorBase, local: Tensor, keep: bool) -> Tensor:
+    """An alias of the local shard whose writes count as writes to the tensor; kept for the next time, or only noted."""
+    memory = mark_exposed(local)
+    if not _can_be_counted(tensor, local):
+        return local
+    handed = counted_as(tensor)
+    count_writes_through(handed, memory)
+    tensor.__dict__[_CACHE] = _HandedOut(local, handed if keep else None, memory)
     return handed
 
 
@@ -72,22 +87,17 @@ def exposed(tensor: Any) -> Tensor:
     return local
 
 
-def _alias(tensor: DTensorBase, local: Tensor) -> Tensor:
-    """The local shard as another object, whose writes count as writes to the tensor.
+def _can_be_counted(tensor: DTensorBase, local: Tensor) -> bool:
+    """Whether an alias of the local shard can share the version counter of the tensor.
 
-    The shard itself where they cannot be counted so: inference tensors have no versions, modes and compilers would see
-    an op that is none, and tensors of other classes may not survive a copy.
+    Inference tensors have no versions, modes and compilers would see an op that is none, and tensors of other classes
+    may not survive a copy.
     """
-    mark_exposed(local)
-    if (
-        not (type(local) is Tensor or isinstance(local, RankTensor))
-        or count_modes()
-        or transforms_active()
-        or torch.is_inference_mode_enabled()
-        or tensor.is_inference()
-        or local.is_inference()
-    ):
-        return local
-    handed = counted_as(tensor)
-    count_writes_through(handed)
-    return handed
+    return (
+        (type(local) is Tensor or isinstance(local, RankTensor))
+        and not count_modes()
+        and not transforms_active()
+        and not _in_inference_mode()
+        and not tensor.is_inference()
+        and not local.is_inference()
+    )

@@ -19,7 +19,7 @@ from .._torch.autograd import accumulating_leaf, run_first
 from .._torch.tls import ThreadValue
 from ..sharding.base import DTensorBase
 from ..sharding.layout import Layout
-from ..sharding.memory_order import in_memory_order, memory_order
+from ..sharding.memory_order import in_memory_order
 from ..sharding.spec import DTensorSpec
 from .autograd import as_distributed_gradient, to_spec
 from .gradient_buckets import reduced
@@ -79,14 +79,16 @@ class LeafGradient:
         """The tensor hook of the leaf: the gradient with the leaf's placements, or None if it has them already."""
         if grad is None:
             return None
-        wanted = self.of_shape(grad.shape).cotangent()
         if not isinstance(grad, DTensorBase):
+            wanted = self.of_shape(grad.shape).cotangent()
             return to_spec(as_distributed_gradient(grad, wanted), wanted.with_dtype(grad.dtype))
-        spec = grad._spec
+        spec, wanted = grad._spec, self.spec.cotangent()
+        if spec.tensor_meta.shape != wanted.tensor_meta.shape:
+            wanted = self.of_shape(spec.shape).cotangent()
         if spec.layout is wanted.layout:
             return None
         # With the strides it has: on one device, `torch.autograd.grad` returns the gradient of a sum expanded.
-        target = wanted.derived(spec.tensor_meta, lambda: wanted.with_meta(spec.tensor_meta))
+        target = wanted.with_meta(spec.tensor_meta)
         if (self.deferred or self.waits or _accumulating.get()) and spec.layout.partial:
             target = self._deferred_target(spec, target)
         return None if target.layout is spec.layout else reduced(grad, target, self.bucket_size)
@@ -121,7 +123,7 @@ class UnreducedGradient(LeafGradient):
             return None
         moved = to_spec(as_distributed_gradient(grad, self.spec), self.target.with_dtype(grad.dtype))
         # With the strides of the leaf, for which autograd would copy it otherwise.
-        local = in_memory_order(moved._local_tensor, memory_order(self.spec.tensor_meta))
+        local = in_memory_order(moved._local_tensor, self.spec.memory_order)
         return DTensorBase.concrete.wrap(local, self.spec.with_dtype(grad.dtype))
 
 
