@@ -45,6 +45,7 @@ _FLAGS = {
     "reads_numbers": "the rule reads values of numbers: each value has a plan of its own",
     "reads_shape_only": "only the shape of the operand is read: a Partial operand need not be reduced",
     "keeps_sizes": "results have the sizes of the operands' dims",
+    "masks_results": "results that output_mask does not request are None",
     "takes_empty": "the op is also called on empty shards",
 }
 _WHEN = {
