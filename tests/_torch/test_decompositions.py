@@ -7,7 +7,7 @@ from torch import Tensor
 from torch._decomp import decomposition_table, register_decomposition
 
 from shardwise import Partial, Replicate, Shard
-from shardwise._torch.decompositions import is_composite, pytorch_decomposition, registered_decomposition
+from shardwise._torch.decompositions import pytorch_decomposition, registered_decomposition
 from shardwise.ops.served import served_by
 from tests.ops.helpers import no_communication, on, ranks, whole
 
@@ -21,11 +21,6 @@ def test_the_table_of_decompositions_holds_the_ops_that_are_taken_from_it() -> N
     torch.testing.assert_close(pytorch_decomposition(aten._euclidean_dist.default)(a, b), aten._euclidean_dist(a, b))
     assert aten._unsafe_masked_index.default in decomposition_table
     assert aten._unsafe_masked_index_put_accumulate.default in decomposition_table
-
-
-def test_composite_ops_are_told_from_others() -> None:
-    assert is_composite(aten.matmul.default)
-    assert not is_composite(aten.mm.default)
 
 
 def test_an_op_of_ones_own_is_decomposed_as_it_is_registered() -> None:

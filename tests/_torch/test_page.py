@@ -76,3 +76,17 @@ OTHERS = sorted(path for path in PACKAGE.rglob("*.py") if "_torch" not in path.p
 def test_nobody_else_uses_one() -> None:
     used = {str(path.relative_to(PACKAGE)): private_names(path.read_text()) for path in OTHERS}
     assert {path: names for path, names in used.items() if names} == {}
+
+
+OF_OBJECTS = {"_op", "_cdata", "_typed_storage", "_backward_hooks", "_forward_hooks", "_flat_weights"}
+"""Private attributes of PyTorch's objects, which the walk by dotted names does not see. None is a name of ours."""
+
+
+def test_nobody_else_uses_one_of_an_object() -> None:
+    found = {
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
+        for path in OTHERS
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in OF_OBJECTS and ast.unparse(node.value) != "self"
+    }
+    assert found == set()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -528,3 +530,19 @@ def test_running_statistics_are_those_of_the_global_batch() -> None:
         assert_same_gradients(model, expected)
         torch.testing.assert_close(full(model[1].running_var), expected[1].running_var)
         assert full(model[1].num_batches_tracked) == 1
+
+
+def test_a_class_that_a_function_defines_ends_with_its_modules() -> None:
+    def make() -> weakref.ref[type]:
+        class Local(nn.Linear):
+            pass
+
+        with mesh_of(2, names=("dp",)) as mesh:
+            one, other = (fully_shard(Local(4, 4), mesh=mesh) for _ in range(2))
+        assert type(one) is type(other)
+        assert isinstance(one, Local)
+        return weakref.ref(Local)
+
+    found = make()
+    gc.collect()
+    assert found() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from torch import empty
 
 from shardwise.extend import register_sharding
+from shardwise.ops.kernel import Kernel
+from shardwise.ops.op import ListKernel, Local, Op
 from shardwise.ops.registry import registry
 from shardwise.rules import Explanation, RuleError, explain
 
@@ -152,3 +155,43 @@ def test_what_is_no_op() -> None:
         explain("nonsense")
     with pytest.raises(RuleError, match=r"no op is called 'aten::mm\.nonsense'"):
         explain("aten::mm.nonsense")
+    for function in (F.cross_entropy, torch.unique, lambda x: x):
+        with pytest.raises(RuleError, match="is not an op: pass example arguments"):
+            explain(function)
+    assert "aten::_unique2" in explain(torch.unique, torch.zeros(3))
+    assert "aten::select.int" in explain(torch.Tensor.__getitem__, empty(3, 4), 1)
+
+
+def _yes(*args: object) -> Any:
+    """Whatever the arguments are."""
+
+
+FACTS: dict[str, tuple[object, str]] = {
+    "layout_rule": (_yes, "operands of some layouts have another rule: _yes"),
+    "kernels": ({"k": Kernel(_yes)}, "kernels     k   1 collective: _yes"),
+    "local": (Local(_yes), "on local shards: _yes"),
+    "draw": (_yes, "with a generator that all ranks share: _yes"),
+    "list_kernel": (ListKernel(_yes), "on lists of local shards: _yes"),
+    "decomposition": (_yes, "otherwise   decomposed by _yes"),
+    "updates": (("mean",), "the decomposition writes mean"),
+    "python": (_yes, "on local shards: _yes"),
+    "put": (_yes, "to the view reach the viewed tensor by _yes"),
+    "override": (_yes, "first       caught above autograd by _yes"),
+    "cpu_dtypes": (_yes, "on CPUs results have dtypes of their own: _yes"),
+    "gradient_of": ("x", "the result is the gradient of x"),
+    "strides": ("row-major", "strides of results: row-major"),
+}
+
+
+def test_every_fact_about_an_op_is_said() -> None:
+    library = torch.library.Library("shardwise_facts", "DEF")
+    known = {each.name: each for each in fields(Op)}
+    facts = known.keys() - {"name", "rule", "origin", "file"}
+    for name in sorted(facts):
+        library.define(f"{name}(Tensor x) -> Tensor")
+        value, text = FACTS.get(name, (True, ""))
+        registry.define(Op(f"shardwise_facts::{name}", "m -> m", **{name: value}))
+        said = explain(f"shardwise_facts::{name}")
+        assert text in said, name
+        assert text or known[name].default is False, f"say here what is said of {name}"
+        assert text or "notes       " in said, name

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from shardwise import Replicate, Shard
+from shardwise import Replicate, Shard, implicit_replication
 from tests.ops.helpers import Case, check_case, communication, no_communication, on, r, ranks, table, whole
 
 BF16 = torch.bfloat16
@@ -108,3 +109,30 @@ def test_batch_norm_module_counts_the_whole_batch_once() -> None:
         torch.testing.assert_close(whole(module.running_mean), plain.running_mean)
         torch.testing.assert_close(whole(module.running_var), plain.running_var)
         assert whole(module.num_batches_tracked) == 1
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("fn", "shapes"),
+    [
+        (lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), ((5, 4, 3), (4,), (4,))),
+        (lambda x, w, b: F.batch_norm(x, r(4), r(4).abs(), w, b), ((5, 4, 3), (4,), (4,))),
+        (lambda x, w, b: F.instance_norm(x, None, None, w, b), ((5, 4, 3), (4,), (4,))),
+        (lambda x, w, b: F.group_norm(x, 2, w, b), ((5, 4, 3), (4,), (4,))),
+        (lambda x, w, b: F.layer_norm(x, (3,), w, b), ((5, 4, 3), (3,), (3,))),
+        (lambda x, w, b: F.conv1d(x, w, b), ((5, 4, 3), (2, 4, 2), (2,))),
+    ],
+    ids=["batch_norm", "batch_norm evaluating", "instance_norm", "group_norm", "layer_norm", "conv1d"],
+)
+def test_gradients_of_some_operands(fn, shapes, wanted) -> None:
+    def gradients(tensors: list[Tensor]) -> list[Tensor]:
+        leaves = [tensor.requires_grad_() for index, tensor in enumerate(tensors) if index in wanted]
+        return list(torch.autograd.grad(fn(*tensors).square().sum(), leaves))
+
+    values = [r(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+    expected = gradients([value.clone() for value in values])
+    with ranks(4) as mesh, implicit_replication():
+        for placement in (Shard(0), Shard(1), Replicate()):
+            found = gradients([on(mesh, values[0], placement), *(on(mesh, value) for value in values[1:])])
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(whole(one), other, rtol=1e-4, atol=1e-4)

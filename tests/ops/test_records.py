@@ -9,17 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise
 from shardwise import DTensor, Partial, Placement, Replicate, Shard
+from shardwise.debug import CommDebugMode
 from shardwise.extend import register_sharding
 from shardwise.notation import parse
 from shardwise.notation.schema import overloads
 from shardwise.ops.call import Call
 from shardwise.ops.op import Op
 from shardwise.ops.registry import Registry, registry, resolve
-from tests.ops.helpers import on, r, ranks
+from tests.ops.helpers import on, r, ranks, whole
 
 aten = torch.ops.aten
 
@@ -201,3 +204,38 @@ def test_kernels_are_taken_from_the_built_in_record_of_the_op() -> None:
     assert found.kernel("k1") is found.built_in.kernel("k")
     with pytest.raises(shardwise.rules.RuleError, match=r"aten::mm\.default has kernels for nothing"):
         register_sharding(aten.mm.default, "m k, k n -> m n ; kernel k")
+
+
+REGISTERED: dict[str, Callable[[DTensor], DTensor]] = {
+    "mean": lambda x: x.mean(1),
+    "roll": lambda x: x.roll(3, 0),
+    "cumprod": lambda x: x.cumprod(0),
+    "split": lambda x: x.split(3)[1],
+    "logsumexp": lambda x: x.logsumexp((0, 1)),
+    "layer_norm": lambda x: F.layer_norm(x, (8,)),
+    "embedding": lambda x: F.embedding(x.detach().abs().long().clamp(max=7), x),
+    "dropout": lambda x: F.dropout(x, 0.5),
+}
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Partial()], ids=str)
+def test_registering_built_in_rules_changes_nothing(placement: Placement) -> None:
+    def calls(mesh: DeviceMesh) -> list[object]:
+        found: list[object] = []
+        for call in REGISTERED.values():
+            torch.manual_seed(0)
+            x = on(mesh, r(8, 8), placement, grad=True)
+            with CommDebugMode() as comm:
+                result = call(x)
+                (gradient,) = torch.autograd.grad(result.square().sum(), x)
+            found.append((result._spec, whole(result).tolist(), whole(gradient).tolist(), comm.get_comm_counts()))
+        return found
+
+    with ranks(4) as mesh:
+        expected = calls(mesh)
+        for name in registry:
+            rule = registry[name].rule
+            if rule is not None:
+                registry.register(name, rule)
+        for name, one, other in zip(REGISTERED, calls(mesh), expected, strict=True):
+            assert one == other, name

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-import torch
-
 from .ops import OpOverload
 
 
@@ -34,8 +32,3 @@ def registered_decomposition(func: OpOverload) -> Callable[..., object] | None:
         return None
     found: Callable[..., object] | None = module.decomposition_table.get(func)
     return found
-
-
-def is_composite(func: OpOverload) -> bool:
-    """Whether PyTorch implements an op by other ops alone (a CompositeImplicitAutograd kernel)."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")

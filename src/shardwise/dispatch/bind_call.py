@@ -34,6 +34,7 @@ from .result_meta import (
     cache_form,
     cached_results,
     form_key,
+    requested_results,
     result_metas,
     results_without_out,
     with_dtypes,
@@ -226,6 +227,8 @@ class _Binding:
         if self.lists and self.resolved.returns:
             return element_result(self.func, *self.metas, self.lists)
         outputs = with_real_dtypes(self.resolved, *self.metas, result_metas(self.func, *self.metas))
+        if self.resolved.op.masks_results:
+            outputs = requested_results(outputs, self.call.arg("output_mask"))
         return with_real_strides(self.resolved, *self.metas, outputs)
 
     def _bind(self, rule: Rule) -> Bound:

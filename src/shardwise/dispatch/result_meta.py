@@ -60,6 +60,11 @@ def result_metas(func: OpOverload, args: Sequence[object], kwargs: dict[str, obj
             return found
 
 
+def requested_results(outputs: Any, mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """The results with None for those that a mask does not request."""
+    return tuple(output if asked else None for output, asked in zip(outputs, mask, strict=True))
+
+
 def _not_expanded(result: Tensor) -> Tensor:
     """A new tensor is never expanded, though the meta kernels of some ops say so for expanded operands."""
     expanded = any(step == 0 and size > 1 for size, step in zip(result.shape, result.stride(), strict=True))

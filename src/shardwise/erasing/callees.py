@@ -9,6 +9,7 @@ from torch import fx
 
 from .._torch.bindings import binding, types_key
 from .._torch.collectives import STARTS
+from .._torch.ops import builtin_of
 from .effects import is_op
 from .recorder import Meta
 
@@ -27,7 +28,7 @@ def bindings_of(graph: fx.Graph) -> dict[fx.Node, Callable[..., object]]:
             if key not in known:
                 known[key] = binding(node.target, args, kwargs)
         except _Unknown:
-            found[node] = node.target._op
+            found[node] = builtin_of(node.target)
             continue
         found[node] = known[key]
     return found

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -183,7 +184,15 @@ def _move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
                 buffer.data = buffer.to(device)
 
 
-@functools.cache
+_made: WeakKeyDictionary[type, ref[type]] = WeakKeyDictionary()
+"""By the class of modules. Both sides are weak: a class that a function defines ends with its modules."""
+
+
 def _fsdp_class(cls: type) -> type:
     """The class of a module, with the methods of FSDPModule."""
-    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    known = _made.get(cls)
+    found = None if known is None else known()
+    if found is None:
+        found = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+        _made[cls] = ref(found)
+    return found

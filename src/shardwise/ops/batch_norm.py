@@ -169,6 +169,7 @@ define(
     kernels={"k": Kernel(batch_norm_backward, traffic=TRAFFIC, joint=True)},
     local=Local(_local_backward),
     strides="batch norm backward",
+    masks_results=True,
 )
 
 

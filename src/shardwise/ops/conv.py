@@ -85,8 +85,15 @@ def _run_forward(call: LocalCall) -> Tensor:
 def _run_backward(call: LocalCall) -> Gradients:
     """Run the op; if there is nothing to convolve on this rank, only the bias has a gradient."""
     if call["grad_output"].numel() and call["input"].numel() and call["weight"].numel():
-        return tuple(call.run())
+        return _requested(call)
     return _only_bias_gradient(call, call["input"])
+
+
+def _requested(call: LocalCall, **changed: object) -> Gradients:
+    """Run the op, and drop what was not requested: some of its kernels return the weight's gradient with the bias's."""
+    of_input, of_weight, bias = call.run(**changed)
+    mask = call["output_mask"]
+    return of_input if mask[0] else None, of_weight if mask[1] else None, bias if mask[2] else None
 
 
 @without_communication
@@ -216,12 +223,12 @@ def halo_backward(call: LocalCall, cut: Cut) -> KernelRun:
 def _window_gradients(call: LocalCall, windows: _Windows, rows: Tensor, piece: int) -> Gradients:
     """The gradients that the outputs of one rank contribute to its rows, the weight and the bias."""
     if not windows.transposed:
-        of_rows, *others = call.run(input=windows.padded(rows, piece), **windows.arguments())
+        of_rows, *others = _requested(call, input=windows.padded(rows, piece), **windows.arguments())
         return None if of_rows is None else windows.unpadded(of_rows, piece), *others
     length = (rows.shape[windows.dim] - 1) * windows.stride + windows.reach + 1
     before, after = windows.missing(piece, length)
     gradient = _padded(call["grad_output"], windows.dim, (-before, -after))
-    of_rows, of_weight, _ = call.run(grad_output=gradient, input=rows, **windows.arguments())
+    of_rows, of_weight, _ = _requested(call, grad_output=gradient, input=rows, **windows.arguments())
     # Outputs that output_padding adds are cropped from `gradient`, but they count in the gradient of the bias.
     return of_rows, of_weight, _bias_gradient(call) if call["output_mask"][2] else None
 

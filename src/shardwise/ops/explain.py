@@ -21,8 +21,8 @@ import inspect
 import sys
 from collections.abc import Iterator, Sequence
 
-from .._torch.decompositions import is_composite
 from .._torch.ops import OpOverload
+from .._torch.schemas import is_composite
 from ..notation import Rule, parse
 from ..notation.kind import FactorKind
 from ..notation.schema import FOREACH, operands_of, overload_key, overloads, packet_name
@@ -44,8 +44,15 @@ _SERVED = {
 _FLAGS = {
     "reads_numbers": "the rule reads values of numbers: each value has a plan of its own",
     "reads_shape_only": "only the shape of the operand is read: a Partial operand need not be reduced",
+    "addresses_storage": "an argument is an offset into the storage of the operand",
+    "returns_shard": "the result is the local shard, a plain tensor",
     "keeps_sizes": "results have the sizes of the operands' dims",
+    "takes_plain": "takes plain tensors, and tensors of several meshes, beside distributed ones",
+    "masks_results": "results that output_mask does not request are None",
     "takes_empty": "the op is also called on empty shards",
+    "makes_tensors": "plain tensors that PyTorch makes when it decomposes the op are taken as replicated",
+    "derivative_makes_tensors": "plain tensors that its derivative formula makes are taken as replicated",
+    "batch_rule_makes_tensors": "plain tensors that vmap makes for the op are taken as replicated",
 }
 _WHEN = {
     "always": "local shards",
@@ -82,6 +89,8 @@ def _explain(func: OpOverload, call: Call | None) -> str:
     where = f", defined in {found.op.file}" if found.op.file else ""
     lines = [f"{overload_key(func)}{where}", f"    {str(func._schema).removeprefix(func.namespace + '::')}"]
     sections: list[tuple[str, list[str]]] = [("served by", [_served(found)])]
+    if found.op.override is not None:
+        sections.append(("first", [f"caught above autograd by {_function(found.op.override)}"]))
     sections += _rule_sections(found, call)
     sections += [("kernels", [_kernel(*item) for item in found.op.kernels.items()])]
     sections += [("runs", list(_local(found)))]
@@ -258,7 +267,18 @@ def _local(found: ResolvedOp) -> Iterator[str]:
 
 
 def _notes(found: ResolvedOp) -> Iterator[str]:
-    yield from (text for flag, text in _FLAGS.items() if getattr(found.op, flag))
+    op = found.op
+    yield from (text for flag, text in _FLAGS.items() if getattr(op, flag))
+    if op.layout_rule is not None:
+        yield f"operands of some layouts have another rule: {_function(op.layout_rule)}"
+    if op.gradient_of is not None:
+        yield f"the result is the gradient of {op.gradient_of}, and will be brought to its layout"
+    if op.updates:
+        yield f"the decomposition writes {' and '.join(op.updates)}, though the schema does not say so"
+    if op.cpu_dtypes is not None:
+        yield f"on CPUs results have dtypes of their own: {_function(op.cpu_dtypes)}"
+    if op.strides is not None:
+        yield f"strides of results: {op.strides}"
     if _depends_on_data(found):
         yield "the result depends on data, so no rule takes a call"
 

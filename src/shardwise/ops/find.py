@@ -29,6 +29,10 @@ def find_op(op: AnyOp) -> OpOverload:
     found = list(overloads(name))
     if overload:
         found = [func for func in found if func._overloadname == overload]
+    if not found and callable(op) and not isinstance(op, OpOverloadPacket):
+        raise RuleError(
+            f"{getattr(op, '__name__', op)} is not an op", "pass example arguments, too, to see the ops that it calls"
+        )
     if not found:
         raise RuleError(f"no op is called {op!r}", "pass a name such as aten::add, an overload, or a function of torch")
     return min(found, key=lambda func: (not operands_of(func), variant_of(func) == "out", _by_dim_names(func)))

@@ -131,6 +131,8 @@ class Op:
     alone, or its answer is the same on all ranks whatever a plain tensor holds on each."""
     strides: Strides | None = None
     """How the op lays out its results, where its meta kernel says otherwise."""
+    masks_results: bool = False
+    """Results that `output_mask` does not request are None, though the meta kernel returns tensors."""
     takes_empty: bool = False
     """The op may be called on empty shards: what it returns there cannot be made from its metadata."""
     makes_tensors: bool = False
@@ -172,6 +174,7 @@ class Facts(TypedDict, total=False):
     keeps_sizes: bool
     takes_plain: bool
     strides: Strides
+    masks_results: bool
     takes_empty: bool
     makes_tensors: bool
     derivative_makes_tensors: bool

@@ -82,14 +82,20 @@ class Registry:
                     "pass one for each factor that the kernel clause names",
                 )
             given = inherited
-        self._user[name] = Op(name, source, given, origin="user", file="a call of register")
+        before = self._built_in_for(name)
+        unread = None if before is None else before.gradient_of  # an argument that rules of this op do not mention
+        self._user[name] = Op(name, source, given, gradient_of=unread, origin="user", file="a call of register")
         self._changed()
 
     def _kernels_for(self, name: str, rule: Rule) -> dict[str, Kernel]:
         """The built-in kernels of an op, or of the op that this overload belongs to, for the factors of a rule."""
-        op = self._built_in.get(name) or self._built_in.get(name.partition(".")[0])
+        op = self._built_in_for(name)
         kernels = {} if op is None else {factor: kernel_for(op, factor) for factor in rule.kernel}
         return {factor: kernel for factor, kernel in kernels.items() if kernel is not None}
+
+    def _built_in_for(self, name: str) -> Op | None:
+        """The built-in record of an op, or of the op that this overload belongs to."""
+        return self._built_in.get(name) or self._built_in.get(name.partition(".")[0])
 
     def register_table(self, rules: Mapping[str, Source]) -> None:
         """Register a table of rules without kernels."""

@@ -88,10 +88,17 @@ class ResolvedOp:
         """
         if self.built_in is None or not self.built_in.has_rule:
             return self
-        return self.built_in if self.built_in.rule(call) is self.rule(call) else self
+        return self.built_in if self.built_in.rule(call) is self._without_kernels(call) else self
 
     def rule(self, call: Call) -> Rule | None:
         """The rule of one call. None to decompose it, or to run it on gathered inputs."""
+        rule = self._without_kernels(call)
+        for name in rule.kernel if rule is not None else ():
+            self.kernel(name)
+        return rule
+
+    def _without_kernels(self, call: Call) -> Rule | None:
+        """The rule of one call; this op may lack kernels that it names."""
         source = self.op.rule
         found = source(call) if callable(source) and not isinstance(source, Rule) else source
         if found is None:
@@ -105,8 +112,6 @@ class ResolvedOp:
                 f"the rule {rule!s} of {self.key} has {len(rule.inputs)} operands",
                 f"{call.op} has {len(self.operands) - len(dropped)}: {call.op._schema}",
             )
-        for name in rule.kernel:
-            self.kernel(name)
         return rule
 
     def layout_rule(self, call: Call, layouts: Sequence[Layout]) -> Rule | None:

@@ -10,8 +10,9 @@ from typing import Literal
 
 import torch
 
-from .._torch.decompositions import is_composite, registered_decomposition
+from .._torch.decompositions import registered_decomposition
 from .._torch.ops import OpOverload
+from .._torch.schemas import is_composite
 from .registry import resolve
 
 Kind = Literal["rule", "generated", "decomposition", "gathered"]
