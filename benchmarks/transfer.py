@@ -151,16 +151,16 @@ def gather_and_broadcast(state: dict[str, Any], trainer: DeviceMesh, generator: 
     first, found = int(trainer.mesh.flatten()[0]), {}
     inside = dist.get_rank() in trainer.mesh
     for name, tensor in state.items():
-        whole = tensor.full_tensor() if inside else torch.empty(tensor.shape)
-        dist.broadcast(whole, src=first)
+        gathered = tensor.full_tensor() if inside else torch.empty(tensor.shape)
+        dist.broadcast(gathered, src=first)
         placements = tensor_parallel(name, tensor.shape)
-        found[name] = shardwise.distribute_tensor(whole, generator, placements, src_data_rank=None)
+        found[name] = shardwise.distribute_tensor(gathered, generator, placements, src_data_rank=None)
     return found
 
 
 def distributed(shapes: dict[str, tuple[int, ...]], mesh: DeviceMesh) -> dict[str, Any]:
-    whole: dict[str, Tensor] = {name: torch.ones(shape) for name, shape in shapes.items()}
-    return {n: shardwise.distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for n, t in whole.items()}
+    tensors: dict[str, Tensor] = {name: torch.ones(shape) for name, shape in shapes.items()}
+    return {n: shardwise.distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for n, t in tensors.items()}
 
 
 def timed(call: Callable[[], object]) -> tuple[float, int]:

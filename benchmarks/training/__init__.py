@@ -54,12 +54,12 @@ class Block(nn.Module):
 
 
 def plan(library: str, local: bool) -> dict[str, Any]:
-    """Tensor and sequence parallel: between the halves of a block the sequence is cut, inside them the features."""
+    """Tensor and sequence parallel: between the halves of a block the sequence is sharded, inside them the features."""
     lib, styles = importlib.import_module(library), importlib.import_module(f"{library}.parallel")
-    cut, whole = lib.Shard(1), lib.Replicate()
+    sharded, replicated = lib.Shard(1), lib.Replicate()
     column = styles.ColwiseParallel(use_local_output=local)
-    row = styles.RowwiseParallel(output_layouts=cut, use_local_output=local)
-    gather = styles.PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(whole,))
+    row = styles.RowwiseParallel(output_layouts=sharded, use_local_output=local)
+    gather = styles.PrepareModuleInput(input_layouts=(sharded,), desired_input_layouts=(replicated,))
     return {
         "*.norm_1": styles.SequenceParallel(),
         "*.norm_2": styles.SequenceParallel(),

@@ -43,7 +43,7 @@ def test_drawn_whole_it_follows_one_device(name: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("name", ["dp x tp", "every parameter sharded"])
 def test_by_index_it_follows_one_rank(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw, "WHOLE_UP_TO", 0)
+    monkeypatch.setattr(draw, "GLOBAL_DRAW_LIMIT", 0)
     found = []
     for ranks in (1, 4, 8):
         with shardwise.simulate(ranks):

@@ -86,16 +86,16 @@ def spread(tensors: Tensors, ranks: int) -> dict[int, list[Piece]]:
 def _pieces(name: str, dtype: torch.dtype, box: Box, holders: int) -> Iterator[Piece]:
     """A box in pieces along its first dim that has more than one index."""
     offset, size = box
-    whole = Piece(name, dtype, offset, size, offset)
-    count = min(holders, whole.nbytes // SPLIT)
+    box_piece = Piece(name, dtype, offset, size, offset)
+    count = min(holders, box_piece.nbytes // SPLIT)
     dim = next((dim for dim, length in enumerate(size) if length > 1), None)
     if count < 2 or dim is None:
-        yield whole
+        yield box_piece
         return
     step = -(-size[dim] // count)
     for start in range(0, size[dim], step):
         length = min(step, size[dim] - start)
-        yield whole._replace(
+        yield box_piece._replace(
             offset=(*offset[:dim], offset[dim] + start, *offset[dim + 1 :]),
             size=(*size[:dim], length, *size[dim + 1 :]),
         )

@@ -197,7 +197,7 @@ def _plan_for_kernel(
 ) -> CallPlan:
     """The plan of an element that keeps its sharding and is reduced; the kernel does the rest."""
     communication: list[str] = []
-    axes: set[int] = set(range(len(mesh_info.sizes))) if kernel.whole_mesh else set()
+    axes: set[int] = set(range(len(mesh_info.sizes))) if kernel.all_ranks else set()
 
     def treat(name: str, value: object) -> Treatment:
         if not isinstance(value, Argument) or value.spec is None:

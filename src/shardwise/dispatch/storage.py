@@ -30,7 +30,7 @@ def on_storage(op: ResolvedOp, args: Args, kwargs: Kwargs) -> Args:
     offset = begin if offset is None else offset
     same = tuple(given["size"]) == tuple(tensor.shape) and tuple(given["stride"]) == tensor.stride()
     if not (same and offset == begin):
-        tensor = _whole(op, tensor) if op.is_view else tensor
+        tensor = _memory_owner(op, tensor) if op.is_view else tensor
         begin = tensor.storage_offset()
         if offset < begin or not tensor._spec.dense:
             raise InputError(
@@ -56,7 +56,7 @@ def _require_memory(
         )
 
 
-def _whole(op: ResolvedOp, tensor: DTensorBase) -> DTensorBase:
+def _memory_owner(op: ResolvedOp, tensor: DTensorBase) -> DTensorBase:
     """The tensor that owns the memory of a view; the view itself where nobody knows it.
 
     On one device a conjugate has a bit of its own, which a view of it keeps. Here it has values of its own.

@@ -139,10 +139,10 @@ class OpRecorder(OwnMode):
             if all(part is not None for part in parts):
                 return self._make(tensor, RankTensor, (parts,))
         elif tensor in self._shards:
-            whole, rank = self._shards[tensor]
-            if isinstance(whole, Tensor):
-                whole = self._nodes.get(whole) or self._state_node(whole)
-            return self._make(tensor, shard_of, (whole, rank))
+            source, rank = self._shards[tensor]
+            if isinstance(source, Tensor):
+                source = self._nodes.get(source) or self._state_node(source)
+            return self._make(tensor, shard_of, (source, rank))
         return None
 
     def made(self) -> list[tuple[Tensor, fx.Node]]:

@@ -85,5 +85,5 @@ define("aten::_foreach_norm", "x.. -> ", list_kernel=ListKernel(norms))
 define(
     "aten::_amp_foreach_non_finite_check_and_unscale_",
     "x.., _.., _.. -> x..",
-    list_kernel=ListKernel(unscale, whole_mesh=True),
+    list_kernel=ListKernel(unscale, all_ranks=True),
 )

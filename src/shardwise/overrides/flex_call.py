@@ -188,9 +188,11 @@ def _local_captured(tensor: Tensor, mesh_info: MeshInfo, layouts: FlexLayouts) -
                 f"{mesh_info!r}",
                 "distribute it on the mesh of the queries",
             )
-        whole = Layout.make(mesh_info.sizes, [(Factor(size, ()),) for size in tensor.shape])
-        gradient = Layout.make(mesh_info.sizes, whole.dims, tuple((axis, "sum") for axis in sorted(layouts.split_axes)))
-        local: Tensor = _to_layout(tensor, whole).to_local(grad_placements=_placements(tensor, gradient))
+        replicated = Layout.make(mesh_info.sizes, [(Factor(size, ()),) for size in tensor.shape])
+        gradient = Layout.make(
+            mesh_info.sizes, replicated.dims, tuple((axis, "sum") for axis in sorted(layouts.split_axes))
+        )
+        local: Tensor = _to_layout(tensor, replicated).to_local(grad_placements=_placements(tensor, gradient))
         return local
     if tensor.requires_grad and torch.is_grad_enabled():
         raise InputError(

@@ -72,6 +72,6 @@ def _full(tensor: DTensorBase) -> Tensor:
 
 def _sharded(full: Tensor, like: DTensorBase) -> DTensorBase:
     """A tensor that every rank has in full, sharded like another one. It shares no memory with what it is made from."""
-    whole = as_replicated(full, like)
-    spec = like._spec.with_meta(whole._spec.tensor_meta)
-    return type(like).concrete.wrap(redistribute_local(whole._local_tensor, whole._spec, spec).clone(), spec)
+    replicated = as_replicated(full, like)
+    spec = like._spec.with_meta(replicated._spec.tensor_meta)
+    return type(like).concrete.wrap(redistribute_local(replicated._local_tensor, replicated._spec, spec).clone(), spec)

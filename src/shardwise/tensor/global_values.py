@@ -1,4 +1,4 @@
-"""Methods that need the values of the whole tensor, or memory, which a distributed tensor does not have."""
+"""Methods that need the values of the global tensor, or memory, which a distributed tensor does not have."""
 
 from __future__ import annotations
 

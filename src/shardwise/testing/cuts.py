@@ -137,13 +137,13 @@ def _ways_of(setup: ProbeCall, dims: Dims, sizes: Sequence[Size], seed: int, gen
     size = setup.size(*dims[0])
     assert size, "only dims with a size are split"
     for data in [setup] if gentle else variants(setup, seed, dict(dims)):
-        whole = data.run()
-        if whole is None:
+        expected = data.run()
+        if expected is None:
             continue  # the op does not accept this data
         for bounds in ([0, size // 2, size], [0, 1, size], [0, 1, 4, size], [0, size - 2, size]):
             rows = [torch.arange(start, stop) for start, stop in itertools.pairwise(bounds)]
             pieces = [data.select(dims, part, sizes).run() for part in rows]
-            ways = ways_of_results(whole, pieces)
+            ways = ways_of_results(expected, pieces)
             left = ways if left is None else [old & new for old, new in zip(left, ways, strict=True)]
             if not all(left):
                 return ()
@@ -163,10 +163,10 @@ def _chosen(ways: set[Way], setup: ProbeCall, dims: Dims, result: int, seed: int
 
 def _is_independent(setup: ProbeCall, dims: Dims, result: int, seed: int) -> bool:
     """Return whether a result does not depend on the data that is split."""
-    whole, cut = setup.run(), {operand for operand, _ in dims}
+    expected, cut = setup.run(), {operand for operand, _ in dims}
     for number, kind in enumerate(KINDS_OF_DATA * 3):
         other = with_other_data(setup, kind, cut, generator_of(seed, kind, number)).run()
-        if other is None or whole is None or not same_results(whole[result], other[result]):
+        if other is None or expected is None or not same_results(expected[result], other[result]):
             return False
     return True
 

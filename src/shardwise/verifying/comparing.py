@@ -86,7 +86,7 @@ class Comparison:
     def _activation(self, got: Ranks, reference: Tensor, close: Close, *, partial: bool) -> Outcome:
         distribution = explain(got, reference, close, partial=partial)
         if distribution is not None:
-            if distribution.permuted and distribution.whole:
+            if distribution.permuted and distribution.unsharded:
                 return Outcome("suspect", Cause("permuted", "has the elements of the reference in another order"))
             if not distribution.partial:
                 return Outcome("same", None, distribution)
@@ -166,8 +166,8 @@ def _indices(got: Ranks, reference: Tensor, close: Close) -> Ranks | None:
     It works for any layout, interleaved and transposed ones included, if the elements of the reference are distinct.
     """
     if all(value.shape == reference.shape and close(value, reference) for value in got.values.values()):
-        whole = torch.arange(reference.numel()).view(reference.shape)
-        return Ranks(got.axes, dict.fromkeys(got.values, whole))
+        indices = torch.arange(reference.numel()).view(reference.shape)
+        return Ranks(got.axes, dict.fromkeys(got.values, indices))
     values, order = reference.flatten().sort()
     if not len(values) or bool((values[1:] == values[:-1]).any()):
         return None

@@ -35,7 +35,7 @@ class Distribution:
         return tuple(axis for axis, how in self.placements if how == 'Partial("avg")')
 
     @property
-    def whole(self) -> bool:
+    def unsharded(self) -> bool:
         """Whether every rank holds all elements."""
         return not any(how.startswith("Shard") for _, how in self.placements)
 
