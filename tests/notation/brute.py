@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.notation import Bound, Rule, bind, cut_layout, local_size, output_layout, parse, passes, summands
+from shardwise.notation import Bound, Rule, bind, local_size, output_layout, parse, passes, sharded_layout, summands
 from shardwise.sharding.layout import Layout
 
 REDUCE = {
@@ -84,17 +84,17 @@ def cuttable(bound: Bound, pieces: int, kernels: bool = False) -> list[int]:
     ]
 
 
-def check_cuts(rule: Rule, fn: Any, tensors: Any, arguments: Any, bound: Bound, mesh: Any, cuts: Any) -> None:
+def check_cuts(rule: Rule, fn: Any, tensors: Any, arguments: Any, bound: Bound, mesh: Any, shardings: Any) -> None:
     whole = fn(*tensors, **arguments)
     expected = list(whole) if len(rule.outputs) > 1 else [whole]
     pieces: list[list[dict[Any, Any]]] = [[{} for _ in leaves(value)] for value in expected]
     for coordinate in itertools.product(*map(range, mesh)):
-        cut = lambda b, t: part(cut_layout(b, bound, mesh, cuts), coordinate, t)  # noqa: B023, E731
+        cut = lambda b, t: part(sharded_layout(b, bound, mesh, shardings), coordinate, t)  # noqa: B023, E731
         local = [nested(cut, b, t) for b, t in zip(bound.inputs, tensors, strict=True)]
-        for axis, factor in cuts:
+        for axis, factor in shardings:
             for i in summands(bound, factor) if coordinate[axis] else ():
                 local[i] = nested(lambda _, t: torch.zeros_like(t), local[i], local[i])
-        sizes = {n: local_size(bound, n, v, mesh, cuts, coordinate) for n, v in arguments.items()}
+        sizes = {n: local_size(bound, n, v, mesh, shardings, coordinate) for n, v in arguments.items()}
         # An op is never called on an empty shard, unless it is all the same.
         empty = any(t is not None and t.numel() == 0 for t in leaves(local))
         result = None if empty else fn(*local, **sizes)
@@ -105,9 +105,11 @@ def check_cuts(rule: Rule, fn: Any, tensors: Any, arguments: Any, bound: Bound, 
     for index, value in enumerate(expected):
         shapes = bound.outputs[index]
         for i, leaf in enumerate(leaves(value)):
-            layout = output_layout(shapes[i] if isinstance(value, (list, tuple)) else shapes, bound, index, mesh, cuts)
+            layout = output_layout(
+                shapes[i] if isinstance(value, (list, tuple)) else shapes, bound, index, mesh, shardings
+            )
             rebuilt = assemble(layout, pieces[index][i], leaf)
-            text = f"{bound!r}, output {index}, {mesh}, {cuts}"
+            text = f"{bound!r}, output {index}, {mesh}, {shardings}"
             torch.testing.assert_close(rebuilt, leaf.double(), atol=1e-4, rtol=1e-4, msg=lambda m, t=text: f"{t}: {m}")
 
 
@@ -143,7 +145,7 @@ def check_passing(rule: Rule, fn: Any, tensors: Any, arguments: Any, bound: Boun
 
 
 def check(text: str, fn: Any, *tensors: Any, sizes: Any = None, **arguments: Any) -> Bound:
-    """Every cut of one axis in 2, 3 and 5, every pair of cuts of a 2 x 2 mesh, and every way Partial passes."""
+    """Every cut of one axis in 2, 3 and 5, every pair of shardings of a 2 x 2 mesh, and every way Partial passes."""
     rule = parse(text)
     whole = fn(*tensors, **arguments)
     outputs = [shape_of(o) for o in (whole if len(rule.outputs) > 1 else [whole])]

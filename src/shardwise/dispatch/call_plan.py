@@ -175,10 +175,10 @@ class _PlanWriter:
 
     def _local_sizes(self, name: str, value: Any) -> Treatment:
         """A size argument as each rank must pass it; None where all pass it unchanged."""
-        bound, cuts, mesh_info = self.found.bound, self.decision.cuts, self.mesh_info
+        bound, shardings, mesh_info = self.found.bound, self.decision.shardings, self.mesh_info
 
         def sizes_at(at: Coordinate) -> list[int]:
-            local = local_size(bound, name, value, mesh_info.sizes, cuts, at)
+            local = local_size(bound, name, value, mesh_info.sizes, shardings, at)
             return local if isinstance(local, list) else [local]
 
         given = list(value) if isinstance(value, (list, tuple)) else [value]

@@ -260,7 +260,7 @@ def _make_kernel_run(op: ResolvedOp, kernel: ListKernel, mesh_info: MeshInfo, ax
     def run(*args: object, **kwargs: object) -> object:
         def start(at: Coordinate, rank: int) -> KernelRun:
             arguments = op.arguments(of_rank(args, rank), of_rank(kwargs, rank))
-            return kernel.run(LocalCall(op.func, arguments, (), (), (), (), (), at), pieces.cut(at))
+            return kernel.run(LocalCall(op.func, arguments, (), (), (), (), (), at), pieces.shard(at))
 
         return drive(pieces, start)
 

@@ -27,7 +27,7 @@ class LocalCode:
         self.found, self.decision, self.mesh_info, self.in_list = found, decision, mesh_info, in_list
         self.op, self.func = found.resolved, found.resolved.func
         factors = found.bound.factors
-        self.kernel_factors = tuple(dict.fromkeys(f for _, f in decision.cuts if factors[f].handled_by_kernel))
+        self.kernel_factors = tuple(dict.fromkeys(f for _, f in decision.shardings if factors[f].handled_by_kernel))
         """The sharded factors that are handled by a kernel."""
 
     def makes_new(self) -> bool:
@@ -104,7 +104,7 @@ class LocalCode:
 
         def run(*args: object, **kwargs: object) -> object:
             def start(at: Coordinate, rank: int) -> KernelRun:
-                return kernel.run(make(at, of_rank(args, rank), of_rank(kwargs, rank)), pieces.cut(at))
+                return kernel.run(make(at, of_rank(args, rank), of_rank(kwargs, rank)), pieces.shard(at))
 
             return drive(pieces, start)
 
@@ -112,7 +112,7 @@ class LocalCode:
 
     def _pieces(self) -> Pieces:
         """The ranks that the kernel brings together: those that share its factor, or all factors of a joint kernel."""
-        axes = {f: tuple(axis for axis, other in self.decision.cuts if other == f) for f in self.kernel_factors}
+        axes = {f: tuple(axis for axis, other in self.decision.shardings if other == f) for f in self.kernel_factors}
         factors = [Factor(self.found.bound.factors[factor].size, axes[factor]) for factor in axes]
         return Pieces(self.mesh_info, factors[0]) if len(factors) == 1 else JointPieces(self.mesh_info, factors)
 

@@ -20,8 +20,8 @@ from ..sharding.layout import Coordinate, Factor, Layout, Run, factor_range
 from .call import Kwargs
 
 
-class Cut(NamedTuple):
-    """How a factor is sharded: its global size, the bounds of every piece, and which piece is this rank's.
+class FactorShard(NamedTuple):
+    """This rank's shard of a factor: the global size, the bounds of every piece, and which piece is this rank's.
 
     `counts` are the sizes of the mesh axes that shard it, major to minor.
     """
@@ -31,12 +31,12 @@ class Cut(NamedTuple):
     piece: int
     counts: tuple[int, ...] = ()
 
-    def of(self, size: int) -> Cut:
-        """How the same axes shard a dim of another size: that of another operand, or of a result."""
+    def of(self, size: int) -> FactorShard:
+        """Return this rank's shard of a dim of another size, of another operand or a result, over the same axes."""
         axes = tuple(range(len(self.counts)))
         places = itertools.product(*map(range, self.counts))
         bounds = tuple(factor_range(self.counts, Factor(size, axes), place) for place in places)
-        return Cut(size, bounds, self.piece, self.counts)
+        return FactorShard(size, bounds, self.piece, self.counts)
 
     @property
     def start(self) -> int:
@@ -166,11 +166,11 @@ KernelRun = Steps[LocalResult]
 class Kernel:
     """A kernel and what it costs.
 
-    `run(call, cut)` is the generator: `call` holds the local arguments, `cut` says how the factor is sharded. It
-    returns the local shards of what the op returns. `rounds` is the number of its collectives, `traffic` the bytes it
-    receives as a multiple of the bytes of its local outputs.
+    `run(call, shard)` is the generator: `call` holds the local arguments, `shard` says which indices of the factor they
+    cover. It returns the local shards of the op's results. `rounds` is the number of its collectives, `traffic` the
+    bytes it receives as a multiple of the bytes of its local outputs.
 
-    A `joint` kernel merges what any ranks found, so that several of its factors may be sharded at once: `cut` then
+    A `joint` kernel merges what any ranks found, so that several of its factors may be sharded at once: `shard` then
     counts the elements of all of them together, and its pieces are in no order. One that works `anywhere` does not ask
     which elements a rank holds, so that they need not lie next to each other.
     """
@@ -182,12 +182,14 @@ class Kernel:
     anywhere: bool = False
 
 
-def without_communication(local: Callable[[LocalCall, Cut], LocalResult]) -> Callable[[LocalCall, Cut], KernelRun]:
+def without_communication(
+    local: Callable[[LocalCall, FactorShard], LocalResult],
+) -> Callable[[LocalCall, FactorShard], KernelRun]:
     """A kernel made of a function that asks for nothing from other ranks."""
 
     @functools.wraps(local)
-    def run(call: LocalCall, cut: Cut) -> KernelRun:
-        return local(call, cut)
+    def run(call: LocalCall, shard: FactorShard) -> KernelRun:
+        return local(call, shard)
         yield  # makes this a generator, as kernels are
 
     return run
