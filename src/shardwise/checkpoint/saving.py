@@ -1,4 +1,4 @@
-"""Saving: plan, write to a folder beside the checkpoint's, commit. A thread does this in the background."""
+"""Saving: plan, write to a temporary folder, commit; `async_save` does so in a background thread."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def async_save(
     sync: bool = True,
     staging: Staging = "buffer",
 ) -> Saving:
-    """Copy what this rank will write, and save it in the background. Returns an object to wait for.
+    """Copy what this rank will write, and save it in the background. Returns a `Saving` to wait for.
 
     One save is under way at a time, with at most one copy of the data: the next call of `save`, `async_save` or `load`
     waits for it, and raises its error if it failed.
@@ -195,7 +195,7 @@ def _failing(error: Exception) -> Callable[[], Written]:
 
 
 def _carry_out(job: _Job, write: Callable[[], Written]) -> None:
-    """Write the files of this process's ranks; when all have, the coordinator commits."""
+    """Write the files of this process's ranks; when all ranks are done, the coordinator commits."""
 
     def complete(written: list[Written]) -> list[None]:
         assert job.plan.contents is not None, "the coordinator has the contents"

@@ -1,4 +1,4 @@
-"""Which rank writes which boxes: every box once, and about the same number of bytes on each rank.
+"""Assign boxes to the ranks that write them: every box once, about equally many bytes on each rank.
 
 A box that several ranks hold is written by one of them. A large one is split into pieces, one for each holder, so that
 a replicated embedding does not keep one rank busy while the others wait.
@@ -42,7 +42,7 @@ class Tensors(NamedTuple):
 
 
 def merged(held: Mapping[int, Iterable[Held]]) -> Tensors:
-    """The holdings of all ranks as one table. Raises an error if ranks disagree on a dtype or shape."""
+    """Return the boxes held by all ranks as one table. Raises an error if ranks disagree on a dtype or shape."""
     described: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     first: dict[str, int] = {}
     holders: dict[tuple[str, Box], list[int]] = {}
@@ -61,7 +61,7 @@ def merged(held: Mapping[int, Iterable[Held]]) -> Tensors:
 
 
 def spread(tensors: Tensors, ranks: int) -> dict[int, list[Piece]]:
-    """The pieces that each rank writes, in the order of the state."""
+    """Return the pieces that each rank writes, in the order of the state."""
     loads = [0] * ranks
     owned: list[tuple[int, int, Piece]] = []
     shared: list[tuple[int, list[int], Piece]] = []
@@ -84,7 +84,7 @@ def spread(tensors: Tensors, ranks: int) -> dict[int, list[Piece]]:
 
 
 def _pieces(name: str, dtype: torch.dtype, box: Box, holders: int) -> Iterator[Piece]:
-    """A box in pieces along its first dim that has more than one index."""
+    """Yield a box in pieces along its first dim that has more than one index."""
     offset, size = box
     box_piece = Piece(name, dtype, offset, size, offset)
     count = min(holders, box_piece.nbytes // SPLIT)

@@ -34,11 +34,11 @@ def packed_attention(
     scale: float | None = None,
     method: Method | None = None,
 ) -> Tensor:
-    """Attention in a sequence of packed documents: each token sees the tokens of its own document only.
+    """Attention over a sequence of packed documents: each token attends to tokens of its own document only.
 
     Tensors are `[tokens, heads, features]` or `[batch, heads, tokens, features]`, with fewer heads of keys than of
-    queries if these share them. `cu_seqlens` are the places where documents begin, and the number of tokens; a tensor
-    of them is read by the host. Tokens may be sharded in any way: there is no padding, and ranks skip what their
+    queries for grouped-query attention. `cu_seqlens` are the starts of the documents, and the number of tokens; a
+    tensor is read by the host. Tokens may be sharded in any way: there is no padding, and ranks skip what their
     tokens do not see. Plain tensors are computed document by document.
 
     >>> q, k, v = (shardwise.randn(2267, 4, 16, device_mesh=mesh, placements=[Shard(0)]) for _ in range(3))
@@ -76,7 +76,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _edges(cu_seqlens: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
-    """Where documents begin, and the end; documents without tokens are left out."""
+    """Return the starts of the documents and the end; empty documents are left out."""
     if isinstance(cu_seqlens, DTensor):
         cu_seqlens = cu_seqlens.full_tensor()
     given = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
@@ -103,7 +103,7 @@ def _by_document(
 
 
 def zigzag(tensor: DTensor, dim: int, axis: str | int) -> DTensor:
-    """The tensor sharded over a mesh axis in dim `dim`, its sequence in head-tail order.
+    """Return the tensor sharded over a mesh axis along dim `dim`, with its sequence in head-tail order.
 
     Each rank gets a chunk of the head of the sequence and the chunk of the tail that mirrors it, so that all ranks have
     the same work in causal attention. Bring everything that has positions to this order (tokens, labels, position ids),
@@ -125,7 +125,7 @@ def zigzag(tensor: DTensor, dim: int, axis: str | int) -> DTensor:
 
 
 def unzigzag(tensor: DTensor, dim: int, axis: str | int) -> DTensor:
-    """The sequence in its own order again, replicated over the mesh axis."""
+    """Return the sequence in its original order, replicated over the mesh axis."""
     dim, index = _place(tensor, dim, axis)
     placements = list(tensor.placements)
     placements[index] = Replicate()
@@ -135,7 +135,7 @@ def unzigzag(tensor: DTensor, dim: int, axis: str | int) -> DTensor:
 
 
 def _place(tensor: DTensor, dim: int, axis: str | int) -> tuple[int, int]:
-    """The dim and the axis, both counted from 0."""
+    """Return the dim and the index of the axis."""
     names = tensor.spec.mesh_info.names
     if isinstance(axis, str) and axis not in names:
         raise InputError(f"the mesh axis {axis!r} of {tensor.spec!r}", f"use one of {', '.join(names)}")
