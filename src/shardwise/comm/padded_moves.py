@@ -121,7 +121,7 @@ class Stack(NamedTuple):
 
 
 def _stacks(pieces: Layout, joined: Layout, step: Step, mesh_info: MeshInfo) -> dict[Coordinate, Stack]:
-    """The stack of each rank that this process plays. Shards of `pieces` over the axes make up shards of `joined`."""
+    """Return the stack of each rank of this process. Shards of `pieces` over the axes make up shards of `joined`."""
     played = mesh_info.coordinates if mesh_info.simulated else [mesh_info.coordinate]
     return {at: _stack(pieces, joined, members(pieces.mesh_sizes, at, step.axes), at) for at in played}
 

@@ -1,4 +1,4 @@
-"""What is noted of the memory of local shards: on its storage, so that it lives as long as the memory."""
+"""Notes on the memory of local shards, kept on the storage so that they live as long as it does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FEW = 8
 
 
 class MemoryNotes:
-    """Whether and how the memory of a shard is used outside the distributed tensor that holds it."""
+    """How the memory of a shard is used outside the distributed tensor that holds it."""
 
     __slots__ = ("exposed", "handed_out", "watches", "writes")
 
@@ -31,7 +31,7 @@ class MemoryNotes:
         """By ops on distributed tensors, counted while a view needs to know."""
 
     def hand_out(self, tensor: Tensor) -> None:
-        """Note that the user gets this tensor."""
+        """Record that the user gets this tensor."""
         self.handed_out.append(weakref.ref(tensor))
         count = len(self.handed_out)
         if count >= _FEW and not count & (count - 1):  # now and then, those that are gone are dropped
@@ -39,7 +39,7 @@ class MemoryNotes:
 
 
 def notes_of(shard: Tensor) -> MemoryNotes:
-    """The notes on the memory of one shard."""
+    """Return the notes on the memory of one shard."""
     storage = shard.untyped_storage()
     try:
         return storage._notes_of_shardwise  # type: ignore[attr-defined]

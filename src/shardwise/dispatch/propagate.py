@@ -133,7 +133,7 @@ class ShardingPropagator:
         return self.decide(self.cheapest())
 
     def cheapest(self) -> tuple[Option, ...]:
-        """What each axis does in that choice."""
+        """Return what each axis does in the cheapest choice."""
         options = [self.options_of(axis) for axis in range(len(self.mesh_sizes))]
         followed = tuple(self._follow_largest(axis, choices) for axis, choices in enumerate(options))
         if self._price(followed)[0] == 0.0:
@@ -296,7 +296,7 @@ class ShardingPropagator:
         return seconds, memory + output_bytes
 
     def _kernel_seconds(self, shardings: FactorShardings, output_bytes: float) -> float:
-        """What the kernel of a choice communicates, if it has one."""
+        """Return the seconds of a choice's kernel, if it has one."""
         axes = tuple([axis for axis, factor in shardings if factor in self.kernels])
         if not axes:
             return 0.0

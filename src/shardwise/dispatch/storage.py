@@ -18,9 +18,9 @@ from .arguments import Args, Kwargs
 
 
 def on_storage(op: ResolvedOp, args: Args, kwargs: Kwargs) -> Args:
-    """The arguments of such an op, with an offset that counts from the beginning of its first argument.
+    """Return the arguments of such an op, with an offset relative to its first argument.
 
-    Where a view would be left, the first argument is the tensor that it views.
+    If elements outside a view are addressed, the first argument becomes its base.
     """
     given = op.arguments(args, kwargs)
     tensor, offset = given["self"], given["storage_offset"]
@@ -57,9 +57,9 @@ def _require_memory(
 
 
 def _memory_owner(op: ResolvedOp, tensor: DTensorBase) -> DTensorBase:
-    """The tensor that owns the memory of a view; the view itself where nobody knows it.
+    """Return the tensor that owns the memory of a view, or the view itself if that is not recorded.
 
-    On one device a conjugate has a bit of its own, which a view of it keeps. Here it has values of its own.
+    Here a conjugate has its own values; on one device it is a bit, which a view of it keeps.
     """
     owner = tensor
     while (view := getattr(owner._source, "view", None)) is not None:

@@ -19,7 +19,7 @@ from .memory_notes import notes_of, shards_of
 
 
 class Watch:
-    """Remembers which memory a local shard is and how often it was written, and its data once it is handed out."""
+    """Records the memory and version of a local shard, and a copy of its data once it is exposed to the user."""
 
     __slots__ = ("__weakref__", "_copies", "_local", "_state")
 
@@ -42,7 +42,7 @@ class Watch:
         )
 
     def before_exposure(self, storage: torch.UntypedStorage) -> None:
-        """Copy the data that is about to be handed out."""
+        """Copy the data before it is exposed."""
         local = self._local()
         for i, shard in enumerate(shards_of(local)) if local is not None else ():
             if self._copies[i] is None and shard.untyped_storage() is storage:
@@ -50,7 +50,7 @@ class Watch:
 
 
 def mark_exposed(local: Tensor) -> None:
-    """Note that a local shard is in the user's hands, so that writes to it may go uncounted."""
+    """Record that the user has a local shard, so that writes to it may go uncounted."""
     for shard in shards_of(local):
         notes = notes_of(shard)
         if not notes.exposed:

@@ -1,4 +1,4 @@
-"""Local shards in the user's hands: a write to one counts as a write to its distributed tensor.
+"""Local shards exposed to the user: a write to one counts as a write to its distributed tensor.
 
 >>> y = x * x
 >>> with torch.no_grad():
@@ -25,7 +25,7 @@ _CACHE = "_handed_out"
 
 
 def hand_out(tensor: DTensorBase) -> Tensor:
-    """The local shard of a tensor, for the user: the same object each time, as long as the tensor has that shard."""
+    """Return the local shard of a tensor for the user: the same object each time, as long as the shard is."""
     try:
         local = tensor._shard
     except AttributeError:  # it comes from a source
@@ -41,7 +41,7 @@ def hand_out(tensor: DTensorBase) -> Tensor:
 
 
 def hand_out_new(tensor: DTensorBase) -> Tensor:
-    """The local shard of a tensor, for the user, as an object that nobody else has: autograd records a node for it.
+    """Return the local shard of a tensor for the user, as a new object, for which autograd records a node.
 
     A tensor that hands out its shard a second time will do so again and again, as parameters do: from then on, it keeps
     the alias that others are quickly made from.
@@ -73,10 +73,10 @@ def exposed(tensor: Any) -> Tensor:
 
 
 def _alias(tensor: DTensorBase, local: Tensor) -> Tensor:
-    """The local shard as another object, whose writes count as writes to the tensor.
+    """Return the local shard as another object, whose writes count as writes to the tensor.
 
     The shard itself where they cannot be counted so: inference tensors have no versions, modes and compilers would see
-    an op that is none, and tensors of other classes may not survive a copy.
+    an op that is not one, and tensors of other classes may not survive a copy.
     """
     mark_exposed(local)
     if (
