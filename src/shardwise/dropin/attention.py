@@ -97,7 +97,7 @@ class _Attention(TorchFunctionMode):
 
 
 def _enable_context_parallel_dispatcher() -> None:
-    """Does nothing: attention of distributed tensors is always that of the global sequence."""
+    """Do nothing: attention of distributed tensors is always that of the global sequence."""
 
 
 _disable_context_parallel_dispatcher = _enable_context_parallel_dispatcher

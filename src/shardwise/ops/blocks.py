@@ -65,7 +65,7 @@ def slice_by_blocks(call: Call, layouts: Sequence[Layout]) -> str | None:
 
 
 def slice_backward_by_blocks(call: Call, layouts: Sequence[Layout]) -> str | None:
-    """The gradient of such a slice: blocks of zeros around it."""
+    """The gradient of a slice by blocks: the slice's gradient between blocks of zeros."""
     sizes = call.arg("input_sizes")
     dim = call.arg("dim") % len(sizes)
     block = _block(layouts[0], dim)

@@ -1,4 +1,4 @@
-"""Runs kernels and carries out the communication that they ask for."""
+"""Run kernels, and carry out the communication that they request."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class JointPieces(Pieces):
 
 
 def drive(pieces: Pieces, start: Callable[[Coordinate, int], KernelRun]) -> LocalResult:
-    """Run a kernel, made for each rank by `start(coordinate, rank)`, and give its results as local tensors."""
+    """Run a kernel, created for each rank by `start(coordinate, rank)`, and return its results as local tensors."""
     mesh_info = pieces.mesh_info
     if not mesh_info.simulated:
         return _drive_one(pieces, start(mesh_info.coordinate, 0))

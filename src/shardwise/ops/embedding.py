@@ -76,9 +76,9 @@ class _Saved(Context, Protocol):
 
 
 class _Embedding(QuickFunction):
-    """An embedding whose backward pass knows the table.
+    """An embedding whose backward pass gets the table.
 
-    PyTorch's formula knows the table's size alone. But how a gradient is best computed depends on where it will be: for
+    PyTorch's formula gets the table's size only. But how a gradient is best computed depends on where it will be: for
     a replicated table it is cheaper to sum a Partial gradient of a few looked-up rows first than one of all rows.
     """
 

@@ -101,7 +101,7 @@ def _backward_rule(call: Call) -> str:
 
 
 def _on_one_rank(run: Run[T], call: LocalCall) -> T:
-    """What a kernel returns on a rank that holds all positions: it asks for nothing."""
+    """Return the result of a kernel on a rank that holds all positions, without communication."""
     size = call["key"].shape[SEQUENCE]
     try:
         next(run(call, FactorShard(size, ((0, size),), 0)))

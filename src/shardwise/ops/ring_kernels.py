@@ -57,12 +57,12 @@ class _Blocks:
 
 
 def _pack(key: Tensor, value: Tensor) -> Tensor:
-    """A block of keys and values as one buffer that travels: a row for each position."""
+    """Return a block of keys and values as one buffer to send, with a row for each position."""
     return torch.cat([tensor.permute(2, 0, 1, 3).flatten(1) for tensor in (key, value)], 1)
 
 
 def _unpack(buffer: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys and values in a buffer, as views, of which these are others."""
+    """Return the keys and values in a buffer, as views shaped like these."""
     batch, heads, _, width = key.shape
     parts = buffer.split([batch * heads * width, batch * heads * value.shape[-1]], 1)
     like = zip(parts, (key, value), strict=True)
@@ -150,7 +150,7 @@ class _Gradients:
             self._add(found, columns, _unpack(sums, key, value))
 
     def arriving(self, piece: int, key: Tensor, value: Tensor, coming: Tensor | None) -> Steps[Tensor]:
-        """The same for sums that are on their way: they are needed after the first pair. None: there are none yet."""
+        """Add to sums that are still in flight, which are needed after the first pair; None if there are none yet."""
         sums: Tensor | None = None
         for found, columns in self._pairs(piece, key, value):
             if sums is None:
@@ -196,7 +196,7 @@ def backward(call: LocalCall, shard: FactorShard) -> Steps[tuple[Tensor, Tensor,
 
 
 def _ring_backward(mine: _Gradients, shard: FactorShard, key: Tensor, value: Tensor) -> Steps[tuple[Tensor, Tensor]]:
-    """The own block is the last one, when its gradients are on their way home."""
+    """Compute the rank's own block last, while its gradients are sent back to it."""
     count = mine.blocks.count
     coming = (yield Rotate(_pack(key, value), _rows(shard, 0))) if count > 1 else None
     sums: Tensor | None = None  # the gradients of the block that comes next, on their way from the rank before

@@ -28,7 +28,7 @@ def _list(value: int | Sequence[int]) -> list[int]:
 
 
 def along_dims(call: Call) -> str:
-    """An op along several dims, any one of which may be sharded with the kernel."""
+    """The rule of an op along several dims; with the kernel, any one of them may be sharded."""
     ndim = call.ndim(0)
     dims = sorted({dim % ndim for dim in _list(call.arg("dims"))}) if ndim else []
     if not dims and call.op._schema.name.startswith("aten::roll"):

@@ -31,7 +31,7 @@ class Cause:
     text: str
     """A sentence for users, such as "2 times too large (2 is the size of tp)"."""
     axes: tuple[str, ...] = ()
-    """The axes it has to do with, as far as the values tell."""
+    """The axes it depends on, as far as the values show."""
     factor: float = 1.0
 
 
@@ -52,7 +52,7 @@ def find_cause(got: Ranks, want: Ranks, close: Close, axes: Axes) -> Cause:
 
 
 def narrowed(cause: Cause, axes: Axes) -> Cause:
-    """Return a cause that speaks of these axes alone."""
+    """Return the cause, restricted to these axes."""
     if cause.pattern != "factor":
         return cause
     return replace(cause, text=factor_text(cause.factor, axes), axes=axes.names)

@@ -1,7 +1,7 @@
 """Comparing one tensor of a run on ranks with the same tensor of the run on one device.
 
 Some tensors must agree: the loss, gradients, norms, parameters and buffers. Activations may lie in any way that the
-program likes; they are compared as far as a simple distribution explains them, and tell where a difference begins.
+program likes; they are compared as far as a simple distribution explains them, and show where a difference begins.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Status = Literal["same", "suspect", "differs", "unknown"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Whether a tensor is the reference's, and how it differs if not."""
+    """Whether a tensor equals the reference, and how it differs if not."""
 
     status: Status
     cause: Cause | None = None
@@ -107,7 +107,7 @@ class Comparison:
         """Return the factor that all activations' gradients of a step may have.
 
         A rank that averages its own rows has gradients as many times larger as there are such ranks, until gradients
-        of parameters are averaged. The first gradient of the step tells.
+        of parameters are averaged. The first gradient of the step decides.
         """
         if key.step not in self._scales:
             sizes = sorted({1.0, *(_product(self.axes, names) for names in _subsets(self.axes.names))})
