@@ -1,9 +1,9 @@
-"""What an op on a distributed tensor costs on top of the op on a plain one, and a whole training step.
+"""The overhead of an op on a distributed tensor over the op on a plain one, and the time of a training step.
 
     python benchmarks/eager.py [--print] [--device cuda] [--ops] [--step]
 
 Both libraries run on the fake process group, as rank 0 of 4, with one thread. Tensors are small, so that what is timed
-is the library, not the op. "overhead" is the time less that of the plain op on the local parts.
+is the library, not the op. "overhead" is the time less that of the plain op on the local shards.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def distributed(lib: Any, mesh: Any, case: Case, device: str, grad: bool) -> lis
 
 
 def op_times(mesh: Any, case: Case, device: str, grad: bool) -> list[float]:
-    """Microseconds of the plain op on local parts, and of both libraries."""
+    """Microseconds of the plain op on local shards, and of both libraries."""
     calls = []
     tensors: list[Any] = []
     for library in LIBRARIES:

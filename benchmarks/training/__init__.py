@@ -25,7 +25,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length = x.shape[:2]
 
-        def heads(values: Tensor) -> Tensor:  # as many as there are here: a local output has a part of them
+        def heads(values: Tensor) -> Tensor:  # as many as there are here: a local output has a shard of them
             return values.view(batch, length, -1, DIM // HEADS).transpose(1, 2)
 
         y = F.scaled_dot_product_attention(heads(self.q(x)), heads(self.k(x)), heads(self.v(x)), is_causal=True)
@@ -90,7 +90,7 @@ def plain(device: str) -> Step:
 
 
 def local_outputs(library: str, mesh: Any, device: str) -> Step:
-    """Between modules the tensors are plain: each rank's part of the sequence."""
+    """Between modules the tensors are plain: each rank's local shard of the sequence."""
     styles = importlib.import_module(f"{library}.parallel")
     model = styles.parallelize_module(_blocks(device), mesh, plan(library, local=True))
     return step(model, torch.randn(BATCH, LENGTH // mesh.size(), DIM, device=device))

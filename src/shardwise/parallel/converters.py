@@ -95,7 +95,7 @@ class InputConverter:
         except ShapeError as error:
             raise ShapeError(
                 f"a module's plain input, whose layout is {self.layout}: {error.problem}",
-                "pass the module a DTensor, which has a global shape: in a style before it, use_local_output=False",
+                "pass the module a DTensor, which knows its global shape: in a style before it, use_local_output=False",
             ) from None
 
 

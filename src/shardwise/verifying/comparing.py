@@ -93,7 +93,7 @@ class Comparison:
             total = 'Partial("sum")' in dict(distribution.placements).values()
             how = "sum" if total else "average"
             over = " and ".join(distribution.partial)
-            text = f"is each rank's own {'part' if total else 'value'}: only the {how} over {over} is the reference"
+            text = f"is not reduced: only the {how} over {over} is the reference"
             return Outcome("suspect", Cause("sum" if total else "average", text, distribution.partial), distribution)
         want = _likely(got, reference)
         if want is None:

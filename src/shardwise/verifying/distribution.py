@@ -26,7 +26,7 @@ class Distribution:
 
     @property
     def partial(self) -> tuple[str, ...]:
-        """The axes over which ranks hold parts of a sum or an average."""
+        """The axes over which ranks hold operands of a sum or an average."""
         return tuple(axis for axis, how in self.placements if how.startswith("Partial"))
 
     @property
