@@ -1,4 +1,4 @@
-"""Checking a rule by brute force: cut, run the op on every rank, put together, compare with the whole op."""
+"""Check a rule by brute force: shard, run the op on every rank, assemble, compare with the op on global tensors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def leaves(value: Any) -> list[Any]:
 
 
 def assemble(layout: Layout, parts: dict[tuple[int, ...], Tensor | None], like: Tensor) -> Tensor:
-    """The whole tensor from what each rank has; None from a rank that had nothing to work on."""
+    """The global tensor from what each rank has; None from a rank that had nothing to work on."""
     partial = dict(layout.partial)
     summands: dict[tuple[int, ...], Tensor] = {}
     for coordinate, local in parts.items():
@@ -74,7 +74,7 @@ def assemble(layout: Layout, parts: dict[tuple[int, ...], Tensor | None], like: 
     return REDUCE[next(iter(partial.values()), "max")](result)
 
 
-def cuttable(bound: Bound, pieces: int, kernels: bool = False) -> list[int]:
+def shardable(bound: Bound, pieces: int, kernels: bool = False) -> list[int]:
     return [
         i
         for i, factor in enumerate(bound.factors)
@@ -84,7 +84,7 @@ def cuttable(bound: Bound, pieces: int, kernels: bool = False) -> list[int]:
     ]
 
 
-def check_cuts(rule: Rule, fn: Any, tensors: Any, arguments: Any, bound: Bound, mesh: Any, shardings: Any) -> None:
+def check_shardings(rule: Rule, fn: Any, tensors: Any, arguments: Any, bound: Bound, mesh: Any, shardings: Any) -> None:
     whole = fn(*tensors, **arguments)
     expected = list(whole) if len(rule.outputs) > 1 else [whole]
     pieces: list[list[dict[Any, Any]]] = [[{} for _ in leaves(value)] for value in expected]
@@ -114,7 +114,7 @@ def check_cuts(rule: Rule, fn: Any, tensors: Any, arguments: Any, bound: Bound, 
 
 
 def check_passing(rule: Rule, fn: Any, tensors: Any, arguments: Any, bound: Bound) -> int:
-    """Partial operands that the rule lets pass: the outputs' reduction is the whole result."""
+    """Partial operands that the rule lets pass: the outputs' reduction is the global result."""
     whole = leaves(fn(*tensors, **arguments))
     count = 0
     for op in REDUCE:
@@ -145,16 +145,16 @@ def check_passing(rule: Rule, fn: Any, tensors: Any, arguments: Any, bound: Boun
 
 
 def check(text: str, fn: Any, *tensors: Any, sizes: Any = None, **arguments: Any) -> Bound:
-    """Every cut of one axis in 2, 3 and 5, every pair of shardings of a 2 x 2 mesh, and every way Partial passes."""
+    """Try every factor over 2, 3 and 5 ranks, every pair of factors on a 2 x 2 mesh, and every way Partial passes."""
     rule = parse(text)
     whole = fn(*tensors, **arguments)
     outputs = [shape_of(o) for o in (whole if len(rule.outputs) > 1 else [whole])]
     bound = bind(rule, [shape_of(t) for t in tensors], outputs, (sizes or {}) | arguments)
     for pieces in (2, 3, 5):
-        for factor in cuttable(bound, pieces):
-            check_cuts(rule, fn, tensors, arguments, bound, (pieces,), ((0, factor),))
-    for first, second in itertools.product(cuttable(bound, 4), repeat=2):
-        check_cuts(rule, fn, tensors, arguments, bound, (2, 2), ((0, first), (1, second)))
-        check_cuts(rule, fn, tensors, arguments, bound, (2, 2), ((1, first), (0, second)))
+        for factor in shardable(bound, pieces):
+            check_shardings(rule, fn, tensors, arguments, bound, (pieces,), ((0, factor),))
+    for first, second in itertools.product(shardable(bound, 4), repeat=2):
+        check_shardings(rule, fn, tensors, arguments, bound, (2, 2), ((0, first), (1, second)))
+        check_shardings(rule, fn, tensors, arguments, bound, (2, 2), ((1, first), (0, second)))
     check_passing(rule, fn, tensors, arguments, bound)
     return bound

@@ -67,7 +67,7 @@ def test_by_index(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize("exact", [False, True])
-def test_whole_draws_are_those_of_plain_torch(name: str, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_global_draws_are_those_of_plain_torch(name: str, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if exact:
         monkeypatch.setattr(draw, "GLOBAL_DRAW_LIMIT", 0)
     torch.manual_seed(5)

@@ -36,7 +36,7 @@ def on_one_device() -> list[float]:
 
 
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 8) for name in PROGRAMS), ("dp x tp", 1), ("dp x tp", 4)])
-def test_drawn_whole_it_follows_one_device(name: str, ranks: int) -> None:
+def test_drawn_as_global_tensor_it_follows_one_device(name: str, ranks: int) -> None:
     with shardwise.simulate(ranks):
         assert losses(PROGRAMS[name], ranks) == pytest.approx(on_one_device(), abs=1e-4)
 

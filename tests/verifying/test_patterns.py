@@ -1,4 +1,4 @@
-"""How ranks hold a tensor, and how it differs from what it should be, told by values alone."""
+"""How ranks hold a tensor, and how it differs from what it should be, found from values alone."""
 
 import itertools
 

@@ -43,7 +43,9 @@ def is_checkpoint(path: Path) -> bool:
 def prepare(path: Path) -> None:
     """Create the empty folder in which a checkpoint will be written."""
     if path.name == LATEST or not path.name:
-        raise CheckpointError(f"a checkpoint cannot be named {path.name!r}", "that is the name of the pointer")
+        raise CheckpointError(
+            f"a checkpoint cannot be named {path.name!r}", "choose another name: that file names the newest one"
+        )
     if path.exists() and not (is_checkpoint(path) or (path.is_dir() and not any(path.iterdir()))):
         raise CheckpointError(
             f"{path} exists and is no checkpoint: expected a new name or a folder with {METADATA}, found {_kind(path)}",

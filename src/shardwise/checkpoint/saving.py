@@ -110,7 +110,9 @@ def async_save(
              of it changes while it is saved: it takes no second copy of what does not change.
     """
     if staging not in get_args(Staging):
-        raise CheckpointError(f"staging={staging!r}", f"one of {', '.join(map(repr, get_args(Staging)))}")
+        raise CheckpointError(
+            f"async_save got staging={staging!r}", f"pass one of {', '.join(map(repr, get_args(Staging)))}"
+        )
     finish_background()
     ranks, at = ranks_of_world(), Path(path).absolute()
     flat = flatten(state_dicts(state))
@@ -135,7 +137,7 @@ def _planned(
 ) -> _Job:
     def begin() -> None:
         if keep is not None and keep < 1:
-            raise CheckpointError(f"keep={keep}", "at least the new checkpoint is kept: keep=1 or more")
+            raise CheckpointError(f"keep={keep} would delete the new checkpoint", "pass keep=1 or more")
         if ranks.coordinator:
             prepare(path)
 

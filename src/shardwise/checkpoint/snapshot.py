@@ -32,12 +32,13 @@ def check_snapshot(tensors: Iterable[Tensor]) -> None:
     A GPU that the process uses does no harm, since the child never calls it: workers of a DataLoader are forked, too.
     """
     if not hasattr(os, "fork"):
-        raise CheckpointError("a snapshot on a system that cannot fork processes", 'pass staging="buffer"')
+        raise CheckpointError('staging="snapshot" needs a system that can fork', 'pass staging="buffer"')
     cuda = torch.cuda.is_initialized()
     for tensor in tensors:
         if tensor.device.type != "cpu" or tensor.is_shared() or (cuda and tensor.is_pinned()):
             raise CheckpointError(
-                "a snapshot of tensors on a GPU, in shared memory or in pinned memory", 'pass staging="buffer"'
+                'staging="snapshot" got tensors on a GPU, in shared or pinned memory, which a fork does not copy',
+                'pass staging="buffer"',
             )
 
 

@@ -119,9 +119,9 @@ class FSDPModule:
     def set_custom_all_gather(self, comm: object) -> None:
         """Raise an error: custom all-gathers are not supported."""
         raise InputError(
-            "a custom all-gather: shardwise gathers each parameter into its place by one coalesced collective, and has "
-            "no staging buffer that another one could fill",
-            "leave it out",
+            "fully_shard does not support custom collectives: it gathers each parameter in place by one coalesced "
+            "collective, without a staging buffer that another one could fill",
+            "remove the call",
         )
 
     set_custom_reduce_scatter = set_custom_all_gather

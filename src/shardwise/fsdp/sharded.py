@@ -55,8 +55,8 @@ def _checked_dim(name: str, parameter: Tensor, dim: int) -> int:
         )
     if not -parameter.dim() <= dim < parameter.dim():
         raise InputError(
-            f"Shard({dim}) for the parameter {name!r} of shape {list(parameter.shape)}",
-            f"shard_placement_fn returns one of its dims, 0 to {parameter.dim() - 1}",
+            f"shard_placement_fn returned Shard({dim}) for the parameter {name!r} of shape {list(parameter.shape)}",
+            f"return one of its dims, Shard(0) to Shard({parameter.dim() - 1})",
         )
     return dim % parameter.dim()
 

@@ -56,7 +56,7 @@ def packed_attention(
     if not isinstance(query, DTensor):
         return _by_document(query, key, value, edges, is_causal, dropout_p, scale)
     if not isinstance(key, DTensor) or not isinstance(value, DTensor):
-        raise InputError("packed_attention of plain tensors and DTensors together", "distribute all three")
+        raise InputError("packed_attention got plain tensors and DTensors", "distribute queries, keys and values")
     zigzag = zigzag_ranks(query.spec, key.spec, value.spec)
     given = Attention(None, dropout_p, is_causal, scale, edges, zigzag)
     result: Tensor = attend_over_sequence(query, key, value, given, method)
@@ -66,12 +66,12 @@ def packed_attention(
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     shapes = f"queries {list(query.shape)}, keys {list(key.shape)} and values {list(value.shape)}"
     if not query.dim() == key.dim() == value.dim() == 4:
-        raise ShapeError(f"packed attention of {shapes}", "pass [tokens, heads, features] each")
+        raise ShapeError(f"packed_attention got {shapes}", "pass [tokens, heads, features] each")
     tokens = key.shape[:3] == value.shape[:3] and query.shape[0] == key.shape[0] and query.shape[2:] == key.shape[2:]
     if not tokens or not key.shape[1] or query.shape[1] % key.shape[1]:
         raise ShapeError(
-            f"packed attention of {shapes} ([batch, heads, tokens, features])",
-            "all three have the same tokens, and the heads of keys divide those of queries",
+            f"packed_attention got {shapes} ([batch, heads, tokens, features])",
+            "pass equally many tokens in all three, and a number of query heads that is a multiple of the key heads",
         )
 
 

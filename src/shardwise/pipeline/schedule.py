@@ -37,10 +37,11 @@ def schedule(kind: str, *, ranks: int, stages: int, microbatches: int) -> list[A
     that it holds the activations of few microbatches; with several stages a rank it is the interleaved schedule.
     """
     if kind not in SCHEDULES:
-        raise InputError(f"schedule {kind!r}", f"use one of {', '.join(SCHEDULES)}")
+        raise InputError(f"there is no pipeline schedule {kind!r}", f"use one of {', '.join(SCHEDULES)}")
     if stages % ranks or stages < ranks:
         raise InputError(
-            f"{stages} stages on {ranks} ranks of the pipeline", "give every rank the same number of stages"
+            f"{stages} stages cannot be divided among {ranks} ranks of the pipeline",
+            f"pass {ranks} stages, or a multiple of it",
         )
     queues = [_Rank(kind, rank, ranks, stages, microbatches) for rank in range(ranks)]
     done: dict[Action, int] = {}
