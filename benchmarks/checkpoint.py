@@ -248,7 +248,7 @@ BLOCKED_HEADER = ["", "blocked ms", "of shardwise's save", "next update ms", "of
 def blocked(folder: Path, mib: int, device: str) -> list[list[str]]:
     """How long each way of saving in the background keeps one process, beside a save that waits.
 
-    "Next update" is what an in-place update of the whole state takes right after: it waits for a deferred copy, and
+    "Next update" is what an in-place update of the entire state takes right after: it waits for a deferred copy, and
     pays for the pages that the operating system has to copy after a snapshot.
     """
     state = {"x": torch.arange(mib * 2**18, device=device).float()}

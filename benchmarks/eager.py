@@ -1,9 +1,9 @@
-"""What an op on a distributed tensor costs on top of the op on a plain one, and a whole training step.
+"""The overhead of an op on a distributed tensor over the op on a plain one, and the time of a training step.
 
     python benchmarks/eager.py [--print] [--device cuda] [--ops] [--step]
 
 Both libraries run on the fake process group, as rank 0 of 4, with one thread. Tensors are small, so that what is timed
-is the library, not the op. "overhead" is the time less that of the plain op on the local parts.
+is the library, not the op. "overhead" is the time less that of the plain op on the local shards.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RANKS = 4
 
 
 class Case(NamedTuple):
-    """An op, the global shapes of its tensors, and the dim that each is cut along, None for replicated."""
+    """An op, the global shapes of its tensors, and the dim that each is sharded along, None for replicated."""
 
     run: Callable[..., Any]
     tensors: list[tuple[tuple[int, ...], int | None]]
@@ -68,7 +68,7 @@ def distributed(lib: Any, mesh: Any, case: Case, device: str, grad: bool) -> lis
 
 
 def op_times(mesh: Any, case: Case, device: str, grad: bool) -> list[float]:
-    """Microseconds of the plain op on local parts, and of both libraries."""
+    """Microseconds of the plain op on local shards, and of both libraries."""
     calls = []
     tensors: list[Any] = []
     for library in LIBRARIES:
@@ -84,11 +84,13 @@ def edge_times(mesh: Any, device: str, grad: bool) -> dict[str, list[float]]:
     found: dict[str, list[Any]] = {"redistribute": [], "from_local": [], "to_local": []}
     for library in LIBRARIES:
         lib = importlib.import_module(library)
-        cut, whole = [lib.Shard(0)], [lib.Replicate()]
-        tensor = lib.distribute_tensor(torch.randn(16, 64, device=device), mesh, cut).requires_grad_(grad)
+        sharded, replicated = [lib.Shard(0)], [lib.Replicate()]
+        tensor = lib.distribute_tensor(torch.randn(16, 64, device=device), mesh, sharded).requires_grad_(grad)
         local = torch.randn(4, 64, device=device, requires_grad=grad)
-        found["redistribute"].append(lambda t=tensor, p=whole: t.redistribute(placements=p))
-        found["from_local"].append(lambda lib=lib, x=local, p=cut: lib.DTensor.from_local(x, mesh, p, run_check=False))
+        found["redistribute"].append(lambda t=tensor, p=replicated: t.redistribute(placements=p))
+        found["from_local"].append(
+            lambda lib=lib, x=local, p=sharded: lib.DTensor.from_local(x, mesh, p, run_check=False)
+        )
         found["to_local"].append(lambda t=tensor: t.to_local())
     return {name: microseconds(*calls, repeats=60) for name, calls in found.items()}
 

@@ -34,7 +34,7 @@ RANKS = 4
 
 
 class Move(torch.autograd.Function):
-    """Gather the sequence from all ranks, or sum over all ranks and keep a part; the gradient does the other."""
+    """Gather the sequence from all ranks, or sum over all ranks and keep a shard; the gradient does the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, there: Callable[..., Tensor], back: Callable[..., Tensor]) -> Tensor:
@@ -92,7 +92,7 @@ def by_hand(mesh: Any, device: str, blocks: int) -> Step:
         optimizer.zero_grad()
         loss = model(x).square().mean() / RANKS
         loss.backward()
-        for p in norms:  # the weights of norms see a part of the sequence on each rank
+        for p in norms:  # the weights of norms see a shard of the sequence on each rank
             p.grad = c10d.wait_tensor(c10d.all_reduce(p.grad, "sum", group))
         optimizer.step()
 

@@ -129,9 +129,9 @@ def load_on_rank_0(folder: Path, mesh: Any, plan: Any) -> tuple[Any, int]:
 def save_on_rank_0(model: Any, folder: Path) -> None:
     full = {}
     for key, tensor in model.state_dict().items():
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        gathered = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         if dist.get_rank() == 0:
-            full[key] = whole
+            full[key] = gathered
     if dist.get_rank() == 0:
         model.save_pretrained(folder, state_dict=full)
 

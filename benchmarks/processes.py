@@ -3,7 +3,7 @@
     python benchmarks/processes.py [--print]
 
 Two gloo processes, one thread each. On the fake process group of the other benchmarks a collective returns at once, and
-one that nobody asked for would not be seen.
+one that was not asked for would not be seen.
 """
 
 from __future__ import annotations

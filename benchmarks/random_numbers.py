@@ -83,7 +83,7 @@ def main() -> None:
     given = parser.parse_args()
     numbers = given.numbers or (10**8 if given.device == "cuda" else 4 * 10**6)
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    shardwise.random.set_generator_check(False)  # nobody answers in a fake world
+    shardwise.random.set_generator_check(False)  # there are no peers in a fake world
     report = Report("random" if given.device == "cpu" else f"random {given.device}")
     if given.device == "cuda":
         report.add(f"{torch.cuda.get_device_name()}, torch {torch.__version__}.")

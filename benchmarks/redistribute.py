@@ -100,7 +100,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def collective(self, name: str, args: tuple[Any, ...], result: torch.Tensor) -> Collective:
-        """What this rank receives. A rank never receives its own part; a ring all-reduce brings each part twice."""
+        """Count what this rank receives: never its own shard; in a ring all-reduce, each shard twice."""
         sent = args[0]
         ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(args[-1]))
         peers, me = len(ranks), ranks.index(self.rank)

@@ -66,7 +66,7 @@ def tensor_parallel(name: str, shape: torch.Size) -> list[Any]:
 
 
 def fuse(ranks: int) -> Callable[[str], Any]:
-    """q, k and v, and gate and up, become one weight each, of which each rank has its rows."""
+    """Fuse q, k and v, and gate and up, into one weight each; each rank has its rows."""
     fused = {"q": ("qkv", 0), "k": ("qkv", 1), "v": ("qkv", 2), "gate": ("gate_up", 0), "up": ("gate_up", 1)}
 
     def convert(name: str) -> Any:
@@ -147,20 +147,20 @@ def _common(have: Any, need: Any, segment: Any) -> int:
 
 
 def gather_and_broadcast(state: dict[str, Any], trainer: DeviceMesh, generator: DeviceMesh) -> dict[str, Any]:
-    """What programs do without it: gather each tensor on the trainer, broadcast it, and keep a shard."""
+    """Transfer without shardwise: gather each tensor on the trainer, broadcast it, and keep a shard."""
     first, found = int(trainer.mesh.flatten()[0]), {}
     inside = dist.get_rank() in trainer.mesh
     for name, tensor in state.items():
-        whole = tensor.full_tensor() if inside else torch.empty(tensor.shape)
-        dist.broadcast(whole, src=first)
+        gathered = tensor.full_tensor() if inside else torch.empty(tensor.shape)
+        dist.broadcast(gathered, src=first)
         placements = tensor_parallel(name, tensor.shape)
-        found[name] = shardwise.distribute_tensor(whole, generator, placements, src_data_rank=None)
+        found[name] = shardwise.distribute_tensor(gathered, generator, placements, src_data_rank=None)
     return found
 
 
 def distributed(shapes: dict[str, tuple[int, ...]], mesh: DeviceMesh) -> dict[str, Any]:
-    whole: dict[str, Tensor] = {name: torch.ones(shape) for name, shape in shapes.items()}
-    return {n: shardwise.distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for n, t in whole.items()}
+    tensors: dict[str, Tensor] = {name: torch.ones(shape) for name, shape in shapes.items()}
+    return {n: shardwise.distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for n, t in tensors.items()}
 
 
 def timed(call: Callable[[], object]) -> tuple[float, int]:

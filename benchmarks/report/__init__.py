@@ -14,9 +14,9 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 class Report:
-    """Collects the paragraphs and tables of one benchmark, prints them, and puts them in its part of the README.
+    """Collects the paragraphs and tables of one benchmark, prints them, and puts them in its section of the README.
 
-    The part lies between `<!-- NAME -->` and `<!-- /NAME -->`. With `--print` on the command line it is left alone.
+    The section is between `<!-- NAME -->` and `<!-- /NAME -->`. With `--print` on the command line it is left alone.
     """
 
     def __init__(self, name: str) -> None:

@@ -25,7 +25,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length = x.shape[:2]
 
-        def heads(values: Tensor) -> Tensor:  # as many as there are here: a local output has a part of them
+        def heads(values: Tensor) -> Tensor:  # as many as there are here: a local output has a shard of them
             return values.view(batch, length, -1, DIM // HEADS).transpose(1, 2)
 
         y = F.scaled_dot_product_attention(heads(self.q(x)), heads(self.k(x)), heads(self.v(x)), is_causal=True)
@@ -54,12 +54,12 @@ class Block(nn.Module):
 
 
 def plan(library: str, local: bool) -> dict[str, Any]:
-    """Tensor and sequence parallel: between the halves of a block the sequence is cut, inside them the features."""
+    """Tensor and sequence parallel: between the halves of a block the sequence is sharded, inside them the features."""
     lib, styles = importlib.import_module(library), importlib.import_module(f"{library}.parallel")
-    cut, whole = lib.Shard(1), lib.Replicate()
+    sharded, replicated = lib.Shard(1), lib.Replicate()
     column = styles.ColwiseParallel(use_local_output=local)
-    row = styles.RowwiseParallel(output_layouts=cut, use_local_output=local)
-    gather = styles.PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(whole,))
+    row = styles.RowwiseParallel(output_layouts=sharded, use_local_output=local)
+    gather = styles.PrepareModuleInput(input_layouts=(sharded,), desired_input_layouts=(replicated,))
     return {
         "*.norm_1": styles.SequenceParallel(),
         "*.norm_2": styles.SequenceParallel(),
@@ -90,7 +90,7 @@ def plain(device: str) -> Step:
 
 
 def local_outputs(library: str, mesh: Any, device: str) -> Step:
-    """Between modules the tensors are plain: each rank's part of the sequence."""
+    """Between modules the tensors are plain: each rank's local shard of the sequence."""
     styles = importlib.import_module(f"{library}.parallel")
     model = styles.parallelize_module(_blocks(device), mesh, plan(library, local=True))
     return step(model, torch.randn(BATCH, LENGTH // mesh.size(), DIM, device=device))

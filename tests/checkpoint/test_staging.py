@@ -127,7 +127,7 @@ def test_optimizers_do_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest
 
 
 def test_ways_of_staging_have_names(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"staging='copy': one of 'buffer', 'deferred', 'snapshot'"):
+    with pytest.raises(CheckpointError, match=r"staging='copy': pass one of 'buffer', 'deferred', 'snapshot'"):
         checkpoint.async_save({"a": 1}, tmp_path / "x", staging="copy")  # type: ignore[arg-type]
 
 

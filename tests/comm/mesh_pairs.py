@@ -1,4 +1,4 @@
-"""Random pairs of meshes and placements, and what each rank has and needs, told by element indices alone."""
+"""Random pairs of meshes and placements, and what each rank has and needs, as element indices."""
 
 from __future__ import annotations
 

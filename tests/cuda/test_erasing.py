@@ -48,7 +48,7 @@ def losses(backend, rows, dropout, plain):
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["distributed", "plain"])
-@pytest.mark.parametrize("rows", [16, 2048], ids=["drawn whole", "drawn by index"])
+@pytest.mark.parametrize("rows", [16, 2048], ids=["drawn as global tensor", "drawn by index"])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("backend", ["eager", "cudagraph"])
 def test_same_numbers(backend, dropout, rows, plain):

@@ -1,4 +1,4 @@
-"""`explain` tells line, module, op, operand, reason, price, alternatives and edit of every collective."""
+"""`explain` returns line, module, op, operand, reason, price, alternatives and edit of every collective."""
 
 import inspect
 import json
@@ -132,15 +132,15 @@ def test_lines_of_the_backward_pass_are_those_of_the_forward_pass() -> None:
 
 def test_warm_calls_are_explained_alike() -> None:
     with mesh_of(4, names=("tp",)) as mesh:
-        told = []
+        found = []
         for _ in range(3):
             x, w = conflicting_product(mesh)
             with explain() as e:
                 product_and_softmax(x, w).sum().backward()
-            told.append(e.to_dict())
+            found.append(e.to_dict())
             product_and_softmax(*conflicting_product(mesh))
-    assert told[0] == told[1] == told[2]
-    assert told[0]["communications"][0]["rejected"]
+    assert found[0] == found[1] == found[2]
+    assert found[0]["communications"][0]["rejected"]
 
 
 def test_prices_are_those_of_the_cost_model() -> None:
@@ -416,9 +416,9 @@ def test_on_processes() -> None:
     agrees(e, comm)
     assert "a style converts the output of MLP.down" in str(e)
     everyone: list[object] = [None] * 4
-    told = [{**c.to_dict(), "edit": None} for c in e.communications]
-    dist.all_gather_object(everyone, json.dumps(told))
-    assert len(set(everyone)) == 1, "all ranks tell the same"
+    found = [{**c.to_dict(), "edit": None} for c in e.communications]
+    dist.all_gather_object(everyone, json.dumps(found))
+    assert len(set(everyone)) == 1, "all ranks return the same"
 
 
 def test_json_holds_everything() -> None:

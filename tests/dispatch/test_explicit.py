@@ -42,7 +42,7 @@ MOVING: dict[str, Call] = {
     "written": (aten.add_.Tensor, [("self", X, S0), ("other", Y, S1)], {}),
     "a sum written": (aten.mul_.Tensor, [("self", X, S0), ("other", Y, SUM)], {}),
     "sort": (aten.sort.default, [("self", X, S0)], {"dim": 0}),
-    "an op that runs whole": (without_a_rule._opoverload, [("x", X, S0)], {}),
+    "an op that runs on gathered inputs": (without_a_rule._opoverload, [("x", X, S0)], {}),
     "a list": (aten.cat.default, [("tensors[0]", X, S0), ("tensors[1]", Y, S1)], {"dim": 1}),
 }
 

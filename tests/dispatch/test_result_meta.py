@@ -17,7 +17,7 @@ from shardwise.testing import check
 from tests.processes.pool import on_processes
 
 CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "slice": lambda x: x[:, :6],  # the whole dim at first, then a part of it
+    "slice": lambda x: x[:, :6],  # the full dim at first, then a slice of it
     "pad": lambda x: F.pad(x, (0, 6 - min(6, x.shape[1]))),
     "softmax": lambda x: x.softmax(1),
     "layer norm": lambda x: F.layer_norm(x.t(), (4,)),
@@ -56,13 +56,13 @@ def test_a_new_size_is_recalled() -> None:
     assert form_key(op, [contiguous_meta((1, 7), torch.float32)], {}) is None
 
 
-def test_shapes_that_a_rule_does_not_take_run_whole() -> None:
+def test_shapes_that_a_rule_does_not_take_run_on_gathered_inputs() -> None:
     index = torch.zeros(1, dtype=torch.int64)
     check(lambda x, i: torch.gather(x, 0, i), torch.tensor(3.0), index, meshes=((2,), (2, 2)), grad=False)
 
 
 def test_nothing_comes_of_nothing() -> None:
-    """A cut of a tensor without elements: the op would refuse the part, though not the whole."""
+    """A sharded tensor without elements: the op would refuse the local shard, though not the global tensor."""
     with shardwise.simulate(4):
         mesh = init_device_mesh("cpu", (4,))
         empty = zeros(0, 3, 3, device_mesh=mesh, placements=[Shard(1)])

@@ -39,7 +39,7 @@ def fresh() -> Iterator[None]:
         yield
 
 
-def test_it_runs_whole_and_says_so_once() -> None:
+def test_it_runs_on_gathered_inputs_and_says_so_once() -> None:
     with ranks(2) as mesh:
         x = on(mesh, X, Shard(0))
         with pytest.warns(GatherWarning) as said:

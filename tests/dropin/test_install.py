@@ -27,7 +27,7 @@ def test_every_spelling_gives_shardwise():
         shardwise.install()
         shardwise.install()
         import torch
-        import torch.distributed.tensor as whole
+        import torch.distributed.tensor as package
         import torch.distributed.tensor._random
         from torch.distributed import tensor
         from torch.distributed._tensor import DTensor as old_spelling
@@ -38,7 +38,7 @@ def test_every_spelling_gives_shardwise():
         from torch.distributed.tensor.experimental._attention import set_rotate_method
         from torch.distributed.tensor.parallel import ColwiseParallel
         from torch.distributed.tensor.parallel.style import RowwiseParallel
-        assert whole is tensor is shardwise and torch.distributed.tensor.DTensor is shardwise.DTensor
+        assert package is tensor is shardwise and torch.distributed.tensor.DTensor is shardwise.DTensor
         assert DTensor is old_spelling is shardwise.DTensor and old_shard is shardwise.Shard
         assert DTensorSpec is shardwise.DTensorSpec
         assert _random is torch.distributed.tensor._random

@@ -133,7 +133,7 @@ def test_dropout_continues_the_generator():
 
 
 def test_dropout_of_large_tensors_takes_a_new_key_each_time(monkeypatch):
-    monkeypatch.setattr(shardwise.random.draw, "WHOLE_UP_TO", 16)
+    monkeypatch.setattr(shardwise.random.draw, "GLOBAL_DRAW_LIMIT", 16)
     with mesh_of(2, 2) as mesh:
         compare(training(mesh, dropout=0.5), pairs(mesh))
 

@@ -352,7 +352,7 @@ ROWS: dict[str, Row] = {
     "a transfer without a state dict": Row(
         lambda w: shardwise.transfer(None, w.line, [Shard(0)]),
         errors.InputError,
-        "a transfer without a state dict",
+        "transfer got no state dict",
         "pass source=, the mesh of the ranks that have it, on all ranks",
     ),
     "a text for another mesh": Row(

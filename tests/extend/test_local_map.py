@@ -13,7 +13,7 @@ from shardwise import DTensor, Partial, Replicate, Shard, local_map
 from shardwise.errors import InputError, PlacementError, ShapeError
 from shardwise.testing import assemble, make_dtensor
 
-ROW, COLUMN, WHOLE, SUM = [Shard(0)], [Shard(1)], [Replicate()], [Partial()]
+ROW, COLUMN, REPLICATED, SUM = [Shard(0)], [Shard(1)], [Replicate()], [Partial()]
 torch.manual_seed(0)
 X, W = torch.randn(5, 4), torch.randn(4, 3)
 
@@ -44,7 +44,13 @@ def gradients_match(result: DTensor, leaves: list[DTensor], plain: Tensor, plain
 
 
 @pytest.mark.parametrize(
-    ("given", "result"), [((ROW, WHOLE), ROW), ((COLUMN, ROW), SUM), ((WHOLE, COLUMN), COLUMN), ((WHOLE, WHOLE), WHOLE)]
+    ("given", "result"),
+    [
+        ((ROW, REPLICATED), ROW),
+        ((COLUMN, ROW), SUM),
+        ((REPLICATED, COLUMN), COLUMN),
+        ((REPLICATED, REPLICATED), REPLICATED),
+    ],
 )
 def test_values(mesh: DeviceMesh, given: Any, result: Any) -> None:
     mapped = local_map(product, out_placements=result, in_placements=given)
@@ -69,8 +75,8 @@ def test_uneven_results(mesh: DeviceMesh) -> None:
 
 def test_gradients(mesh: DeviceMesh) -> None:
     """Each rank computes a term of the gradient of a replicated operand: in_grad_placements has a Partial for it."""
-    mapped = local_map(product, out_placements=ROW, in_placements=(ROW, WHOLE), in_grad_placements=(ROW, SUM))
-    x, w = on(mesh, X, ROW, grad=True), on(mesh, W, WHOLE, grad=True)
+    mapped = local_map(product, out_placements=ROW, in_placements=(ROW, REPLICATED), in_grad_placements=(ROW, SUM))
+    x, w = on(mesh, X, ROW, grad=True), on(mesh, W, REPLICATED, grad=True)
     plain = X.clone().requires_grad_(), W.clone().requires_grad_()
     gradients_match(mapped(x, w), [x, w], product(*plain), list(plain))
 
@@ -142,39 +148,39 @@ def test_without_in_placements_anything_goes(mesh: DeviceMesh) -> None:
     [
         (
             {"in_placements": (ROW,)},
-            (ROW, WHOLE),
+            (ROW, REPLICATED),
             InputError,
             "1 in_placements for 2 arguments of product: give one each",
         ),
         (
-            {"in_placements": (ROW, WHOLE), "in_grad_placements": (ROW,)},
-            (ROW, WHOLE),
+            {"in_placements": (ROW, REPLICATED), "in_grad_placements": (ROW,)},
+            (ROW, REPLICATED),
             InputError,
             "1 in_grad_placements for 2 arguments of product: give one each",
         ),
         (
             {"in_placements": (ROW, None)},
-            (ROW, WHOLE),
+            (ROW, REPLICATED),
             InputError,
             "argument 1 of product is a DTensor, its in_placements are None: give them",
         ),
         (
-            {"in_placements": (ROW, WHOLE)},
-            (COLUMN, WHOLE),
+            {"in_placements": (ROW, REPLICATED)},
+            (COLUMN, REPLICATED),
             PlacementError,
             "argument 0 of product is f32[5, 4@0], not [Shard(dim=0)]: "
             "redistribute it, or pass redistribute_inputs=True",
         ),
         (
             {"out_placements": (ROW, ROW)},
-            (ROW, WHOLE),
+            (ROW, REPLICATED),
             InputError,
             "2 out_placements for 1 results of product: give a tuple with one placement list for each result, "
             "None for those that are not tensors",
         ),
         (
             {"out_placements": None},
-            (ROW, WHOLE),
+            (ROW, REPLICATED),
             InputError,
             "result 0 of product is a tensor, its out_placements are None: change them",
         ),

@@ -22,7 +22,7 @@ from tests.ops.helpers import ranks
 
 # PyTorch's own: of sizes that broadcast, of nested tensors. An op without a rule is an error all the same.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-WHOLE = {"nn_CTCLoss"}  # its op looks along all dims, and the size of what it saves depends on data
+GATHERED = {"nn_CTCLoss"}  # its op looks along all dims, and the size of what it saves depends on data
 ALL = os.environ.get("SHARDWISE_ALL_MODULES") == "1"
 MODULES = {info.formatted_name: info for info in module_db}
 MESHES = ((2, 2), (4,))
@@ -56,7 +56,7 @@ def test_modules(name: str) -> None:
     for number, (module, given) in enumerate(samples(MODULES[name], dtype)):
         inputs: Any = given.forward_input
         for sizes, seed in cases(number):
-            strict = nullcontext() if name in WHOLE else shardwise.strict_ops()
+            strict = nullcontext() if name in GATHERED else shardwise.strict_ops()
             with ranks(*sizes) as mesh, strict:
                 compare(module, inputs.args, inputs.kwargs, mesh, seed, **CLOSE[dtype])
 

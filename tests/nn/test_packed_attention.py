@@ -107,7 +107,7 @@ def test_wrong_lengths_are_refused() -> None:
     for edges in ([0, 3], [1, 7], [0, 5, 3, 7], []):
         with pytest.raises(ShapeError, match="cu_seqlens"):
             packed_attention(tensor, tensor, tensor, edges)
-    with pytest.raises(ShapeError, match="same tokens"):
+    with pytest.raises(ShapeError, match="equally many tokens"):
         packed_attention(tensor, tensor[:3], tensor[:3], [0, 7])
 
 

@@ -1,4 +1,4 @@
-"""Checking a rule by brute force: cut, run the op on every rank, put together, compare with the whole op."""
+"""Check a rule by brute force: shard, run the op on every rank, assemble, compare with the op on global tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.notation import Bound, Rule, bind, cut_layout, local_size, output_layout, parse, passes, summands
+from shardwise.notation import Bound, Rule, bind, local_size, output_layout, parse, passes, sharded_layout, summands
 from shardwise.sharding.layout import Layout
 
 REDUCE = {
@@ -53,7 +53,7 @@ def leaves(value: Any) -> list[Any]:
 
 
 def assemble(layout: Layout, parts: dict[tuple[int, ...], Tensor | None], like: Tensor) -> Tensor:
-    """The whole tensor from what each rank has; None from a rank that had nothing to work on."""
+    """The global tensor from what each rank has; None from a rank that had nothing to work on."""
     partial = dict(layout.partial)
     summands: dict[tuple[int, ...], Tensor] = {}
     for coordinate, local in parts.items():
@@ -74,7 +74,7 @@ def assemble(layout: Layout, parts: dict[tuple[int, ...], Tensor | None], like: 
     return REDUCE[next(iter(partial.values()), "max")](result)
 
 
-def cuttable(bound: Bound, pieces: int, kernels: bool = False) -> list[int]:
+def shardable(bound: Bound, pieces: int, kernels: bool = False) -> list[int]:
     return [
         i
         for i, factor in enumerate(bound.factors)
@@ -84,17 +84,17 @@ def cuttable(bound: Bound, pieces: int, kernels: bool = False) -> list[int]:
     ]
 
 
-def check_cuts(rule: Rule, fn: Any, tensors: Any, arguments: Any, bound: Bound, mesh: Any, cuts: Any) -> None:
+def check_shardings(rule: Rule, fn: Any, tensors: Any, arguments: Any, bound: Bound, mesh: Any, shardings: Any) -> None:
     whole = fn(*tensors, **arguments)
     expected = list(whole) if len(rule.outputs) > 1 else [whole]
     pieces: list[list[dict[Any, Any]]] = [[{} for _ in leaves(value)] for value in expected]
     for coordinate in itertools.product(*map(range, mesh)):
-        cut = lambda b, t: part(cut_layout(b, bound, mesh, cuts), coordinate, t)  # noqa: B023, E731
+        cut = lambda b, t: part(sharded_layout(b, bound, mesh, shardings), coordinate, t)  # noqa: B023, E731
         local = [nested(cut, b, t) for b, t in zip(bound.inputs, tensors, strict=True)]
-        for axis, factor in cuts:
+        for axis, factor in shardings:
             for i in summands(bound, factor) if coordinate[axis] else ():
                 local[i] = nested(lambda _, t: torch.zeros_like(t), local[i], local[i])
-        sizes = {n: local_size(bound, n, v, mesh, cuts, coordinate) for n, v in arguments.items()}
+        sizes = {n: local_size(bound, n, v, mesh, shardings, coordinate) for n, v in arguments.items()}
         # An op is never called on an empty shard, unless it is all the same.
         empty = any(t is not None and t.numel() == 0 for t in leaves(local))
         result = None if empty else fn(*local, **sizes)
@@ -105,14 +105,16 @@ def check_cuts(rule: Rule, fn: Any, tensors: Any, arguments: Any, bound: Bound, 
     for index, value in enumerate(expected):
         shapes = bound.outputs[index]
         for i, leaf in enumerate(leaves(value)):
-            layout = output_layout(shapes[i] if isinstance(value, (list, tuple)) else shapes, bound, index, mesh, cuts)
+            layout = output_layout(
+                shapes[i] if isinstance(value, (list, tuple)) else shapes, bound, index, mesh, shardings
+            )
             rebuilt = assemble(layout, pieces[index][i], leaf)
-            text = f"{bound!r}, output {index}, {mesh}, {cuts}"
+            text = f"{bound!r}, output {index}, {mesh}, {shardings}"
             torch.testing.assert_close(rebuilt, leaf.double(), atol=1e-4, rtol=1e-4, msg=lambda m, t=text: f"{t}: {m}")
 
 
 def check_passing(rule: Rule, fn: Any, tensors: Any, arguments: Any, bound: Bound) -> int:
-    """Partial operands that the rule lets pass: the outputs' reduction is the whole result."""
+    """Partial operands that the rule lets pass: the outputs' reduction is the global result."""
     whole = leaves(fn(*tensors, **arguments))
     count = 0
     for op in REDUCE:
@@ -143,16 +145,16 @@ def check_passing(rule: Rule, fn: Any, tensors: Any, arguments: Any, bound: Boun
 
 
 def check(text: str, fn: Any, *tensors: Any, sizes: Any = None, **arguments: Any) -> Bound:
-    """Every cut of one axis in 2, 3 and 5, every pair of cuts of a 2 x 2 mesh, and every way Partial passes."""
+    """Try every factor over 2, 3 and 5 ranks, every pair of factors on a 2 x 2 mesh, and every way Partial passes."""
     rule = parse(text)
     whole = fn(*tensors, **arguments)
     outputs = [shape_of(o) for o in (whole if len(rule.outputs) > 1 else [whole])]
     bound = bind(rule, [shape_of(t) for t in tensors], outputs, (sizes or {}) | arguments)
     for pieces in (2, 3, 5):
-        for factor in cuttable(bound, pieces):
-            check_cuts(rule, fn, tensors, arguments, bound, (pieces,), ((0, factor),))
-    for first, second in itertools.product(cuttable(bound, 4), repeat=2):
-        check_cuts(rule, fn, tensors, arguments, bound, (2, 2), ((0, first), (1, second)))
-        check_cuts(rule, fn, tensors, arguments, bound, (2, 2), ((1, first), (0, second)))
+        for factor in shardable(bound, pieces):
+            check_shardings(rule, fn, tensors, arguments, bound, (pieces,), ((0, factor),))
+    for first, second in itertools.product(shardable(bound, 4), repeat=2):
+        check_shardings(rule, fn, tensors, arguments, bound, (2, 2), ((0, first), (1, second)))
+        check_shardings(rule, fn, tensors, arguments, bound, (2, 2), ((1, first), (0, second)))
     check_passing(rule, fn, tensors, arguments, bound)
     return bound

@@ -12,13 +12,13 @@ from shardwise.notation import (
     Bound,
     FactorKind,
     bind,
-    cut_layout,
     local_size,
     output_layout,
     output_partial,
     parse,
     passes,
     refine,
+    sharded_layout,
 )
 from shardwise.notation.frame import make_frame
 from shardwise.sharding.layout import Factor, Layout
@@ -151,9 +151,9 @@ def test_layouts_of_cut_operands_and_outputs() -> None:
     bound = bind(parse("b (g r) s, b g -> b (g r)"), [(2, 8, 6), (2, 4)])
     b, g, r, s = (bound.factor(name) for name in "bgrs")
 
-    def layouts(*cuts: tuple[int, int]) -> str:
-        operands = [cut_layout(tensor, bound, (2, 2), cuts) for tensor in bound.inputs]
-        return " ".join(map(repr, [*operands, output_layout(bound.outputs[0], bound, 0, (2, 2), cuts)]))
+    def layouts(*shardings: tuple[int, int]) -> str:
+        operands = [sharded_layout(tensor, bound, (2, 2), shardings) for tensor in bound.inputs]
+        return " ".join(map(repr, [*operands, output_layout(bound.outputs[0], bound, 0, (2, 2), shardings)]))
 
     assert layouts() == "Layout[2, 8, 6] Layout[2, 4] Layout[2, 8]"
     assert layouts((0, b)) == "Layout[2@0, 8, 6] Layout[2@0, 4] Layout[2@0, 8]"
@@ -164,8 +164,8 @@ def test_layouts_of_cut_operands_and_outputs() -> None:
 
 def test_partial_outputs() -> None:
     bound = bind(parse("a k -> a, k, 1 ; reduce max, sum, none ; kernel a, k"), [(4, 6)])
-    cuts = ((1, 0), (0, 1))
-    assert [output_partial(bound, i, cuts) for i in range(3)] == [((0, "max"),), ((1, "sum"),), ()]
+    shardings = ((1, 0), (0, 1))
+    assert [output_partial(bound, i, shardings) for i in range(3)] == [((0, "max"),), ((1, "sum"),), ()]
     listed = bind(parse("n x -> {x}"), [(2, 5)], [[(5,), (5,)]])
     assert output_partial(listed, 0, ((0, 0),)) == ((0, "sum"),)
 
@@ -175,9 +175,9 @@ def test_cuts_that_a_rule_forbids() -> None:
     with pytest.raises(
         BindError, match=r"axis 0 cannot shard b, which must be replicated in a=4 b=6: a \[b\] -> a \[b\]"
     ):
-        cut_layout(bound.inputs[0], bound, (2,), ((0, 1),))
+        sharded_layout(bound.inputs[0], bound, (2,), ((0, 1),))
     with pytest.raises(BindError, match="an axis occurs twice"):
-        cut_layout(bound.inputs[0], bound, (2,), ((0, 0), (0, 0)))
+        sharded_layout(bound.inputs[0], bound, (2,), ((0, 0), (0, 0)))
     with pytest.raises(BindError, match="no factor z in a=4 b=6"):
         bound.factor("z")
 
@@ -208,8 +208,8 @@ def test_local_sizes(text: str, shape: Any, argument: Any, cut: str, by_rank: An
     name = rule.size_arguments[0].name
     outputs = [(5, 4)] if name == "times" else [(4, 5)] if "n 1" in text else [(4, 48)]
     bound = bind(rule, [shape], outputs, {name: argument})
-    cuts = ((0, bound.factor(cut)),)
-    assert [local_size(bound, name, argument, (3,), cuts, (rank,)) for rank in range(3)] == by_rank
+    shardings = ((0, bound.factor(cut)),)
+    assert [local_size(bound, name, argument, (3,), shardings, (rank,)) for rank in range(3)] == by_rank
 
 
 @pytest.mark.parametrize(

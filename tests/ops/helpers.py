@@ -73,7 +73,7 @@ def no_communication() -> Iterator[None]:
 
 
 def communication(fn: Callable[[], Any]) -> list[str]:
-    """What the ops of a function communicate, in words. Running whole counts, too."""
+    """What the ops of a function communicate, in words. Running on gathered inputs counts, too."""
     with DTensor._op_dispatcher.recording() as plans:
         fn()
     return [

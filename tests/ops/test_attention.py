@@ -35,7 +35,7 @@ def test_attention(fn: Any, args: Any) -> None:
 
 
 @table([case for case in CASES if case[0] != "mask that is learned"])
-def test_attention_that_arrives_whole(fn: Any, args: Any) -> None:
+def test_attention_of_replicated_operands(fn: Any, args: Any) -> None:
     def inferred(*tensors: Tensor) -> Any:
         with torch.inference_mode():
             return fn(*tensors)

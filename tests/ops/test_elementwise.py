@@ -15,7 +15,7 @@ from tests.ops.helpers import check_case, communication, no_communication, on, r
 x, y, row = r(5, 4), r(5, 4, seed=1), r(4, seed=2)
 positive = r(5, 4).abs() + 0.1
 unit = torch.sigmoid(r(5, 4)) * 0.8 + 0.1
-whole_numbers, counts = r(5, 4, dtype=torch.int64), r(4, dtype=torch.int64).abs() + 1
+integers, counts = r(5, 4, dtype=torch.int64), r(4, dtype=torch.int64).abs() + 1
 small = r(5, 4, dtype=torch.int64).abs().to(torch.uint8)
 mask = x > 0
 half = r(5, 4, dtype=torch.bfloat16)
@@ -37,7 +37,7 @@ CASES: list[Any] = [
     *((name, getattr(torch, name), (x,)) for name in SIGNED.split()),
     *((name, getattr(torch, name), (unit,)) for name in ON_UNIT.split()),
     *((name, getattr(F, name), (x,)) for name in ACTIVATIONS.split()),
-    *((f"integers {name}", getattr(torch, name), (whole_numbers, counts)) for name in INTEGERS.split()),
+    *((f"integers {name}", getattr(torch, name), (integers, counts)) for name in INTEGERS.split()),
     *((f"complex {name}", getattr(torch, name), (z,)) for name in COMPLEX.split()),
     ("div", torch.div, (x, row.abs() + 1)),
     ("div by floor", lambda a, b: torch.div(a, b, rounding_mode="floor"), (x, row.abs() + 1)),
@@ -60,13 +60,13 @@ CASES: list[Any] = [
     ("clamp with tensors", torch.clamp, (x, row - 1, y + 1)),
     ("clamp_min with a tensor", torch.clamp_min, (x, row)),
     ("prelu", F.prelu, (r(3, 4, 2), row)),
-    ("isin", torch.isin, (whole_numbers, counts)),
-    ("isin a number", lambda a: torch.isin(a, 2), (whole_numbers,)),
-    ("a number isin", lambda a: torch.isin(2, a), (whole_numbers,)),
+    ("isin", torch.isin, (integers, counts)),
+    ("isin a number", lambda a: torch.isin(a, 2), (integers,)),
+    ("a number isin", lambda a: torch.isin(2, a), (integers,)),
     ("frexp", lambda a: torch.frexp(a.detach()), (x,)),
     ("bools", lambda a: ~a | a, (mask,)),
-    ("integers and floats", torch.add, (whole_numbers, x)),
-    ("unsigned", lambda a, b: -a + b, (small, whole_numbers)),
+    ("integers and floats", torch.add, (integers, x)),
+    ("unsigned", lambda a, b: -a + b, (small, integers)),
     ("half", lambda a, b: a * b.tanh(), (half, half)),
     ("numbers", lambda a, b: a * b + a, (number, x)),
     ("no elements", lambda a, b: a + b, (r(0, 4), row)),
@@ -76,7 +76,7 @@ CASES: list[Any] = [
     ("complex of parts", torch.complex, (x, y)),
     ("cast to half", lambda a: a.to(torch.bfloat16).float().round(), (x.round(),)),
     ("cast to integers", lambda a: (a * 3).round().int(), (x.round(),)),
-    ("cast of integers", lambda a: a.float(), (whole_numbers,)),
+    ("cast of integers", lambda a: a.float(), (integers,)),
     ("cast to complex", lambda a: a.to(torch.complex64), (x,)),
     ("zeros_like", torch.zeros_like, (x,)),
     ("full_like", lambda a: torch.full_like(a, 3), (x,)),
@@ -102,7 +102,7 @@ WRITES: list[Any] = [
     ("fill_ with a tensor", lambda a, v: a.fill_(v), (x, number)),
     ("zero_", lambda a: a.zero_(), (x,)),
     ("copy_", lambda a, b: a.copy_(b), (x, row)),
-    ("copy_ of integers", lambda a, b: a.copy_(b), (x, whole_numbers)),
+    ("copy_ of integers", lambda a, b: a.copy_(b), (x, integers)),
 ]
 
 
@@ -134,7 +134,7 @@ def test_what_a_factory_makes_is_written_into_out(dtype: torch.dtype) -> None:
 
 def test_errors_of_type_promotion_are_the_one_device_ones() -> None:
     with ranks(2) as mesh:
-        target = on(mesh, whole_numbers, Shard(0))
+        target = on(mesh, integers, Shard(0))
         with pytest.raises(RuntimeError, match="can't be cast"):
             target.mul_(0.5)
         with pytest.raises(RuntimeError, match="must match the size"):

@@ -94,7 +94,7 @@ def test_variants_follow_from_the_schema() -> None:
         torch.testing.assert_close(assemble(x), (r(5, 4) * 2).relu())
 
 
-def test_calls_that_no_line_is_for_run_whole_with_a_warning() -> None:
+def test_calls_without_a_line_run_on_gathered_inputs_with_a_warning() -> None:
     op = aten._masked_softmax.default
     with ranks(2) as mesh:
         x, mask = on(mesh, r(5, 4), Shard(0)), on(mesh, r(5, 4) > 0, Shard(0))

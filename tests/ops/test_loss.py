@@ -1,4 +1,4 @@
-"""Losses: means are those of the whole batch, and logits cut by class are never gathered."""
+"""Losses: means are those of the global batch, and logits sharded by class are never gathered."""
 
 from __future__ import annotations
 

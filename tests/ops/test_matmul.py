@@ -57,7 +57,7 @@ def test_products(fn: Any, args: Any) -> None:
 
 
 @table(PRODUCTS)
-def test_products_that_arrive_whole(fn: Any, args: Any) -> None:
+def test_products_of_replicated_operands(fn: Any, args: Any) -> None:
     def inferred(*tensors: Tensor) -> Any:
         with torch.inference_mode():
             return fn(*tensors)

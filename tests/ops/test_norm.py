@@ -1,4 +1,4 @@
-"""Normalizations: what is normalized together may be cut, statistics are those of the whole."""
+"""Normalizations: what is normalized together may be sharded, statistics are those of the global tensor."""
 
 from __future__ import annotations
 

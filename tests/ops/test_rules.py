@@ -1,4 +1,4 @@
-"""Rules of real ops against the whole op: every factor cut, every pair of factors, uneven and empty shards."""
+"""Rules of real ops against the op on global tensors: every factor, every pair, uneven and empty shards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import randn
 
 from shardwise.notation import bind, parse, pointwise, reduction, replicated_dims
-from tests.notation.brute import check, check_cuts, cuttable
+from tests.notation.brute import check, check_shardings, shardable
 
 aten = torch.ops.aten
 norm = aten.native_layer_norm
@@ -110,7 +110,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_cutting_and_putting_together_is_the_whole_op(name: str) -> None:
+def test_ops_on_shards_combine_to_the_op_on_global_tensors(name: str) -> None:
     check(*CASES[name])
 
 
@@ -181,7 +181,7 @@ def test_averages_are_cut_evenly_only() -> None:
     assert [(factor.name, factor.even) for factor in bound.factors] == [("a", False), ("k", True)]
     mean = lambda x: x.mean(1)  # noqa: E731
     with pytest.raises(AssertionError):
-        check_cuts(bound.rule, mean, [randn(4, 5)], {}, bind(bound.rule, [(4, 5)]), (2,), ((0, 1),))
+        check_shardings(bound.rule, mean, [randn(4, 5)], {}, bind(bound.rule, [(4, 5)]), (2,), ((0, 1),))
 
 
 def test_a_kernel_replaces_the_op_where_its_factor_is_cut() -> None:
@@ -197,5 +197,5 @@ def test_a_kernel_replaces_the_op_where_its_factor_is_cut() -> None:
         hit = (i >= 0) & (i < len(w))
         return aten.embedding(w, i.where(hit, 0)).where(hit[..., None], 0)
 
-    assert bound.factor("v") not in cuttable(bound, 2)
-    check_cuts(rule, embedding, [weight, rows], {}, bound, (2,), ((0, bound.factor("v")),))
+    assert bound.factor("v") not in shardable(bound, 2)
+    check_shardings(rule, embedding, [weight, rows], {}, bound, (2,), ((0, bound.factor("v")),))

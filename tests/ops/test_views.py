@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.notation import RuleError, bind, parse, view_rule
-from tests.notation.brute import check_cuts, cuttable
+from tests.notation.brute import check_shardings, shardable
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def check_view(old: tuple[int, ...], new: tuple[int, ...], pieces: tuple[int, ..
     reshape = lambda x, size: x.reshape(size)  # noqa: E731
     count = 0
     for n in pieces:
-        for factor in cuttable(bound, n):
-            check_cuts(rule, reshape, [x], arguments, bound, (n,), ((0, factor),))
+        for factor in shardable(bound, n):
+            check_shardings(rule, reshape, [x], arguments, bound, (n,), ((0, factor),))
             count += 1
     return count
 
@@ -102,4 +102,4 @@ def test_two_axes_on_a_view() -> None:
     x = torch.arange(120).view(4, 6, 5)
     for first, second in itertools.product(range(3), repeat=2):
         cuts = ((1, first), (0, second))
-        check_cuts(rule, lambda x, size: x.reshape(size), [x], {"size": (24, 5)}, bound, (2, 3), cuts)
+        check_shardings(rule, lambda x, size: x.reshape(size), [x], {"size": (24, 5)}, bound, (2, 3), cuts)

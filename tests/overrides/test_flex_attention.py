@@ -429,8 +429,8 @@ def test_inference_first_and_training_after():
 def test_compiled():
     tensors = inputs(32, batch=1, heads=2)
     mask, expected = mask_for(causal, tensors), F.scaled_dot_product_attention(*tensors, is_causal=True)
-    whole_graph = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(whole_graph(*tensors, block_mask=mask), expected)
+    one_graph = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(one_graph(*tensors, block_mask=mask), expected)
     with ranks(2) as mesh:
         placed = [distribute_tensor(tensor, mesh, [S(2)]) for tensor in tensors]
         found = torch.compile(flex_attention, backend="aot_eager")(*placed, block_mask=mask)

@@ -39,36 +39,40 @@ def described_module(module: nn.Module) -> dict[str, Any]:
 
 def cases(p: Any, t: Any) -> dict[str, tuple[nn.Module, Any, tuple[int, ...]]]:
     """A module, a style or plan, and the shape of a local input; with the names of either library."""
-    shard, whole = t.Shard, t.Replicate()
+    shard, replicated = t.Shard, t.Replicate()
     wide = (2, 8, IN)
     return {
         "colwise": (nn.Linear(IN, OUT), p.ColwiseParallel(), wide),
-        "colwise, whole output": (nn.Linear(IN, OUT), p.ColwiseParallel(output_layouts=whole), wide),
+        "colwise, replicated output": (nn.Linear(IN, OUT), p.ColwiseParallel(output_layouts=replicated), wide),
         "colwise of a cut sequence": (nn.Linear(IN, OUT), p.ColwiseParallel(input_layouts=shard(1)), (2, 2, IN)),
         "colwise, DTensor": (nn.Linear(IN, OUT), p.ColwiseParallel(use_local_output=False), wide),
         "rowwise": (nn.Linear(OUT, IN), p.RowwiseParallel(), wide),
         "rowwise to a cut sequence": (nn.Linear(OUT, IN), p.RowwiseParallel(output_layouts=shard(1)), wide),
-        "rowwise of a whole input": (nn.Linear(IN, IN), p.RowwiseParallel(input_layouts=whole), wide),
+        "rowwise of a replicated input": (nn.Linear(IN, IN), p.RowwiseParallel(input_layouts=replicated), wide),
         "rowwise, DTensor": (nn.Linear(OUT, IN), p.RowwiseParallel(use_local_output=False), wide),
         "sequence": (nn.LayerNorm(IN), p.SequenceParallel(), (2, 2, IN)),
         "sequence, local": (nn.LayerNorm(IN), p.SequenceParallel(sequence_dim=0, use_local_output=True), (2, 2, IN)),
         "input": (
             nn.Identity(),
-            p.PrepareModuleInput(input_layouts=shard(1), desired_input_layouts=whole),
+            p.PrepareModuleInput(input_layouts=shard(1), desired_input_layouts=replicated),
             (2, 2, IN),
         ),
         "input, local": (
             nn.Identity(),
-            p.PrepareModuleInput(input_layouts=(shard(1),), desired_input_layouts=(whole,), use_local_output=True),
+            p.PrepareModuleInput(input_layouts=(shard(1),), desired_input_layouts=(replicated,), use_local_output=True),
             (2, 2, IN),
         ),
-        "output": (nn.Identity(), p.PrepareModuleOutput(output_layouts=whole, desired_output_layouts=shard(0)), (4, 8)),
+        "output": (
+            nn.Identity(),
+            p.PrepareModuleOutput(output_layouts=replicated, desired_output_layouts=shard(0)),
+            (4, 8),
+        ),
         "both": (
             nn.Identity(),
             p.PrepareModuleInputOutput(
                 input_layouts=shard(0),
-                desired_input_layouts=whole,
-                output_layouts=whole,
+                desired_input_layouts=replicated,
+                output_layouts=replicated,
                 desired_output_layouts=shard(1),
                 use_local_output=False,
             ),
@@ -79,7 +83,7 @@ def cases(p: Any, t: Any) -> dict[str, tuple[nn.Module, Any, tuple[int, ...]]]:
             Half(Attention()),
             {
                 "norm": p.SequenceParallel(),
-                "inner": p.PrepareModuleInput(input_layouts=shard(1), desired_input_layouts=whole),
+                "inner": p.PrepareModuleInput(input_layouts=shard(1), desired_input_layouts=replicated),
                 "inner.[qkv]": p.ColwiseParallel(),
                 "inner.o": p.RowwiseParallel(output_layouts=shard(1)),
             },

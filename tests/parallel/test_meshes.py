@@ -24,7 +24,7 @@ from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_mod
 from tests.parallel.models import Attention, Half, counts, first, made
 from tests.processes.pool import on_processes
 
-WHOLE = {
+ATTENTION_PLAN = {
     "inner.[qkv]": ColwiseParallel(use_local_output=False),
     "inner.o": RowwiseParallel(use_local_output=False),
 }
@@ -47,7 +47,7 @@ def same_gradients(model, expected) -> None:
 def recommended(mesh) -> None:
     x = torch.randn(5, 6, 16)  # 5 rows over 2: unevenly
     loss, gradients = alone(x)
-    model = distribute_module(parallelize_module(made(lambda: Half(Attention())), mesh, WHOLE), mesh)
+    model = distribute_module(parallelize_module(made(lambda: Half(Attention())), mesh, ATTENTION_PLAN), mesh)
     got = model(distribute_tensor(x, mesh, P("dp"))).square().mean()
     assert got.item() == pytest.approx(loss, rel=1e-5)
     with CommDebugMode() as comm:
@@ -112,9 +112,9 @@ def test_each_dp_rank_its_own_program_as_in_pytorch() -> None:
 def test_errors() -> None:
     with simulate(8):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
-        whole = parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel())
+        linear = parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel())
         with pytest.raises(InputError, match=r"the placements on the other axes are not known: distribute the model's"):
-            whole(torch.randn(2, 8))
+            linear(torch.randn(2, 8))
         uneven = parallelize_module(nn.Linear(8, 6), mesh, ColwiseParallel())
         with pytest.raises(InputError, match=r"differ in size.*use_local_output=False"):
             uneven(distribute_tensor(torch.randn(2, 8), mesh, P("dp")))

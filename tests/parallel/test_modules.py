@@ -125,11 +125,11 @@ def test_from_the_meta_device(mesh) -> None:
         module.reset_parameters()
     assert {name: p.placements for name, p in model.named_parameters()} == placements
     # The numbers are those of the same modules with replicated parameters.
-    whole = distribute_module(Half(Mlp()), mesh)
+    replicated = distribute_module(Half(Mlp()), mesh)
     torch.manual_seed(3)
-    for module in (whole.norm, whole.inner.up, whole.inner.down):
+    for module in (replicated.norm, replicated.inner.up, replicated.inner.down):
         module.reset_parameters()
-    for mine, its in zip(model.parameters(), whole.parameters(), strict=True):
+    for mine, its in zip(model.parameters(), replicated.parameters(), strict=True):
         assert torch.equal(first(mine), first(its))
     x = distribute_tensor(torch.randn(2, 8, 16), mesh, [Shard(1)])
     model.inner.down(model.inner.up(model.norm(x))).sum().backward()

@@ -33,7 +33,7 @@ from tests.parallel.models import Attention, Half, Mlp, first, follows_one_devic
 from tests.processes.pool import on_processes
 
 S1 = Shard(1)
-whole = {"use_local_output": False}
+distributed = {"use_local_output": False}
 
 
 def mlp_plans(local: bool) -> dict[str, dict[str, object]]:
@@ -170,9 +170,9 @@ def test_grouped_and_unbatched_convolutions(make, style) -> None:
     "style",
     [
         RowwiseParallel(input_layouts=Replicate()),
-        RowwiseParallel(input_layouts=Replicate(), output_layouts=S1, **whole),
+        RowwiseParallel(input_layouts=Replicate(), output_layouts=S1, **distributed),
         ColwiseParallel(output_layouts=Replicate()),
-        ColwiseParallel(**whole),
+        ColwiseParallel(**distributed),
     ],
     ids=repr,
 )
@@ -288,7 +288,7 @@ def test_prepare_output() -> None:
 
 def test_an_input_given_by_name() -> None:
     with line_of(4) as mesh:
-        linear = parallelize_module(made(lambda: nn.Linear(8, 8)), mesh, ColwiseParallel(**whole))
+        linear = parallelize_module(made(lambda: nn.Linear(8, 8)), mesh, ColwiseParallel(**distributed))
         x = torch.randn(2, 8)
         out = linear(input=distribute_tensor(x, mesh, [Shard(0)]))
         torch.testing.assert_close(first(out), made(lambda: nn.Linear(8, 8))(x))
@@ -317,7 +317,9 @@ def test_a_module_that_looks_like_a_linear() -> None:
 
 def test_the_same_input_prepared_once_until_it_changes() -> None:
     with line_of(4) as mesh:
-        a, b = (parallelize_module(made(lambda: nn.Linear(8, 8)), mesh, ColwiseParallel(**whole)) for _ in range(2))
+        a, b = (
+            parallelize_module(made(lambda: nn.Linear(8, 8)), mesh, ColwiseParallel(**distributed)) for _ in range(2)
+        )
         x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0)])
         with torch.no_grad():
             assert torch.equal(first(a(x)), first(b(x)))
@@ -382,7 +384,7 @@ def test_mlp_on_processes(kind, local) -> None:
 
 
 def test_everything_else_is_replicated_by_distribute_module() -> None:
-    plan = {"inner.up": ColwiseParallel(**whole), "inner.down": RowwiseParallel(**whole)}
+    plan = {"inner.up": ColwiseParallel(**distributed), "inner.down": RowwiseParallel(**distributed)}
     with line_of(4) as mesh:
         follows_one_device(
             lambda: Half(Mlp()),

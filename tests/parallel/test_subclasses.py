@@ -120,21 +120,21 @@ def test_tokens_travel_to_their_experts() -> None:
     torch.testing.assert_close(model.weight.grad.full_tensor(), alone.weight.grad)
 
 
-@pytest.mark.parametrize("whole_mesh", [True, False])
-def test_on_a_mesh_of_two_axes(whole_mesh) -> None:
+@pytest.mark.parametrize("full_mesh", [True, False])
+def test_on_a_mesh_of_two_axes(full_mesh) -> None:
     """Given the 2-D mesh, a method that calls the one it overrides acts on tp. Given `mesh["tp"]`, all methods do."""
     torch.manual_seed(0)
     x = torch.randn(4, 8, 16)
     alone = made(Mlp)
     expected = alone(x)
     expected.square().sum().backward()
-    up = own.ColwiseLora(use_local_output=False) if not whole_mesh else ColwiseParallel(use_local_output=False)
+    up = own.ColwiseLora(use_local_output=False) if not full_mesh else ColwiseParallel(use_local_output=False)
     with mesh_of(2, 2, names=("dp", "tp")) as mesh:
         model = made(Mlp)
         plan = {"up": up, "down": own.FlippedRowwise(use_local_output=False)}
-        parallelize_module(model, mesh if whole_mesh else mesh["tp"], plan)
+        parallelize_module(model, mesh if full_mesh else mesh["tp"], plan)
         given = distribute_tensor(x, mesh, [Shard(0), Replicate()])
-        out = model(given if whole_mesh else x)
+        out = model(given if full_mesh else x)
         torch.testing.assert_close(first(out), expected.detach())
         out.square().sum().backward()
         for parameter, reference in zip(model.parameters(), alone.parameters(), strict=True):

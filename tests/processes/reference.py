@@ -1,4 +1,4 @@
-"""The meaning of placements, told a second time and differently: with torch.chunk on whole tensors.
+"""The meaning of placements, implemented a second time and differently: with torch.chunk on global tensors.
 
 Also random cases (mesh, shape, dtype, source and target placements) that come out the same on every rank.
 """
@@ -29,13 +29,13 @@ def mesh_of(*sizes: int) -> DeviceMesh:
 
 def assert_same(got: Tensor, want: Tensor, what: str = "") -> None:
     """Same dtype, shape and values, to the bit (zeros of either sign are one)."""
-    told = f"{what}: got {got!r}, want {want!r}"
-    assert isinstance(got, Tensor), told
-    assert not isinstance(got, DTensor), told
-    assert (got.dtype, got.shape) == (want.dtype, want.shape), told
+    message = f"{what}: got {got!r}, want {want!r}"
+    assert isinstance(got, Tensor), message
+    assert not isinstance(got, DTensor), message
+    assert (got.dtype, got.shape) == (want.dtype, want.shape), message
     if got.dtype.is_floating_point:
         got, want = got.double(), want.double()
-    assert torch.equal(got, want), told
+    assert torch.equal(got, want), message
 
 
 # ---- meaning ---------------------------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ def chunk(tensor: Tensor, dim: int, pieces: int, index: int) -> Tensor:
 
 
 def cut(whole: Tensor, mesh: DeviceMesh, placements: Any, at: Sequence[int]) -> Tensor:
-    """What the rank at a coordinate holds of a whole tensor."""
+    """What the rank at a coordinate holds of a global tensor."""
     entries = in_order(mesh, placements, whole.dim())
     for axis, placement in list(entries):
         if isinstance(placement, InterleavedShard) and whole.shape[placement.dim] % placement.blocks:
@@ -103,7 +103,7 @@ def _reduce(operands: Tensor, dim: int, op: str | None) -> Tensor:
 
 
 class Case(NamedTuple):
-    """A whole tensor, how it is cut or which operands make it up, and how it should be cut."""
+    """A global tensor, how it is sharded or which operands make it up, and how it should be sharded."""
 
     mesh: DeviceMesh
     whole: Tensor
@@ -132,7 +132,7 @@ def random_case(seed: int, mesh: DeviceMesh) -> Case:
     source, target = (_random_placements(draw, mesh, shape, dtype) for _ in range(2))
     ops = _ops(mesh, source, len(shape))
     numbers = torch.Generator().manual_seed(seed)
-    # Small whole numbers, so that no reduction rounds.
+    # Small integers, so that no reduction rounds.
     operands = torch.randint(-2, 3, (*mesh.shape, *shape), generator=numbers).to(dtype)
     return Case(mesh, reduced(operands, ops), operands, source, target)
 

@@ -1,4 +1,4 @@
-"""Whole tensors handed out, local tensors put together, and what happens when the ranks do not fit."""
+"""Global tensors distributed, local tensors assembled, and what happens when the ranks do not fit."""
 
 import pytest
 import torch

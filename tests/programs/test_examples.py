@@ -1,4 +1,4 @@
-"""The examples run as they are told to, and the notebook shows what its cells print."""
+"""The examples run with their options, and the notebook shows what its cells print."""
 
 import json
 import os

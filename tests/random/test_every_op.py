@@ -58,7 +58,7 @@ def same(found: list[tuple[Any, Tensor, Tensor]], first: Tensor, state: Tensor, 
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_by_index(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw, "WHOLE_UP_TO", 0)
+    monkeypatch.setattr(draw, "GLOBAL_DRAW_LIMIT", 0)
     found = everywhere(
         DRAWS[name], some(name, 99 if name in ("uniform_", "normal_", "bernoulli") else 7 if name in FILLS else 4)
     )
@@ -67,9 +67,9 @@ def test_by_index(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize("exact", [False, True])
-def test_whole_draws_are_those_of_plain_torch(name: str, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_global_draws_are_those_of_plain_torch(name: str, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if exact:
-        monkeypatch.setattr(draw, "WHOLE_UP_TO", 0)
+        monkeypatch.setattr(draw, "GLOBAL_DRAW_LIMIT", 0)
     torch.manual_seed(5)
     expected = DRAWS[name](x.clone())  # type: ignore[arg-type]
     state = torch.get_rng_state()
@@ -84,7 +84,7 @@ def test_whole_draws_are_those_of_plain_torch(name: str, exact: bool, monkeypatc
 @on_processes
 def test_on_processes(name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draw, "WHOLE_UP_TO", 0)
+        patch.setattr(draw, "GLOBAL_DRAW_LIMIT", 0)
         torch.manual_seed(5)
         found = []
         for sizes, choices in {(4,): MESHES[(4,)], (2, 2): random.Random(name).sample(TWO_AXES, 3)}.items():

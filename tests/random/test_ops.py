@@ -54,7 +54,7 @@ def test_drawing_into_out() -> None:
         assert all(torch.equal(value, drawn[0]) for value in drawn[1:])
 
 
-def test_partial_tensors_are_filled_whole() -> None:
+def test_partial_tensors_are_filled_as_global_tensors() -> None:
     with ranks(2) as mesh:
         drawn = []
         for placement in (Replicate(), Partial()):

@@ -60,7 +60,7 @@ def test_chi_square_of_every_byte_and_of_pairs(shift: int) -> None:
     assert abs(chi_square(pairs.bincount(minlength=65536).double())) < 4
 
 
-def test_whole_numbers_and_coins() -> None:
+def test_integers_and_coins() -> None:
     for high in (7, 1000, 1 << 20):
         values = drawn("random_", 0, high, dtype=torch.int64)
         assert (values.min() >= 0) & (values.max() < high)

@@ -24,7 +24,7 @@ x = r(6, 10)
 @pytest.fixture(params=["global tensor", "by index"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "by index":
-        monkeypatch.setattr(draw, "WHOLE_UP_TO", 0)
+        monkeypatch.setattr(draw, "GLOBAL_DRAW_LIMIT", 0)
 
 
 def test_states_and_forks() -> None:
@@ -130,7 +130,7 @@ def test_meta_initialisation() -> None:
     assert len(found[0]) == 5
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
-    if draw.WHOLE_UP_TO:  # those of plain torch, which the same program gives on one device
+    if draw.GLOBAL_DRAW_LIMIT:  # those of plain torch, which the same program gives on one device
         model = nn.Sequential(nn.Linear(64, 48), nn.Conv1d(4, 6, 3), nn.Embedding(40, 32))
         torch.manual_seed(0)
         for module in model:
@@ -141,7 +141,7 @@ def test_meta_initialisation() -> None:
 @on_processes
 def test_no_rank_ever_holds_a_global_tensor() -> None:
     with pytest.MonkeyPatch.context() as patch, Largest() as largest:
-        patch.setattr(draw, "WHOLE_UP_TO", 0)
+        patch.setattr(draw, "GLOBAL_DRAW_LIMIT", 0)
         build(init_device_mesh("cpu", (4,)), [Shard(0)])
     assert largest.elements <= 64 * 48 // 4
 

@@ -36,14 +36,14 @@ def on_one_device() -> list[float]:
 
 
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 8) for name in PROGRAMS), ("dp x tp", 1), ("dp x tp", 4)])
-def test_drawn_whole_it_follows_one_device(name: str, ranks: int) -> None:
+def test_drawn_as_global_tensor_it_follows_one_device(name: str, ranks: int) -> None:
     with shardwise.simulate(ranks):
         assert losses(PROGRAMS[name], ranks) == pytest.approx(on_one_device(), abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["dp x tp", "every parameter sharded"])
 def test_by_index_it_follows_one_rank(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw, "WHOLE_UP_TO", 0)
+    monkeypatch.setattr(draw, "GLOBAL_DRAW_LIMIT", 0)
     found = []
     for ranks in (1, 4, 8):
         with shardwise.simulate(ranks):

@@ -105,7 +105,7 @@ def test_redistribute_and_full_tensor(submesh, shape):
 
 
 def test_from_local(submesh):
-    # Uneven shards: the ranks of an instance tell each other their shapes.
+    # Uneven shards: the ranks of an instance exchange their shapes.
     per_rank, values = different_values(submesh, (7, 3))
     local = make_dtensor(per_rank, submesh, [Shard(0)] * submesh.ndim, seed=0).to_local()
     x = DTensor.from_local(local, submesh, [Shard(0)] * submesh.ndim, run_check=True)

@@ -208,13 +208,13 @@ def check_fake(mesh: Any) -> None:
     torch.testing.assert_close(shardwise.world.common(found.full_tensor()), expected)  # type: ignore[attr-defined]
 
 
-def test_whole_models_under_fake_tensor_mode() -> None:
+def test_models_under_fake_tensor_mode() -> None:
     with ranks(4) as mesh:
         check_fake(mesh)
 
 
 @on_processes
-def test_whole_models_under_fake_tensor_mode_on_processes() -> None:
+def test_models_under_fake_tensor_mode_on_processes() -> None:
     check_fake(init_device_mesh("cpu", (4,)))
 
 

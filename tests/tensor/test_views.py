@@ -311,7 +311,7 @@ def test_writes_keep_placements(name: str, sizes: Sequence[int], placements: lis
 
 
 def distributed(placements: list[Placement]) -> nn.Module:
-    """A layer whose parameters are cut over the ranks of this world."""
+    """A layer whose parameters are sharded over the ranks of this world."""
     mesh = init_device_mesh("cpu", (2,))
     layer = nn.Linear(4, 6)
     for name, parameter in list(layer.named_parameters()):
@@ -321,7 +321,7 @@ def distributed(placements: list[Placement]) -> nn.Module:
 
 
 def agree(tensor: Tensor, dtype: torch.dtype) -> None:
-    """Wrapper, spec and shard tell the same."""
+    """Wrapper, spec and shard agree."""
     assert isinstance(tensor, DTensor)
     assert tensor.dtype == tensor._spec.dtype == tensor._local_tensor.dtype == dtype
     assert tensor.shape == tensor._spec.shape

@@ -1,4 +1,4 @@
-"""Discovery: the rule of an op from cut inputs, and the false rules that it must not find."""
+"""Discovery: the rule of an op from split inputs, and the false rules that it must not find."""
 
 import os
 import time
@@ -12,9 +12,9 @@ from torch import Tensor
 import shardwise
 from shardwise.ops.registry import registry
 from shardwise.testing import check, discover
-from shardwise.testing.cuts import Cut, factors_of
 from shardwise.testing.probe_call import ProbeCall
 from shardwise.testing.recording import Recorded
+from shardwise.testing.split_dims import SplitDims, factors_of
 from tests.ops.helpers import r
 
 aten = torch.ops.aten
@@ -28,9 +28,9 @@ def rules() -> Iterator[None]:
 
 
 def found(op: Any, *args: Any, **kwargs: Any) -> set[tuple[Any, ...]]:
-    """The cuts of one call, in this process: dims, and the ways to the results."""
-    cuts = factors_of(ProbeCall(Recorded(op, args, kwargs))) or []
-    return {(cut.dims, *cut.ways) for cut in cuts}
+    """The splits of one call, in this process: dims, and the ways to the results."""
+    splits = factors_of(ProbeCall(Recorded(op, args, kwargs))) or []
+    return {(split.dims, *split.ways) for split in splits}
 
 
 # ---- ways to put results together -----------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ WAYS: dict[str, tuple[Callable[[], set[Any]], set[Any]]] = {
         lambda: found(aten.add.Tensor, r(3, 1), r(3, 4)),
         {(((0, 0), (1, 0)), ("concat", 0)), (((1, 1),), ("concat", 1))},
     ),
-    # Of these a naive probe believes too much: see `shardwise.testing.cuts`.
+    # Of these a naive probe believes too much: see `shardwise.testing.split_dims`.
     "averages": (lambda: found(aten.mean.default, r(4, 4)), set()),
     "all of some that are false": (
         lambda: found(aten.all.default, r(3, 4) > 0),
@@ -85,8 +85,8 @@ def test_ways(case: str) -> None:
 
 
 def test_arguments_that_hold_sizes() -> None:
-    cuts = factors_of(ProbeCall(Recorded(aten.view.default, (r(3, 4, 5), [3, 20]), {})))
-    assert cuts == [Cut(((0, 0),), (("concat", 0),), (("size", 0),))]
+    splits = factors_of(ProbeCall(Recorded(aten.view.default, (r(3, 4, 5), [3, 20]), {})))
+    assert splits == [SplitDims(((0, 0),), (("concat", 0),), (("size", 0),))]
 
 
 def test_no_results_no_evidence() -> None:

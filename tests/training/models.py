@@ -1,4 +1,4 @@
-"""A small network, whole or with its parameters placed."""
+"""A small network, plain or with distributed parameters."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def batch(seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def cut_batch(seed: int, mesh: DeviceMesh, dtype: torch.dtype = torch.float64) -> Any:
-    """The same, cut over the first axis."""
+    """The same, sharded over the first axis."""
     return distribute_tensor(batch(seed, dtype), mesh, [rows, same])
 
 

@@ -46,7 +46,7 @@ def test_a_step_reduces_gradients_once_and_the_optimizer_none() -> None:
         many = placed(network(), mesh, data_parallel)
         optimizer = optim.AdamW(many.parameters(), foreach=True)
         loss = loss_of(many, cut_batch(1, mesh))
-        with counted(1):  # the gradients of all parameters; that of the loss is whole as it is
+        with counted(1):  # the gradients of all parameters; that of the loss is replicated already
             loss.backward()
         with counted(0):
             optimizer.step()

@@ -1,4 +1,4 @@
-"""How ranks hold a tensor, and how it differs from what it should be, told by values alone."""
+"""How ranks hold a tensor, and how it differs from what it should be, found from values alone."""
 
 import itertools
 
@@ -63,7 +63,7 @@ def test_another_order_of_rows():
     order = torch.tensor([3, 0, 5, 1, 4, 2])
     found = explain(grid(lambda dp, tp: X[order].chunk(3)[tp]), X, CLOSE, partial=False)
     assert found.permuted
-    assert not found.whole
+    assert not found.unsharded
 
 
 def test_no_simple_distribution():

@@ -21,7 +21,7 @@ _NAMES = {"_to_copy": "to"}
 
 
 def binding(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[..., object]:
-    """What calls this op quickest with arguments of these types.
+    """Return the fastest callable of this op for arguments of these types.
 
     >>> binding(torch.ops.aten.t.default, (torch.ones(2, 3),), {})
     <method 't' of 'torch._C.TensorBase' objects>
@@ -30,7 +30,7 @@ def binding(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object
 
 
 def types_key(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    """What the choice of a binding depends on."""
+    """Return the key that the choice of a binding depends on."""
     return tuple(map(_kind, args)), tuple((name, str(value)) for name, value in kwargs.items())
 
 

@@ -1,4 +1,4 @@
-"""Who called an op: PyTorch's own functions stand between the caller and the class of its tensors."""
+"""Find the caller of an op, through PyTorch's own functions between it and the tensor class."""
 
 from __future__ import annotations
 

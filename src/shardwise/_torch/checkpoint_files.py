@@ -48,7 +48,7 @@ def place_in_file(file: str, offset: int, length: int) -> filesystem._StorageInf
 
 
 def with_version(value: Metadata) -> Metadata:
-    """The metadata with the version of the file format, where this PyTorch knows one."""
+    """Return the metadata with the version of the file format, if this PyTorch has one."""
     version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
     if version is None or not any(field.name == "version" for field in dataclasses.fields(value)):
         return value

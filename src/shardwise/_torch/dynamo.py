@@ -64,14 +64,14 @@ class _Loader(importlib.abc.Loader):
             _waiting.pop(0)()
 
 
-def _when_imported(tell: Callable[[], None]) -> None:
+def _when_imported(callback: Callable[[], None]) -> None:
     """Run this as soon as Dynamo is imported: now, if it is."""
     if hasattr(sys.modules.get(_NAME), "allow_in_graph"):
-        tell()
+        callback()
         return
     if not _waiting:
         sys.meta_path.insert(0, _Finder())
-    _waiting.append(tell)
+    _waiting.append(callback)
 
 
 # ---- configuring Dynamo ---------------------------------------------------------------------------------------------
@@ -94,13 +94,13 @@ def never_traced(modules: Iterable[str]) -> None:
     `__torch_dispatch__`.
     """
 
-    def tell() -> None:
+    def callback() -> None:
         from torch._dynamo import trace_rules
 
         for name in modules:
             trace_rules.add(name)
 
-    _when_imported(tell)
+    _when_imported(callback)
 
 
 def constant_in_graphs(cls: C) -> C:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def call_in_graph(function: Callable[[D], T], tensor: D) -> T:
-    """Call a function of one tensor; a graph that is being recorded and knows the tensor holds the call as one node.
+    """Call a function of one tensor; a graph that is recording that tensor holds the call as one node.
 
     NotImplemented if there is no such graph. A graph of local tensors, as AOTAutograd records it, does not know the
     distributed tensor that wraps one. Relies on `get_proxy_slot`, `track_tensor_tree` and

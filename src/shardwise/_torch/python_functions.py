@@ -1,4 +1,4 @@
-"""PyTorch's functions in Python that make plain tensors on their way, and how a wrapper takes the place of one."""
+"""PyTorch's Python functions that create plain tensors in between, and how to wrap one."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def disguised(wrapper: Function, original: Function) -> Function:
     """The wrapper with the name, the signature and, for `torch.jit.script`, the source and the globals of the original.
 
     The script compiler reads the source of the function that was wrapped, and looks up names in the globals and the
-    closure of the wrapper. It knows functions with two signatures by a table.
+    closure of the wrapper. It finds functions with two signatures in a table.
     """
     code, closure = wrapper.__code__, wrapper.__closure__
     made = types.FunctionType(code, original.__globals__, original.__name__, original.__defaults__, closure)

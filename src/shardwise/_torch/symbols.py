@@ -106,7 +106,7 @@ class SymbolicSize(torch.SymInt):
 
 
 def _recorded_node(size: SymbolicSize) -> SymNode | None:
-    """The node by which a graph that is being recorded knows a size; None if none is.
+    """Return the node of a size in the graph that is being recorded; None if there is no such graph.
 
     Relies on `sympy_expr_tracker`, the symbols that the graph has as inputs. The size is computed from them, op by op:
     PyTorch itself leaves out factors where it writes a product of three from its expression.

@@ -112,7 +112,7 @@ class NumberNode:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        """The number as it is printed."""
+        """The number as text."""
         raise NotImplementedError
 
     # ---- PyTorch calls these --------------------------------------------------------------------------------------

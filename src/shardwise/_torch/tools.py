@@ -1,6 +1,6 @@
 """PyTorch's tools that look at a program from outside: the profiler, and `DebugMode`.
 
-Both are told about redistributions only while they are active. So that nobody has to ask whether they are, the
+Both are notified of redistributions only while they are active. To avoid a check for each redistribution, the
 functions that turn them on and off are wrapped.
 """
 

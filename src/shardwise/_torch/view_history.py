@@ -1,4 +1,4 @@
-"""What autograd knows of a view: the tensor that it views, and the calls that make it from that tensor.
+"""Autograd's record of a view: its base, and the calls that make it from the base.
 
 After a write PyTorch makes the views of a tensor subclass again from their base, to find the gradient functions that
 they have now. It repeats the calls that made them first.
@@ -80,7 +80,7 @@ def copy_hooks(source: Tensor, target: Tensor) -> None:
 
 
 def become(view: Tensor, other: Tensor) -> None:
-    """Let a view be to autograd what another view is. Its Python object stays, with its attributes.
+    """Give a view the autograd history of another view. Its Python object stays, with its attributes.
 
     Relies on `_swap_tensor_impl`, which exchanges what two Python objects stand for. Nothing else may hold either.
     """

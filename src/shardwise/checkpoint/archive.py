@@ -1,4 +1,4 @@
-"""The form in which PyTorch stores a tensor in a file: what `torch.save` writes before and after the elements.
+"""The bytes that `torch.save` writes before and after the elements of a tensor.
 
 PyTorch's checkpoint reader calls `torch.load` for each tensor. What surrounds the elements depends on dtype and shape
 alone; so it is made once, and the elements are written from where they are.
@@ -25,7 +25,7 @@ _LARGE = 1 << 20
 
 
 class Archive(NamedTuple):
-    """What stands before and after the elements of a tensor."""
+    """The bytes before and after the elements of a stored tensor."""
 
     before: bytes
     after: bytes
@@ -33,13 +33,13 @@ class Archive(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The bytes of all of it."""
+        """The number of bytes, elements included."""
         return len(self.before) + self.nbytes + len(self.after)
 
 
 @functools.lru_cache(maxsize=4096)
 def archive_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Archive:
-    """The archive of a contiguous tensor."""
+    """Return the archive of a contiguous tensor."""
     tensor = torch.empty(shape, dtype=dtype)  # never touched if large: its pages are not even allocated
     with _without_checksums():
         if tensor.nbytes >= _LARGE:
@@ -51,7 +51,7 @@ def archive_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Archive:
 
 
 def saved_object(value: object) -> bytes:
-    """What `torch.save` writes for an object."""
+    """Return the bytes that `torch.save` writes for an object."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()

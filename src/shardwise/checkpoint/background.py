@@ -23,7 +23,7 @@ class Saving:
     def __init__(self, path: Path, work: Callable[[Callable[[], None]], None], staged: bool = False) -> None:
         """`work` is called in the worker thread, with a function to call as soon as the state has been copied.
 
-        `staged` says that this has happened already.
+        `staged` says that the state is copied already.
         """
         self.path = path
         self._error: BaseException | None = None
@@ -73,7 +73,7 @@ class _Background:
 
 
 def worker() -> ThreadPoolExecutor:
-    """The thread of all saves in the background.
+    """Return the thread that runs all saves in the background.
 
     It is kept between saves: the start of a new thread would hand it the interpreter's lock, and the program would wait
     for its first milliseconds. Python finishes its work when the program ends.
@@ -84,7 +84,7 @@ def worker() -> ThreadPoolExecutor:
 
 
 def _forget_after_fork() -> None:
-    """A forked process has neither the worker thread nor the save that it was carrying out."""
+    """Forget worker and save in a forked process, which has neither."""
     _Background.worker = _Background.saving = None
 
 
@@ -106,7 +106,7 @@ def finish_background() -> None:
 
 
 def let_optimizers_wait() -> None:
-    """Let every `step` of an optimizer wait until the state of a deferred save has been copied."""
+    """Make every optimizer `step` wait until the state of a deferred save has been copied."""
     if not _Background.optimizers_wait:
         register_optimizer_step_pre_hook(_wait_until_staged)
         _Background.optimizers_wait = True
@@ -127,7 +127,7 @@ def _report() -> None:
 
 
 def staging_buffer(nbytes: int, pinned: bool = False) -> Tensor:
-    """The staging buffer of this process, of at least `nbytes` bytes. It is kept and used again by the next save."""
+    """Return the staging buffer of this process, of at least `nbytes` bytes. It is reused by the next save."""
     kept = _Background.buffer
     if kept.nbytes < nbytes or (pinned and not kept.is_pinned()):
         del kept

@@ -24,7 +24,7 @@ _WRITEBACK = 8 * BLOCK
 
 
 def _start_writeback_function() -> Callable[[int, int, int], object]:
-    """Linux's `sync_file_range`, which starts moving a range of a file to the disk without waiting for it."""
+    """Return Linux's `sync_file_range`, which starts to write a range of a file to the disk without waiting."""
     try:
         function = ctypes.CDLL(None).sync_file_range
     except (OSError, AttributeError, TypeError):  # another operating system
@@ -38,14 +38,14 @@ start_writeback = _start_writeback_function()
 
 
 def buffer_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, writable. It is valid as long as the tensor."""
+    """Return the memory of a contiguous CPU tensor, writable, valid as long as the tensor is."""
     if not tensor.numel():
         return memoryview(bytearray())
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def checksum(block: Tensor) -> int:
-    """The checksum of a block of bytes whose length is a multiple of 512."""
+    """Return the checksum of a block of bytes whose length is a multiple of 512."""
     sums = block.view(torch.int64).view(-1, _SECTOR).sum(1)
     return zlib.crc32(buffer_of(sums))
 
@@ -114,7 +114,7 @@ class BlockWriter:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close the file in the state it is in."""
+        """Close the file without writing the rest."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -147,7 +147,7 @@ class BlockReader:
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def checksum(self, number: int) -> int:
-        """The checksum of the present content of a block."""
+        """Return the checksum of a block of the file."""
         count = read_into(self._file, self._block, number * BLOCK)
         padded = _up(count, 8 * _SECTOR)
         self._block[count:padded] = 0
@@ -174,7 +174,7 @@ def read_into(file: int, tensor: Tensor, offset: int) -> int:
 
 
 def contiguous_pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor as contiguous tensors that follow each other in row-major order; copies are smaller than a block."""
+    """Yield a tensor as contiguous tensors in row-major order; those that must be copied are smaller than a block."""
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()

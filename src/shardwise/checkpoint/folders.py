@@ -1,4 +1,4 @@
-"""Folders: where a checkpoint is while it is written, how it takes its place, the `latest` pointer, retention.
+"""The folders of checkpoints: temporary folder, commit by rename, the `latest` pointer, retention.
 
     runs/.step-300.saving     being written; what a killed save leaves behind
     runs/step-300             complete: the folder above, renamed
@@ -23,7 +23,7 @@ LATEST = "latest"
 
 
 def saving(path: Path) -> Path:
-    """The folder in which a checkpoint is written."""
+    """Return the temporary folder in which a checkpoint is written."""
     return path.with_name(f".{path.name}.saving")
 
 
@@ -36,14 +36,16 @@ def _deleting(path: Path) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder has the metadata of a checkpoint, ours or PyTorch's."""
+    """Return whether a folder has the metadata of a checkpoint, ours or PyTorch's."""
     return (path / METADATA).is_file()
 
 
 def prepare(path: Path) -> None:
-    """Make the empty folder in which a checkpoint will be written."""
+    """Create the empty folder in which a checkpoint will be written."""
     if path.name == LATEST or not path.name:
-        raise CheckpointError(f"a checkpoint cannot be named {path.name!r}", "that is the name of the pointer")
+        raise CheckpointError(
+            f"a checkpoint cannot be named {path.name!r}", "choose another name: that file names the newest one"
+        )
     if path.exists() and not (is_checkpoint(path) or (path.is_dir() and not any(path.iterdir()))):
         raise CheckpointError(
             f"{path} exists and is no checkpoint: expected a new name or a folder with {METADATA}, found {_kind(path)}",
@@ -60,7 +62,7 @@ def _kind(path: Path) -> str:
 
 
 def _restore(path: Path) -> None:
-    """Finish what a kill between the two renames of `commit` has left: the earlier checkpoint is put back."""
+    """Put the earlier checkpoint back after a kill between the two renames of `commit`."""
     if _replaced(path).exists() and not path.exists():
         _replaced(path).rename(path)
 
@@ -93,7 +95,7 @@ def commit(path: Path, sync: bool, keep: int | None) -> None:
 
 
 def _retain(path: Path, keep: int) -> None:
-    """Delete older checkpoints beside this one, and what killed saves and deletions have left."""
+    """Delete older checkpoints beside this one, and the remains of killed saves and deletions."""
     found = _complete(path.parent)
     for old in found[: max(0, len(found) - keep)]:
         if old != path:
@@ -110,20 +112,20 @@ def _retain(path: Path, keep: int) -> None:
 
 
 def _complete(folder: Path) -> list[Path]:
-    """The checkpoints in a folder that shardwise wrote, in the order in which they were completed."""
+    """Return the checkpoints in a folder that shardwise wrote, in the order in which they were completed."""
     found = [path for path in folder.iterdir() if not path.name.startswith(".") and (path / INDEX).is_file()]
     return sorted(found, key=lambda path: (order_of(path), path.name))
 
 
 def next_order(path: Path) -> int:
-    """A number greater than that of every checkpoint in the folder."""
+    """Return a number greater than that of every checkpoint in the folder."""
     return max((order_of(found) for found in _complete(path.parent)), default=0) + 1
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
     """Return the checkpoint in a folder that was completed last, or None if there is none.
 
-    The pointer `latest` names it. If that checkpoint was deleted since, it is the newest that is there.
+    The pointer `latest` names it. If that checkpoint has been deleted, the newest existing one is returned.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -138,12 +140,12 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
 
 
 def resolved(path: Path) -> Path:
-    """Where a checkpoint is: at its path, or beside it after a kill between the two renames of a replacement."""
+    """Return the path of a checkpoint; after a kill between the two renames of `commit` it is beside the given one."""
     return _replaced(path) if not path.exists() and is_checkpoint(_replaced(path)) else path
 
 
 def find(path: str | os.PathLike[str]) -> Path:
-    """The checkpoint at a path, or the latest one in the folder at that path."""
+    """Return the checkpoint at a path, or the latest one in the folder at that path."""
     at = resolved(Path(path))
     if is_checkpoint(at) or (at / INDEX).exists():
         return at
@@ -156,7 +158,7 @@ def find(path: str | os.PathLike[str]) -> Path:
 
 
 def sync_path(path: Path) -> None:
-    """Have a file's data, or the names in a folder, on the disk."""
+    """Flush a file's data, or the names in a folder, to the disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

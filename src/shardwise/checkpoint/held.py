@@ -1,4 +1,4 @@
-"""Which boxes of which tensors the ranks of this process hold, and where."""
+"""The boxes of tensors that the ranks of this process hold."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Held(NamedTuple):
 
 
 def chunks_of(name: str, tensor: Tensor, ranks: Ranks) -> dict[int, list[Chunk]]:
-    """The chunks of a tensor that the ranks of this process hold, by rank. A plain tensor is held by all of them."""
+    """Return the chunks of a tensor that the ranks of this process hold, by rank. All of them hold a plain tensor."""
     if isinstance(tensor, DTensorBase):
         found = chunks_by_rank(tensor._local_tensor, tensor._spec)
         return {rank: chunks for rank, chunks in found.items() if rank in ranks.mine}
@@ -42,17 +42,17 @@ def chunks_of(name: str, tensor: Tensor, ranks: Ranks) -> dict[int, list[Chunk]]
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
-    """The shape of the global tensor."""
+    """Return the shape of the global tensor."""
     return tuple(map(int, tensor.shape))
 
 
 def boxes_of(chunks: Iterable[Chunk]) -> tuple[Box, ...]:
-    """Offsets and sizes of chunks."""
+    """Return offsets and sizes of chunks."""
     return tuple((tuple(chunk.offset), tuple(chunk.size)) for chunk in chunks)
 
 
 def _chunks_of_other(name: str, tensor: Any) -> list[Chunk]:
-    """The chunks of another library's distributed tensor, by the protocol of torch.distributed.checkpoint."""
+    """Return the chunks of another library's distributed tensor, by the protocol of torch.distributed.checkpoint."""
     items: list[WriteItem] = tensor.__create_write_items__(name, tensor)
     chunks = []
     for item in items:

@@ -41,7 +41,7 @@ class Index(NamedTuple):
 
 
 def index_text(index: Index) -> str:
-    """The index as the text of a file."""
+    """Return the index as the text of its file."""
     content = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -63,7 +63,7 @@ def index_text(index: Index) -> str:
 
 
 def read_index(folder: Path) -> Index | None:
-    """The index of a checkpoint, or None if it was written by PyTorch; an error if it is damaged."""
+    """Return the index of a checkpoint, or None if PyTorch wrote it; raise an error if it is damaged."""
     path = folder / INDEX
     try:
         text = path.read_bytes()
@@ -103,7 +103,7 @@ def _content(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def order_of(folder: Path) -> int:
-    """The number of a checkpoint, 0 if its index cannot be read."""
+    """Return the number of a checkpoint, or 0 if its index cannot be read."""
     try:
         with open(folder / INDEX, "rb") as file:
             return int(json.loads(file.readline(200))["order"])

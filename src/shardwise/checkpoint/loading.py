@@ -25,7 +25,7 @@ from .write import load_object
 
 
 class _Opened(TypedDict, total=False):
-    """What functions that run on all ranks leave to the rest of `load`."""
+    """An opened checkpoint and its reads: the results of functions that run on all ranks."""
 
     stored: Stored
     reads: Reads
@@ -92,7 +92,7 @@ def load(
 
 
 def _my_share(wanted: list[set[tuple[str, int]]], ranks: Ranks) -> list[tuple[str, int]]:
-    """The blocks that this process verifies. Each block is verified once, by one of the processes that read it."""
+    """Return the blocks that this process verifies: each block is verified by one of the processes that read it."""
     if len(wanted) == 1:
         return list(wanted[0])
     loads = [0] * len(wanted)
@@ -106,7 +106,7 @@ def _my_share(wanted: list[set[tuple[str, int]]], ranks: Ranks) -> list[tuple[st
 
 
 def _materialized(flat: FlatState, loaded: dict[str, object]) -> FlatState:
-    """The state with memory for tensors on the meta device."""
+    """Return the state with memory for tensors on the meta device."""
     for name, value in flat.values.items():
         if isinstance(value, Tensor) and value.is_meta:
             device = value._spec.mesh_info.device_type if isinstance(value, DTensorBase) else "cpu"

@@ -1,4 +1,4 @@
-"""`.metadata`, the file from which PyTorch's tools read a checkpoint: a pickle.
+"""`.metadata`, the pickle from which PyTorch's tools read a checkpoint.
 
 It is read here by an unpickler that knows the classes of metadata and nothing else. Any other name in the file, such as
 that of a function to call, is an error before it is looked up.
@@ -29,7 +29,7 @@ from .write import WrittenFile
 
 
 def metadata_of(contents: Contents, written: list[WrittenFile]) -> Metadata:
-    """The metadata of a checkpoint."""
+    """Return the metadata of a checkpoint."""
     tensors = {
         name: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
         for name, (dtype, shape) in contents.tensors.items()
@@ -63,7 +63,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path, data: bytes) -> Metadata:
-    """The metadata in the bytes of a `.metadata` file."""
+    """Return the metadata in the bytes of a `.metadata` file."""
     try:
         found = _MetadataUnpickler(io.BytesIO(data)).load()
     except CheckpointError as error:

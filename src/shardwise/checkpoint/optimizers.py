@@ -1,4 +1,4 @@
-"""Optimizers that have made no step: memory for the state that a checkpoint holds for them.
+"""Allocate the state of optimizers that have made no step, for a checkpoint to be loaded into.
 
 Most optimizers make their state in the first step, so a step with zero gradients and a learning rate of zero allocates
 it. Two cannot: `SparseAdam` refuses dense gradients, and what the state of an `LBFGS` consists of depends on how many
@@ -70,7 +70,7 @@ def _step_without_effect(optimizer: torch.optim.Optimizer) -> None:
 
 
 def use_stored_histories(state: State, loaded: Mapping[str, Any], stored: Stored) -> None:
-    """Give the state dict of each `LBFGS` in `loaded` the state that the checkpoint has: as many directions, zeros."""
+    """Give each `LBFGS` in `loaded` zeros for as many directions as the checkpoint has."""
     paths: Mapping[str, Path] = stored.metadata.planner_data or {}
     for key, value in state.items():
         if isinstance(value, torch.optim.LBFGS) and f"{key}.param_groups.0.lr" in paths:
@@ -84,14 +84,14 @@ def use_stored_histories(state: State, loaded: Mapping[str, Any], stored: Stored
 
 
 def _flattened(parameters: Iterable[Tensor]) -> Tensor:
-    """All parameters as one vector, as `LBFGS` joins gradients: with the layout that its directions have."""
+    """Return all parameters as one vector, with the layout of the directions of `LBFGS`."""
     with torch.no_grad():
         real = (torch.view_as_real(p) if p.is_complex() else p for p in parameters)
         return torch.cat([parameter.detach().reshape(-1) for parameter in real])
 
 
 def _zeros(known: object, flat: Tensor) -> Tensor | None:
-    """Memory for a stored tensor; None for any other value."""
+    """Return zeros of the shape of a stored tensor; None for any other value."""
     if not isinstance(known, TensorStorageMetadata):
         return None
     if known.size == flat.shape:
@@ -100,7 +100,7 @@ def _zeros(known: object, flat: Tensor) -> Tensor | None:
 
 
 def _nested(values: Mapping[Path, object]) -> Any:
-    """Nested dicts and lists from their leaves: `{("a", 0): 1, ("a", 1): 2}` is `{"a": [1, 2]}`."""
+    """Return nested dicts and lists made from their leaves: `{("a", 0): 1, ("a", 1): 2}` is `{"a": [1, 2]}`."""
     if () in values:
         return values[()]
     parts: dict[str | int, dict[Path, object]] = {}

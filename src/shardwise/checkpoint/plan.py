@@ -39,7 +39,7 @@ class RankPlan(NamedTuple):
 
     @property
     def file(self) -> str:
-        """The name of the file."""
+        """The name of this rank's file."""
         return f"__{self.rank}_0.distcp"
 
     @property
@@ -69,7 +69,7 @@ class _Kept(NamedTuple):
 
 
 class PlanCache:
-    """The plan of the last save, and how often one was made."""
+    """The plan of the last save, and how often a new one was computed."""
 
     def __init__(self) -> None:
         self.kept: _Kept | None = None
@@ -81,7 +81,7 @@ _alone = PlanCache()
 
 
 def plan_cache() -> PlanCache:
-    """The cache of the present world."""
+    """Return the plan cache of the present world."""
     return PLANS.of(runtime_of_world()) if torch.distributed.is_initialized() else _alone
 
 
@@ -92,10 +92,9 @@ def plan_save(
     begin: Callable[[], None] = lambda: None,
     cache: PlanCache | None = None,
 ) -> Plan:
-    """The plan of a save: the last one if names, dtypes, shapes and placements are unchanged on all ranks.
+    """Return the plan of a save: the last one if names, dtypes, shapes and placements are unchanged on all ranks.
 
-    `begin` is called before the ranks agree on it; if it fails on one rank, all ranks raise its error. Messages of
-    errors begin with `what`.
+    `begin` is called first; if it fails on one rank, all ranks raise its error. Error messages start with `what`.
     """
     cache = cache or plan_cache()
     key: tuple[object, ...] = ()
@@ -118,7 +117,7 @@ def plan_save(
 
 
 def _key(state: FlatState) -> tuple[object, ...]:
-    """The cache key of a plan. Specs are interned, so they are compared by identity."""
+    """Return the cache key of a plan. Specs are interned, so they are compared by identity."""
     return tuple((name, path, _kind(state.values[name])) for name, path in state.paths.items())
 
 
@@ -131,7 +130,7 @@ def _kind(value: object) -> object:
 
 
 class _Described(NamedTuple):
-    """What the ranks of one process have."""
+    """The boxes and objects that the ranks of one process hold."""
 
     held: dict[int, list[Held]]
     objects: list[str]
@@ -151,7 +150,7 @@ class _Described(NamedTuple):
 
 
 def _plans(described: list[_Described], ranks: int) -> list[Plan]:
-    """The plan of each process; the first one is the coordinator."""
+    """Return the plan of each process; the first process is the coordinator."""
     contents = _contents(described, ranks)
     mine = [[contents.plans[rank] for rank in item.held] for item in described]
     return [Plan(plans, None if process else contents) for process, plans in enumerate(mine)]
@@ -171,7 +170,7 @@ def _contents(described: list[_Described], ranks: int) -> Contents:
 
 
 def _first_owners(described: list[_Described]) -> dict[int, list[str]]:
-    """The names of the objects that each rank writes. The first rank that has a name writes it."""
+    """Return the names of the objects that each rank writes. The first rank that has a name writes it."""
     found: dict[int, list[str]] = {}
     seen: set[str] = set()
     for item in described:
@@ -192,7 +191,7 @@ def _placed(pieces: list[Piece]) -> list[Entry]:
 
 
 def sources(state: Mapping[str, object], plans: list[RankPlan], ranks: Ranks) -> list[list[Tensor]]:
-    """For each plan the tensors that hold the elements of its entries: views of the state."""
+    """Return for each plan the tensors that hold the elements of its entries: views of the state."""
     held: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}
     for name in dict.fromkeys(entry.piece.name for plan in plans for entry in plan.entries):
         tensor = state[name]

@@ -1,4 +1,4 @@
-"""A progress bar on a terminal: bytes, a share, a rate."""
+"""A progress bar on a terminal: bytes, percentage, rate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Progress:
             self._print()
 
     def finish(self) -> None:
-        """Show the final state, and leave the line."""
+        """Show the final state, and end the line."""
         if self._shown:
             self._print()
             print(file=sys.stderr)

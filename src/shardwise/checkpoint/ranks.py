@@ -22,7 +22,7 @@ Answer = TypeVar("Answer")
 
 
 class Ranks:
-    """A single process, which is all the ranks there are."""
+    """The ranks of a world with a single process."""
 
     def __init__(self, size: int = 1) -> None:
         self.size = size
@@ -31,19 +31,19 @@ class Ranks:
         self.coordinator = True
 
     def all_gather(self, value: T) -> list[T]:
-        """The values of all processes, on all of them."""
+        """Return the values of all processes, on every process."""
         return [value]
 
     def minimum(self, value: int) -> int:
-        """The least value of all processes."""
+        """Return the minimum over all processes."""
         return value
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes, on the coordinator; an empty list on others."""
+        """Return the values of all processes on the coordinator, and an empty list on others."""
         return [value]
 
     def scatter(self, values: Sequence[T]) -> T:
-        """The value that the coordinator sends to this process."""
+        """Return the value that the coordinator sends to this process."""
         return values[0]
 
 
@@ -86,7 +86,7 @@ _RANKS = WorldState(_ranks)
 
 
 def ranks_of_world() -> Ranks:
-    """The ranks of the present world. The first call in a world of processes is collective: it makes a group."""
+    """Return the ranks of the present world. The first call in a world of processes is collective: it makes a group."""
     return _RANKS.of(runtime_of_world()) if dist.is_initialized() else Ranks()
 
 
@@ -147,7 +147,7 @@ def on_all(ranks: Ranks, what: str, work: Callable[[], object]) -> None:
 def through_coordinator(
     ranks: Ranks, what: str, work: Callable[[], T], combine: Callable[[list[T]], Sequence[Answer]]
 ) -> Answer:
-    """Run `work` on all processes and `combine` of all results on the coordinator; each process gets its answer.
+    """Run `work` on all processes, `combine` the results on the coordinator, and return its answer for each process.
 
     If anything fails anywhere, all raise the same error.
     """
@@ -188,7 +188,7 @@ def _failure(error: Exception) -> _Failure:
 
 
 def _common_error(what: str, failures: dict[int, _Failure], ranks: Ranks) -> CheckpointError:
-    """One error for all ranks: each message once, with the ranks that it comes from."""
+    """Return one error for all ranks: each message once, with the ranks it comes from."""
     name_ranks = len(ranks.mine) < ranks.size and len(failures) < ranks.size
     by_text: dict[str, list[int]] = {}
     for rank, failure in failures.items():

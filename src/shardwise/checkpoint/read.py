@@ -22,7 +22,7 @@ _LONG_RUN = 1 << 16
 
 
 def read_tensors(folder: Path, reads: Iterable[Read], done: Callable[[int], None]) -> None:
-    """Fill the targets. Files are read from front to back."""
+    """Fill the targets, reading files from front to back."""
     reads = list(reads)
     on_gpu = any(read.target.device.type == "cuda" for read in reads)
     scratch = torch.empty(_SCRATCH, dtype=torch.uint8, pin_memory=on_gpu)
@@ -46,7 +46,7 @@ def read_tensors(folder: Path, reads: Iterable[Read], done: Callable[[int], None
 
 
 def read_bytes(folder: Path, place: Place) -> bytes:
-    """The bytes at a place."""
+    """Return the bytes at a place."""
     with open(folder / place.file, "rb") as file:
         file.seek(place.start)
         return file.read(place.length)

@@ -1,4 +1,4 @@
-"""What has to be read for a state, and whether the checkpoint fits it."""
+"""Plan what to read for a state, and check that the checkpoint fits it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .stored import Place, Stored
 
 
 class Read(NamedTuple):
-    """A box of a stored chunk, and the part of the state that it goes to."""
+    """A box of a stored chunk, and the tensor of the state that it is read into."""
 
     place: Place
     dtype: torch.dtype
@@ -40,7 +40,7 @@ class Read(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """All that this process reads."""
+    """All reads of this process."""
 
     tensors: list[Read]
     objects: dict[str, Place]
@@ -48,7 +48,7 @@ class Reads(NamedTuple):
     """The tensors of the state that change."""
 
     def blocks(self, stored: Stored) -> set[tuple[str, int]]:
-        """The blocks of files that hold it."""
+        """The blocks of files to read."""
         found: set[tuple[str, int]] = set()
         for read in self.tensors:
             found.update(stored.blocks(read.place, *read.span()))
@@ -58,7 +58,7 @@ class Reads(NamedTuple):
 
 
 def plan_reads(state: FlatState, stored: Stored, ranks: Ranks, strict: bool, cast: bool) -> Reads:
-    """What to read. All values of the state that do not fit the checkpoint are listed in one error."""
+    """Return what to read. Raises one error that lists all values of the state that do not fit the checkpoint."""
     reads = Reads([], {}, [])
     problems, advice = [], set()
     for name, value in state.values.items():
@@ -89,7 +89,7 @@ def plan_reads(state: FlatState, stored: Stored, ranks: Ranks, strict: bool, cas
 
 
 def _reads(name: str, chunk: Chunk, known: TensorStorageMetadata, stored: Stored) -> Iterator[Read]:
-    """The parts of stored chunks that make up a chunk of the state."""
+    """Return the boxes of stored chunks that make up a chunk of the state."""
     covered = 0
     for number, box in enumerate(known.chunks):
         starts = [max(a, b) for a, b in zip(chunk.offset, box.offsets, strict=True)]

@@ -1,4 +1,4 @@
-"""Saving: plan, write to a folder beside the checkpoint's, commit. A thread does this in the background."""
+"""Saving: plan, write to a temporary folder, commit; `async_save` does so in a background thread."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def async_save(
     sync: bool = True,
     staging: Staging = "buffer",
 ) -> Saving:
-    """Copy what this rank will write, and save it in the background. Returns an object to wait for.
+    """Copy what this rank will write, and save it in the background. Returns a `Saving` to wait for.
 
     One save is under way at a time, with at most one copy of the data: the next call of `save`, `async_save` or `load`
     waits for it, and raises its error if it failed.
@@ -110,7 +110,9 @@ def async_save(
              of it changes while it is saved: it takes no second copy of what does not change.
     """
     if staging not in get_args(Staging):
-        raise CheckpointError(f"staging={staging!r}", f"one of {', '.join(map(repr, get_args(Staging)))}")
+        raise CheckpointError(
+            f"async_save got staging={staging!r}", f"pass one of {', '.join(map(repr, get_args(Staging)))}"
+        )
     finish_background()
     ranks, at = ranks_of_world(), Path(path).absolute()
     flat = flatten(state_dicts(state))
@@ -135,7 +137,7 @@ def _planned(
 ) -> _Job:
     def begin() -> None:
         if keep is not None and keep < 1:
-            raise CheckpointError(f"keep={keep}", "at least the new checkpoint is kept: keep=1 or more")
+            raise CheckpointError(f"keep={keep} would delete the new checkpoint", "pass keep=1 or more")
         if ranks.coordinator:
             prepare(path)
 
@@ -195,7 +197,7 @@ def _failing(error: Exception) -> Callable[[], Written]:
 
 
 def _carry_out(job: _Job, write: Callable[[], Written]) -> None:
-    """Write the files of this process's ranks; when all have, the coordinator commits."""
+    """Write the files of this process's ranks; when all ranks are done, the coordinator commits."""
 
     def complete(written: list[Written]) -> list[None]:
         assert job.plan.contents is not None, "the coordinator has the contents"

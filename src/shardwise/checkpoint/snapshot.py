@@ -32,17 +32,18 @@ def check_snapshot(tensors: Iterable[Tensor]) -> None:
     A GPU that the process uses does no harm, since the child never calls it: workers of a DataLoader are forked, too.
     """
     if not hasattr(os, "fork"):
-        raise CheckpointError("a snapshot on a system that cannot fork processes", 'pass staging="buffer"')
+        raise CheckpointError('staging="snapshot" needs a system that can fork', 'pass staging="buffer"')
     cuda = torch.cuda.is_initialized()
     for tensor in tensors:
         if tensor.device.type != "cpu" or tensor.is_shared() or (cuda and tensor.is_pinned()):
             raise CheckpointError(
-                "a snapshot of tensors on a GPU, in shared memory or in pinned memory", 'pass staging="buffer"'
+                'staging="snapshot" got tensors on a GPU, in shared or pinned memory, which a fork does not copy',
+                'pass staging="buffer"',
             )
 
 
 class Snapshot(Generic[T]):
-    """Runs `work` in a forked child. `result()` waits for what it returned, or raises its error."""
+    """Runs `work` in a forked child. `result()` waits for it, and returns its result or raises its error."""
 
     def __init__(self, work: Callable[[Callable[[], None]], T]) -> None:
         self._reading, writing = os.pipe()
@@ -55,13 +56,13 @@ class Snapshot(Generic[T]):
         os.close(writing)
 
     def result(self) -> T:
-        """What the work returned."""
+        """Wait for the child, and return the result of `work` or raise its error."""
         with os.fdopen(self._reading, "rb") as file:
             data = file.read()
         with suppress(ChildProcessError):  # the program may have waited for all its children
             os.waitpid(self._child, 0)
         if not data:
-            raise CheckpointError("the process that writes the snapshot died", "see the system's log for its end")
+            raise CheckpointError("the process that writes the snapshot died", "find the reason in the system's log")
         found = pickle.loads(data)  # what our own child sent through a pipe
         if isinstance(found, ShardwiseError):
             raise found
@@ -69,7 +70,7 @@ class Snapshot(Generic[T]):
 
 
 def _live(work: Callable[[Callable[[], None]], T], writing: int, parent: int) -> None:
-    """The life of the child; it never returns."""
+    """Run `work` in the child, send its result, and exit; never returns."""
 
     def check() -> None:
         if os.getppid() != parent:

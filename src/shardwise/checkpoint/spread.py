@@ -1,4 +1,4 @@
-"""Which rank writes which boxes: every box once, and about the same number of bytes on each rank.
+"""Assign boxes to the ranks that write them: every box once, about equally many bytes on each rank.
 
 A box that several ranks hold is written by one of them. A large one is split into pieces, one for each holder, so that
 a replicated embedding does not keep one rank busy while the others wait.
@@ -42,7 +42,7 @@ class Tensors(NamedTuple):
 
 
 def merged(held: Mapping[int, Iterable[Held]]) -> Tensors:
-    """The holdings of all ranks as one table. Raises an error if ranks disagree on a dtype or shape."""
+    """Return the boxes held by all ranks as one table. Raises an error if ranks disagree on a dtype or shape."""
     described: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     first: dict[str, int] = {}
     holders: dict[tuple[str, Box], list[int]] = {}
@@ -61,7 +61,7 @@ def merged(held: Mapping[int, Iterable[Held]]) -> Tensors:
 
 
 def spread(tensors: Tensors, ranks: int) -> dict[int, list[Piece]]:
-    """The pieces that each rank writes, in the order of the state."""
+    """Return the pieces that each rank writes, in the order of the state."""
     loads = [0] * ranks
     owned: list[tuple[int, int, Piece]] = []
     shared: list[tuple[int, list[int], Piece]] = []
@@ -84,18 +84,18 @@ def spread(tensors: Tensors, ranks: int) -> dict[int, list[Piece]]:
 
 
 def _pieces(name: str, dtype: torch.dtype, box: Box, holders: int) -> Iterator[Piece]:
-    """A box in pieces along its first dim that has more than one index."""
+    """Yield a box in pieces along its first dim that has more than one index."""
     offset, size = box
-    whole = Piece(name, dtype, offset, size, offset)
-    count = min(holders, whole.nbytes // SPLIT)
+    box_piece = Piece(name, dtype, offset, size, offset)
+    count = min(holders, box_piece.nbytes // SPLIT)
     dim = next((dim for dim, length in enumerate(size) if length > 1), None)
     if count < 2 or dim is None:
-        yield whole
+        yield box_piece
         return
     step = -(-size[dim] // count)
     for start in range(0, size[dim], step):
         length = min(step, size[dim] - start)
-        yield whole._replace(
+        yield box_piece._replace(
             offset=(*offset[:dim], offset[dim] + start, *offset[dim + 1 :]),
             size=(*size[:dim], length, *size[dim + 1 :]),
         )

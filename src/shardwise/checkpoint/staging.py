@@ -1,4 +1,4 @@
-"""Staging: how the data of a save in the background is kept apart from the state, which may change meanwhile."""
+"""Staging: copies of the data of a background save, so that the state may change meanwhile."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _aligned(tensor: Tensor) -> int:
 
 
 class Deferred:
-    """A state that will be copied in the background, while the program runs on but leaves its tensors alone.
+    """A state that is copied in the background, while the program continues without changing its tensors.
 
     Optimizers wait for the copy (`background.let_optimizers_wait`). Small tensors and objects, such as the running
     mean of a normalization, are copied at once. `check` notices other writes by the version counters of tensors.
@@ -105,7 +105,7 @@ class Deferred:
 
 
 def _kept(value: object, owner: object) -> object:
-    """A value in a form that later writes do not change; large tensors, and those of optimizers, as they are."""
+    """Return a copy that later writes do not change; large tensors, and those of optimizers, are not copied."""
     if not isinstance(value, Tensor):
         return kept_object(value)
     if isinstance(owner, torch.optim.Optimizer) or value.numel() * value.dtype.itemsize > _SMALL:

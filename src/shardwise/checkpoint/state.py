@@ -35,7 +35,7 @@ class FlatState(NamedTuple):
 
 
 def flatten(state: Mapping[str, object]) -> FlatState:
-    """The values of nested containers by name. Lists are opened only if there is a tensor or a dict in them."""
+    """Return the values of nested containers by name. Lists are flattened only if they contain a tensor or a dict."""
     values: dict[str, object] = {}
     paths: dict[str, Path] = {}
     for path, value in _leaves((), state):
@@ -64,7 +64,7 @@ def _is_opened(values: list[object]) -> bool:
 
 
 def put(container: Any, path: Path, value: object) -> None:
-    """Put a value where a path of `flatten` leads. Keys that are no strings are found by their text."""
+    """Set the value at a path of `flatten`. Keys that are not strings are found by their text."""
     for key in path[:-1]:
         container = container[_key(container, key)]
     container[_key(container, path[-1])] = value
@@ -80,10 +80,10 @@ def _key(container: object, key: str | int) -> object:
 
 
 def state_dicts(state: State) -> dict[str, object]:
-    """The state with the state dict of every module, optimizer or other object that has one in its place.
+    """Return the state with every module, optimizer and other stateful object replaced by its state dict.
 
     An optimizer whose module is in the state, too, has its state by the names of parameters, so that it can be loaded
-    into one that groups or shards them otherwise, and into one that has not made a step yet.
+    into an optimizer that groups or shards them differently, or that has not made a step yet.
     """
     return {key: _state_dict(value, state) for key, value in state.items()}
 
@@ -97,7 +97,7 @@ def _state_dict(value: object, state: State) -> object:
 
 
 def _is_stateful(value: object) -> bool:
-    """`isinstance(value, Stateful)` of torch.distributed.checkpoint, which is slow for a state of many values."""
+    """Return what `isinstance(value, Stateful)` would; that check is slow for a state of many values."""
     if isinstance(value, Tensor) or type(value) in (dict, list, bool, int, float, str):
         return False
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
@@ -108,7 +108,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module | None)
 
 
 def _reduced(tensor: DTensorBase) -> Tensor:
-    """A value that an optimizer has left Partial, such as a norm, with its sum carried out."""
+    """Return a value with Partial reduced: an optimizer may hold a norm that is not summed yet."""
     spec = tensor._spec
     if not spec.layout.partial:
         return tensor
@@ -117,7 +117,7 @@ def _reduced(tensor: DTensorBase) -> Tensor:
 
 
 def give_back(state: State, loaded: Mapping[str, Any]) -> None:
-    """Let modules, optimizers and other objects load what was read, and put other values into the state."""
+    """Load what was read into modules, optimizers and other stateful objects, and set other values of the state."""
     for key, value in state.items():
         if isinstance(value, nn.Module):
             if any(tensor.is_meta for tensor in (*value.parameters(), *value.buffers())):
@@ -137,7 +137,7 @@ def give_back(state: State, loaded: Mapping[str, Any]) -> None:
 
 
 def module_of(optimizer: torch.optim.Optimizer, state: State) -> nn.Module | None:
-    """The module of the state that owns all parameters of an optimizer; None for an `LBFGS`.
+    """Return the module of the state that owns all parameters of an optimizer; None for an `LBFGS`.
 
     An `LBFGS` keeps one state for all parameters, which cannot be stored by their names.
     """

@@ -1,4 +1,4 @@
-"""An opened checkpoint: its tensors and objects, their places in files, and the verification of these files."""
+"""An opened checkpoint: its tensors and objects, their places in files, and the checks of these files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .metadata import read_metadata
 
 
 class Place(NamedTuple):
-    """Where something is in the files; `data` is where the elements of a tensor begin, if the index says so."""
+    """The place of a tensor or object in a file; `data` is the offset of its first element, if the index has it."""
 
     file: str
     start: int
@@ -48,11 +48,11 @@ class Stored:
 
     @property
     def described(self) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
-        """What is stored under each name."""
+        """The metadata of what is stored under each name."""
         return self.metadata.state_dict_metadata
 
     def place(self, index: MetadataIndex) -> Place:
-        """Where a chunk or an object is."""
+        """Return the place of a chunk or an object."""
         found: Any = self.metadata.storage_data.get(index)
         if found is None:
             raise CheckpointError(f"{self.folder / METADATA} has no place for {index.fqn!r} at {index.offset}")
@@ -70,7 +70,7 @@ class Stored:
         return Place(found.relative_path, found.offset, found.length, data)
 
     def blocks(self, place: Place, start: int, stop: int) -> Iterable[tuple[str, int]]:
-        """The blocks that hold a range of a file."""
+        """Return the blocks that hold a range of a file."""
         return ((place.file, number) for number in range(start // BLOCK, -(-stop // BLOCK)))
 
     def verify(self, blocks: Iterable[tuple[str, int]]) -> None:

@@ -35,7 +35,7 @@ class SavedObject(NamedTuple):
 
 
 def kept_object(value: object) -> object:
-    """An object in a form that later changes of it do not reach: itself if it is a number or a string, else bytes."""
+    """Return a copy of an object: itself if it is a number or a string, else its bytes."""
     return value if _is_simple(value) or isinstance(value, SavedObject) else SavedObject(_saved(value))
 
 
@@ -45,7 +45,7 @@ def _is_simple(value: object) -> bool:
 
 
 def _saved(value: object) -> bytes | CheckpointError:
-    """An object as bytes, or an error if it could not be loaded without running code from the file."""
+    """Return an object as bytes; raise an error if loading it would run code from the file."""
     data = saved_object(value)
     try:
         load_object(data)
@@ -59,7 +59,7 @@ def _saved(value: object) -> bytes | CheckpointError:
 
 
 def saved_objects(state: Mapping[str, object], plan: RankPlan) -> Objects:
-    """The objects that a rank writes, as bytes. An object that could not be loaded without pickle is an error."""
+    """Return the objects that a rank writes, as bytes. Raises an error for one that only pickle could load."""
     known: dict[tuple[type, str], bytes] = {}
     found = {}
     for name in plan.objects:
@@ -78,7 +78,7 @@ def saved_objects(state: Mapping[str, object], plan: RankPlan) -> Objects:
 
 
 def load_object(data: bytes) -> object:
-    """An object from what `saved_object` made of it, without pickle's power to call functions."""
+    """Return an object from the bytes of `saved_object`, loaded with weights_only=True."""
     import io
     import pickle
 
@@ -96,7 +96,7 @@ def write_file(
     sync: bool,
     written: Callable[[int], None],
 ) -> WrittenFile | None:
-    """Write the file of one rank; None if it has nothing to write."""
+    """Write the file of one rank, and return its record; None if there is nothing to write."""
     if not plan.entries and not objects:
         return None
     writer = BlockWriter(folder / plan.file, sync, written)

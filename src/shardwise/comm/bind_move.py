@@ -1,4 +1,4 @@
-"""Which move carries out a step of a plan."""
+"""Choose the move that carries out a step of a plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .transport import check_reducible, reduces_natively
 
 
 def bind_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move:
-    """The move that carries out a step on tensors of this dtype on this mesh."""
+    """Return the move that carries out a step on tensors of this dtype on this mesh."""
     if step.op:
         check_reducible(dtype, "avg" if step.divisor > 1 else step.op)
     if math.prod(step.after.shape) == 0:

@@ -28,12 +28,12 @@ class Schedule(NamedTuple):
 
 
 def schedule_bytes(schedule: Schedule) -> int:
-    """About what a schedule takes in memory."""
+    """Return about how many bytes a schedule takes in memory."""
     return 1024 + boxes_bytes(schedule.send) + boxes_bytes(schedule.receive)
 
 
 def boxes_bytes(by_peer: Sequence[Sequence[Box]]) -> int:
-    """About what boxes take in memory: a tuple for each peer, and a tuple of tuples for each box."""
+    """Return about how many bytes boxes take in memory: a tuple for each peer, and one of tuples for each box."""
     return 128 * len(by_peer) + sum(64 + 160 * len(box) for boxes in by_peer for box in boxes)
 
 
@@ -85,7 +85,7 @@ def intersection(
 def common_runs(
     dim: int, have: tuple[Run, ...], need: tuple[Run, ...], segment: Segment | None = None
 ) -> Sequence[tuple[int, int, int]]:
-    """What two shards have in common along one dim: offsets in the sender's and the receiver's shard, and lengths."""
+    """Return the intersection of two shards along one dim: offsets in both shards (sender first), and lengths."""
     if segment is None or segment.dim != dim:
         return _common_runs(have, need, None)
     return _common_runs(have, need, segment[1:])

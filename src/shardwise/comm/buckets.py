@@ -32,7 +32,7 @@ from .transport import divided_sum, from_wire, reduces_natively, to_wire, wire_o
 
 
 class Channel(NamedTuple):
-    """What reductions must have in common to share a collective."""
+    """The properties that reductions must share to be sent by one collective."""
 
     kind: str
     op: str
@@ -75,7 +75,7 @@ on_activate(_use_those_of)
 
 
 def reduction_between(source: DTensorSpec, target: DTensorSpec) -> Reduction | None:
-    """The redistribution as one that can share its last collective. None if that is no reduction, or an uneven one."""
+    """Return a redistribution that can share its last collective; None if that is not an even reduction."""
     found = _active.get((source, target))
     if found is None:
         cache = _REDUCTIONS.of(source.mesh_info.runtime)
@@ -152,7 +152,7 @@ class Bucket:
         self._results: list[Tensor] | None = None
 
     def add(self, reduction: Reduction, local: Tensor) -> int | None:
-        """Put a local tensor in, which must not be written until the collective is done. Returns its index.
+        """Add a local tensor, which must not be written until the collective is done. Returns its index.
 
         None: the bucket was sent already.
         """

@@ -134,11 +134,11 @@ class CostModel:
     staging: int = 256 << 20
 
     def links_of_group(self, ranks: Sequence[int], world_size: int, device_type: str) -> Links:
-        """These costs for a group that belongs to no mesh: its ranks are the one axis, number 0."""
+        """Return these costs for a group that belongs to no mesh, as one axis with index 0."""
         return self.links(_Group(device_type, ranks, world_size))
 
     def rates_between(self, source: MeshInfo, target: MeshInfo) -> Rates:
-        """What an exchange between the ranks of two meshes costs: no less than one over the slowest of their axes."""
+        """Return the rates of an exchange between two meshes: those of the slowest of their axes."""
         ranks = sorted({*source.ranks, *target.ranks})
         group = self.links_of_group(ranks, source.world_size, source.device_type)
         rates = [links.p2p for links in (group, self.links(source), self.links(target))]
@@ -146,7 +146,7 @@ class CostModel:
         return Rates((latency,), group.p2p.peer_latency, (bandwidth,))
 
     def links(self, mesh_info: MeshInfo | _Group) -> Links:
-        """These costs for the axes of one mesh."""
+        """Return these costs for the axes of one mesh."""
         default = _CPU if mesh_info.device_type == "cpu" else _ACCELERATOR
         names = mesh_info.names
         node = self.node_bandwidth or default.node_bandwidth
@@ -203,7 +203,7 @@ _model = CostModel()
 
 
 def cost_model() -> CostModel:
-    """The cost model in use."""
+    """Return the cost model in use."""
     return _model
 
 
@@ -229,7 +229,7 @@ _LINKS: WorldCache[MeshInfo, Links] = WorldCache("links of a mesh", 1 << 18)
 
 
 def links_of(mesh_info: MeshInfo) -> Links:
-    """What communication costs on a mesh, by the cost model in use."""
+    """Return what communication costs on a mesh, by the cost model in use."""
     cache = _LINKS.of(mesh_info.runtime)
     found = cache.get(mesh_info)
     if found is None:

@@ -15,7 +15,7 @@ from .states import DistState, common_slots, held, lacking, product, talking_axe
 
 @lru_cache(maxsize=65536)
 def estimate(source: Layout, target: Layout, itemsize: int, links: Links) -> float:
-    """About how many seconds it takes to redistribute a tensor from one layout to another."""
+    """Return about how many seconds it takes to redistribute a tensor from one layout to another."""
     if source is target:
         return 0.0
     mesh_sizes = source.mesh_sizes

@@ -1,4 +1,4 @@
-"""Moves between any two layouts, by one all-to-all; and out of one rank's data."""
+"""Moves between any two layouts by one all-to-all, and moves of one rank's data to others."""
 
 from __future__ import annotations
 

@@ -36,18 +36,18 @@ _waiting: list[Callable[[], None]] = []
 
 
 def before_first_use(run: Callable[[], None]) -> None:
-    """Run this when the first mesh is adopted, and not when shardwise is imported, because it takes time."""
+    """Defer a slow function from the import of shardwise to the first use of a mesh."""
     _waiting.append(run)
 
 
 def first_use() -> None:
-    """Run the functions that wait for the first mesh."""
+    """Run the functions deferred by `before_first_use`."""
     while _waiting:
         _waiting.pop()()
 
 
 def adopt(mesh: DeviceMesh) -> MeshInfo:
-    """The `MeshInfo` of a mesh, with its process groups made, ready to communicate."""
+    """Return the `MeshInfo` of a mesh, after creating its process groups."""
     found = active_runtime().adopted.get(id(mesh))
     if found is not None:
         return found[1]
@@ -90,7 +90,7 @@ def _check_membership(mesh_info: MeshInfo) -> None:
 
 
 def common_root(*parts: MeshInfo) -> DeviceMesh | None:
-    """The mesh that all of these are slices of; None if there is none.
+    """Return the mesh that all of these are slices of, or None.
 
     Equal slices of different meshes share one `MeshInfo`, whose mesh may have been sliced from another root.
     """

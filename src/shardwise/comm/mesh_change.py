@@ -65,7 +65,7 @@ class MeshChange:
 
     @property
     def exchanges(self) -> bool:
-        """Whether any rank lacks anything."""
+        """Whether any rank receives data."""
         return any(route.received for route in self.routes)
 
     @property
@@ -75,7 +75,7 @@ class MeshChange:
 
     @property
     def keeps_shards(self) -> bool:
-        """Whether every rank has exactly its shard already, so that nothing need be copied."""
+        """Whether every rank already holds exactly its shard, so that nothing is copied."""
         if self.exchanges or self.source.layout.partial or self.target.layout.partial:
             return False
         have, need = self.pair.source, self.pair.target
@@ -110,7 +110,7 @@ _CHANGES: WorldCache[tuple[DTensorSpec, DTensorSpec], MeshChange] = WorldCache("
 
 
 def plan_mesh_change(source: DTensorSpec, target: DTensorSpec) -> MeshChange:
-    """The steps that bring a tensor from one mesh to another."""
+    """Return the steps that move a tensor from one mesh to another."""
     cache = _CHANGES.of(source.mesh_info.runtime)
     found = cache.get((source, target))
     if found is None:

@@ -38,12 +38,12 @@ class MeshMove(NamedTuple):
     after: tuple[Move, ...]
 
     def moves(self) -> tuple[Move, ...]:
-        """The same as moves, with the exchange as one of them."""
+        """Return all moves, with the exchange as one of them."""
         return (*self.before, Move(lambda local: self.begin(local)(), False, None), *self.after)
 
 
 def bind_mesh_change(source: DTensorSpec, target: DTensorSpec) -> MeshMove:
-    """The moves that bring a tensor from one mesh to another."""
+    """Return the moves that carry a tensor from one mesh to another."""
     for spec in (source, target):
         if not spec.mesh_info.adopted:
             adopt(spec.mesh)
@@ -80,7 +80,7 @@ def _begin(change: MeshChange, local: Tensor) -> Callable[[], Tensor]:
 
 
 def _send(loads: Sequence[Load], change: MeshChange, device: torch.device) -> list[Callable[[], None]]:
-    """Run all rounds but the last to their end; the result is to finish that one, if there is one."""
+    """Run all rounds but the last. Returns a function that finishes the last one, if there is one."""
     for load in loads:
         copy_own(load)
     last: list[Callable[[], None]] = []

@@ -64,15 +64,15 @@ def mesh_pair(source: MeshInfo, target: MeshInfo) -> MeshPair:
 
 
 def _parts(source: MeshInfo, target: MeshInfo) -> tuple[tuple[RankSet, RankSet], ...]:
-    whole = (frozenset(source.ranks), frozenset(target.ranks))
+    everyone = (frozenset(source.ranks), frozenset(target.ranks))
     have = [frozenset(ranks) for ranks in listed(source.instances.flatten(1))]
     need = [frozenset(ranks) for ranks in listed(target.instances.flatten(1))]
     if len(have) == 1:
-        return (whole,)
+        return (everyone,)
     parts = [(ranks, frozenset[int]().union(*(other for other in need if other & ranks))) for ranks in have]
-    apart = sum(len(others) for _, others in parts) == len(whole[1]) and all(others for _, others in parts)
+    apart = sum(len(others) for _, others in parts) == len(everyone[1]) and all(others for _, others in parts)
     alike = len({len(ranks | others) for ranks, others in parts}) == 1  # in one collective of simulated ranks
-    return tuple(parts) if apart and alike else (whole,)
+    return tuple(parts) if apart and alike else (everyone,)
 
 
 # ---- routes ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ LocalOp = Callable[[Tensor], Tensor]
 
 
 def on_ranks(mesh_info: MeshInfo, fn: Callable[[Coordinate, Tensor], Tensor]) -> LocalOp:
-    """A function of a local tensor, from one that also takes the coordinate of its rank."""
+    """Return a function of a local tensor, from one that also takes the coordinate of its rank."""
 
     def run(local: Tensor) -> Tensor:
         if isinstance(local, RankTensor):
@@ -28,7 +28,7 @@ def on_ranks(mesh_info: MeshInfo, fn: Callable[[Coordinate, Tensor], Tensor]) ->
 
 
 def from_ranks(mesh_info: MeshInfo, fn: Callable[[Coordinate], Tensor]) -> Tensor:
-    """A local tensor made from the coordinate of its rank."""
+    """Return a local tensor that a function makes from the coordinate of its rank."""
     if mesh_info.simulated:
         with torch.no_grad():
             return RankTensor([fn(at) for at in mesh_info.coordinates])
@@ -36,7 +36,7 @@ def from_ranks(mesh_info: MeshInfo, fn: Callable[[Coordinate], Tensor]) -> Tenso
 
 
 def shard_outside(dims: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What a rank outside the mesh holds of a tensor: no elements; as in PyTorch, a 0 if the tensor has no dims."""
+    """Return the local shard of a rank outside the mesh: empty, or, as in PyTorch, a 0 for a 0-dim tensor."""
     return torch.empty(0, dtype=dtype, device=device) if dims else torch.zeros((), dtype=dtype, device=device)
 
 

@@ -120,15 +120,15 @@ class Stack(NamedTuple):
         return vector[start : start + math.prod(shape)].view(shape)
 
 
-def _stacks(pieces: Layout, whole: Layout, step: Step, mesh_info: MeshInfo) -> dict[Coordinate, Stack]:
-    """The stack of each rank that this process plays. Shards of `pieces` over the axes make up shards of `whole`."""
+def _stacks(pieces: Layout, joined: Layout, step: Step, mesh_info: MeshInfo) -> dict[Coordinate, Stack]:
+    """Return the stack of each rank of this process. Shards of `pieces` over the axes make up shards of `joined`."""
     played = mesh_info.coordinates if mesh_info.simulated else [mesh_info.coordinate]
-    return {at: _stack(pieces, whole, members(pieces.mesh_sizes, at, step.axes), at) for at in played}
+    return {at: _stack(pieces, joined, members(pieces.mesh_sizes, at, step.axes), at) for at in played}
 
 
-def _stack(pieces: Layout, whole: Layout, peers: list[Coordinate], at: Coordinate) -> Stack:
-    shape, shapes = whole.local_shape(at), tuple(map(pieces.local_shape, peers))
-    runs = whole.runs(at)
+def _stack(pieces: Layout, joined: Layout, peers: list[Coordinate], at: Coordinate) -> Stack:
+    shape, shapes = joined.local_shape(at), tuple(map(pieces.local_shape, peers))
+    runs = joined.runs(at)
     boxes = tuple(intersection(pieces.runs(peer), runs) for peer in peers)
     length = max(map(math.prod, shapes))
     filled = [index for index, its_boxes in enumerate(boxes) if its_boxes]

@@ -31,7 +31,7 @@ from .states import Axes, DistState, Slots, common_slots, held, lacking, product
 def make_plan(
     source: Layout, target: Layout, itemsize: int, links: Links, groups: frozenset[Axes] | None = None
 ) -> Plan:
-    """The cheapest plan. `groups` are the sets of axes whose ranks have a process group (None: all sets)."""
+    """Return the cheapest plan. `groups` are the sets of axes whose ranks have a process group (None: all sets)."""
     if source.shape != target.shape or source.mesh_sizes != target.mesh_sizes:
         raise CommunicationError(
             f"no plan from {source} to {target}: their shapes or meshes differ",
@@ -65,7 +65,7 @@ def shortest(
     links: Links,
     groups: frozenset[Axes] | None,
 ) -> Path | None:
-    """The cheapest path between two states of a tensor of about `nbytes` bytes; None if there is none."""
+    """Return the cheapest path between two states of a tensor of about `nbytes` bytes, or None."""
     task = Task(mesh_sizes, source, target, links.bandwidth, groups)
     search = _Search(task, nbytes, links)
     found = search.run(task.capacity)
@@ -90,7 +90,7 @@ def _as_plan(source: Layout, target: Layout, slots: Slots, path: Path, itemsize:
 
 
 def _native_or_exchange(step: Step, itemsize: int, links: Links) -> tuple[Step, float]:
-    """An uneven gather or reduce-scatter as it is carried out, and its seconds.
+    """Return the cheaper way to carry out an uneven gather or reduce-scatter, and its seconds.
 
     The native collective sends pieces of one size, padded by a copy. An exchange sends what each rank lacks.
     """

@@ -47,7 +47,7 @@ _GROUPS: WorldState[dict[Parts, RankGroup]] = WorldState(dict)
 
 
 def group_over(parts: Sequence[Sequence[int]]) -> RankGroup:
-    """The group of these ranks, which its members make at its first use. In a process: of the part that it is in."""
+    """Return the group of these ranks, created by its members on first use; in a process, the one that it is in."""
     key = tuple(tuple(sorted(part)) for part in parts)
     groups = _GROUPS.of(runtime_of_world())
     found = groups.get(key)
@@ -77,7 +77,7 @@ def _make(parts: Parts) -> RankGroup:
 
 
 def named_group(ranks: tuple[int, ...]) -> str:
-    """The name of the process group of these ranks, in this order. Its members make it, if it is not there."""
+    """Return the name of the process group of these ranks, in this order, created by its members if needed."""
     name = f"shardwise:{_digest((ranks,))}"
     try:
         group_named(name)

@@ -1,4 +1,4 @@
-"""Redistribution: bring a local tensor from one spec to another.
+"""Redistribution of a local tensor from one spec to another.
 
 Plans and their bound moves are cached by the pair of interned specs, so a repeated redistribution is a dictionary
 look-up and its collectives.
@@ -46,7 +46,7 @@ _MOVES: WorldCache[SpecPair, tuple[Move, ...]] = WorldCache(
 
 class _Moves(Protocol):
     def get(self, pair: SpecPair, /) -> tuple[Move, ...] | None:
-        """The moves between two specs, if they are known."""
+        """Return the cached moves between two specs, or None."""
 
 
 _active_moves: _Moves
@@ -65,10 +65,10 @@ REDISTRIBUTIONS: Observers[[DTensorSpec, DTensorSpec, Tensor], Around] = Observe
 
 
 class _ObservedMoves:
-    """Stands for the table of moves while somebody observes: what it returns runs in the contexts of the observers."""
+    """Replaces the table of moves while there are observers: its moves run in the contexts of the observers."""
 
     def get(self, pair: SpecPair, /) -> tuple[Move, ...]:
-        """All moves between two specs as one, or none."""
+        """Return all moves between two specs, combined into one."""
         moves = moves_between(*pair)
 
         def run(local: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ REDISTRIBUTIONS.on_change(lambda: _use_moves_of(active_runtime()))
 
 
 def plan_redistribution(source: DTensorSpec, target: DTensorSpec) -> SpecPlan:
-    """The steps that bring a tensor from one spec to another. Prints as readable steps with bytes."""
+    """Return the steps that redistribute a tensor from one spec to another. Prints as readable steps with bytes."""
     mesh_info = source.mesh_info
     if not mesh_info.adopted:
         return _make_plan(source, target)  # not cached: once its groups are made, the plan may be another
@@ -108,7 +108,7 @@ def _make_plan(source: DTensorSpec, target: DTensorSpec) -> SpecPlan:
 
 
 def moves_between(source: DTensorSpec, target: DTensorSpec) -> tuple[Move, ...]:
-    """The moves that carry out the plan between two specs: one for each step, and perhaps one to reorder memory."""
+    """Return the moves between two specs: one for each step of the plan, and perhaps one to reorder memory."""
     mesh_info = source.mesh_info
     require_world()  # the tensor may have outlived its own
     if not mesh_info.adopted:
@@ -137,7 +137,7 @@ def _bind_plan(source: DTensorSpec, target: DTensorSpec) -> tuple[Move, ...]:
 
 
 def redistribute_local(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> Tensor:
-    """The local tensor after redistribution. The same tensor if there is nothing to do."""
+    """Return the local tensor after redistribution, or the same tensor if there is nothing to do."""
     moves = _active_moves.get((source, target))
     if moves is None:
         moves = moves_between(source, target)
@@ -148,7 +148,7 @@ def redistribute_local(local: Tensor, source: DTensorSpec, target: DTensorSpec) 
 
 
 def carry_out(moves: tuple[Move, ...], local: Tensor) -> Tensor:
-    """The local tensor after these moves, all collectives done."""
+    """Run these moves, wait for all collectives, and return the local tensor."""
     for start, communicates, finish, _, _ in moves:
         local = start(local)
         if communicates:
@@ -159,7 +159,7 @@ def carry_out(moves: tuple[Move, ...], local: Tensor) -> Tensor:
 
 
 def start_redistribute(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> Callable[[], Tensor]:
-    """Begin a redistribution. The last collective is still under way on return; the result of the call waits for it."""
+    """Start a redistribution, and return a function that waits for its last collective and returns the local tensor."""
     if source.mesh_info is not target.mesh_info:
         with REDISTRIBUTIONS.around(source, target, local):
             return _start_mesh_change(local, source, target)

@@ -56,7 +56,7 @@ class Share(NamedTuple):
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """The same as boxes: all that this sender sends to this receiver, who is in one shard of the target."""
+        """The elements as boxes: all that this sender sends to this receiver, which needs one shard of the target."""
         return self.overlap.cut(self.low, self.high)
 
 
@@ -74,7 +74,7 @@ class Overlap:
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
-        """The same as boxes."""
+        """The elements as boxes."""
         return tuple(itertools.product(*self._by_dim))
 
     def cut(self, low: int, high: int) -> tuple[Box, ...]:
@@ -97,7 +97,7 @@ class Part:
         self._shares: dict[int, list[Share]] = {}
 
     def shares(self, source: int) -> list[Share]:
-        """Who sends what of one shard of the source to whom.
+        """Return the shares of one shard of the source: sender, receiver, elements.
 
         Its holders divide what others need of it, receiver after receiver in the order of ranks, so that a receiver
         has few senders, and ranks with neighbouring numbers talk to each other.
@@ -169,7 +169,7 @@ def _overlaps(source: Sequence[Runs], target: Sequence[Runs], segment: Segment |
 
 
 class Route:
-    """Who sends what to whom: one part, or one for each of several tensors on separate sets of ranks."""
+    """The elements that ranks send each other: one part, or one for each tensor on a separate set of ranks."""
 
     def __init__(self, parts: Iterable[tuple[Holding, Holding]], segment: Segment | None = None) -> None:
         self.parts = [Part(have, need, segment) for have, need in parts]

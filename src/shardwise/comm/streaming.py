@@ -27,7 +27,7 @@ Shards = Mapping[int, Tensor]
 
 
 class Load(NamedTuple):
-    """A tensor on its way."""
+    """A tensor that is being moved: its route, and the shards of source and target."""
 
     route: Route
     source: Shards
@@ -51,7 +51,7 @@ class Slice(NamedTuple):
 
 
 def copy_own(load: Load) -> None:
-    """Copy what ranks hold already."""
+    """Copy the elements that ranks need and already hold."""
     for rank, target in load.target.items():
         for box in load.route.own(rank):
             received_box(target, box).copy_(sent_box(load.source[rank], box))
@@ -60,7 +60,7 @@ def copy_own(load: Load) -> None:
 def start_round(
     slices: Sequence[Slice], group: RankGroup, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], None]:
-    """Begin to exchange slices of loads, in one collective of this dtype. The result waits and unpacks."""
+    """Start to exchange slices of loads in one collective of this dtype. Returns a function that waits and unpacks."""
     native = moves_natively(dtype)
     unit = 1 if native else dtype.itemsize
     buffers, outgoing, incoming = [], [], []

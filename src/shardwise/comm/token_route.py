@@ -1,11 +1,11 @@
 """Routes of token rows to the ranks that hold their experts: which row goes where, in which order, and back.
 
 A rank has rows, each with the number of an expert. Experts are sharded over a mesh axis. `route_rows` sorts the rows
-by their experts, tells every rank how many rows it will get (one small all-to-all), and reads the split sizes (one
+by their experts, sends every rank the number of rows it will get (one small all-to-all), and reads the split sizes (one
 host read). `TokenRoute.send` then moves rows to their experts, and `TokenRoute.back` moves results to where the rows
 came from: one all-to-all each, of exactly the rows that are routed.
 
-    this rank's rows          a b c d e        experts 2 0 3 0 2, of which this rank holds 0 and 1
+    this rank's rows          a b c d e        experts 2 0 3 0 2; this rank holds 0 and 1
     sorted by expert          b d a e c        and split: b d stay here, a e c go to the other rank
     received, by source       b d | x y        the other rank sends x for expert 0 and y for expert 1
     `send` returns            b d x y          by expert, and within an expert by source: counts are [3, 1]

@@ -1,4 +1,4 @@
-"""What a file in this folder defines: one command."""
+"""The class of commands; each file in this folder defines one."""
 
 from __future__ import annotations
 

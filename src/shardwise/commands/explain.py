@@ -41,9 +41,9 @@ def _run(given: argparse.Namespace) -> int:
             function() if mesh is None else call_with_mesh(function, mesh)
         if given.trace is not None:
             explanation.trace(given.trace)
-    if os.environ.get("RANK", "0") == "0":  # under torchrun, all ranks tell the same
+    if os.environ.get("RANK", "0") == "0":  # under torchrun, all ranks would print the same
         print(explanation.to_json() if given.json else explanation)
     return 0
 
 
-COMMAND = Command("tell why a function of your program communicates", _EXAMPLES, _add_arguments, _run)
+COMMAND = Command("explain why a function of your program communicates", _EXAMPLES, _add_arguments, _run)

@@ -30,7 +30,7 @@ class Progress:
         self._thread: threading.Thread | None = None
 
     def __call__(self, label: str) -> None:
-        """Say what is done now."""
+        """Show the label of the present step."""
         self._label = label
 
     def __enter__(self) -> Progress:

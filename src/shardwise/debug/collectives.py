@@ -1,4 +1,4 @@
-"""The bytes that a collective brings to a rank, the group it runs in, and the op that users name.
+"""The bytes that a rank receives in a collective, its group, and its name for users.
 
 Collectives have the names that users write: `torch.ops.c10d_functional.all_reduce` for the functional ones, in
 whichever namespace of PyTorch the op was called, and `torch.ops.c10d.allreduce_` for those behind `dist.all_reduce`.

@@ -1,7 +1,7 @@
 """Track which module a program is in, in the forward and in the backward pass.
 
 Calls of modules are tracked while they run. Autograd numbers its nodes as they are made, so the range of numbers made
-during a call tells, in the backward pass, which call a node comes from. This needs neither hooks on tensors nor a
+during a call shows, in the backward pass, which call a node comes from. This needs neither hooks on tensors nor a
 second pass, and the communication of a module's own hooks counts as the module's.
 """
 

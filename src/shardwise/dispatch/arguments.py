@@ -29,13 +29,13 @@ Where = int | str
 
 
 class Constant(NamedTuple):
-    """An argument that the plan itself gives: a size as this rank must pass it."""
+    """An argument that the plan replaces by a constant: the local size of this rank."""
 
     value: object
 
 
 class Localize:
-    """The mark of an argument whose local shard is passed."""
+    """Marks an argument whose local shard is passed."""
 
 
 LOCALIZE = Localize()
@@ -54,7 +54,7 @@ class Argument(NamedTuple):
 
 
 def as_argument(value: object) -> object:
-    """A value as planning sees it: tensors become `Argument`s, in lists as well."""
+    """Return a value for planning: tensors become `Argument`s, in lists as well."""
     if isinstance(value, DTensorBase):
         return Argument(value._spec.tensor_meta, value._spec)
     if isinstance(value, Tensor):
@@ -65,7 +65,7 @@ def as_argument(value: object) -> object:
 
 
 def localize(value: Any, how: Treatment) -> Any:
-    """What to pass to the local call for this argument."""
+    """Return what to pass to the local call for this argument."""
     if how is None:
         return value
     if how is LOCALIZE:
@@ -88,7 +88,7 @@ def distributed(args: Args, kwargs: Kwargs) -> list[DTensorBase]:
 
 
 def specialize(tensors: Sequence[DTensorBase]) -> bool:
-    """Give tensors whose sizes are symbols specs with numbers: the graph is for these. Whether there are any."""
+    """Specialize symbolic sizes to numbers, for which the graph is then valid. Returns whether there were any."""
     found = [tensor for tensor in tensors if has_symbols(tensor._spec.tensor_meta)]
     for tensor in found:
         tensor._spec = tensor._spec.specialized()
@@ -96,7 +96,7 @@ def specialize(tensors: Sequence[DTensorBase]) -> bool:
 
 
 def common_mesh(func: OpOverload, tensors: Sequence[DTensorBase]) -> MeshInfo:
-    """The mesh of all these tensors."""
+    """Return the common mesh of these tensors; raise an error if they differ."""
     found = {tensor._spec.mesh_info: None for tensor in tensors}
     if len(found) > 1:
         specs = ", ".join(f"{tensor._spec!r} on {tensor._spec.mesh_info!r}" for tensor in tensors)
@@ -132,7 +132,7 @@ def named_tensors(op: ResolvedOp, args: Args, kwargs: Kwargs) -> Iterator[tuple[
 
 
 def replace_tensors(op: ResolvedOp, args: Args, kwargs: Kwargs, new: Mapping[str, Tensor]) -> tuple[Args, Kwargs]:
-    """The arguments with other tensors in the place of those named, by the names that `named_tensors` gives."""
+    """Return the arguments with tensors replaced, by the names of `named_tensors`."""
 
     def replaced(name: str, value: object) -> object:
         if isinstance(value, (list, tuple)):

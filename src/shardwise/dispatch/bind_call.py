@@ -292,7 +292,7 @@ class _Binding:
         return results
 
     def _wanted(self) -> Layout | None:
-        """The layout that a gradient will be brought to: that of the cotangent of its tensor."""
+        """Return the layout that a gradient will be redistributed to: the cotangent of its tensor's."""
         name = self.resolved.op.gradient_of
         tensor = None if name is None else self._at(self.resolved.names.index(name))
         return tensor.spec.cotangent().layout if isinstance(tensor, Argument) and tensor.spec is not None else None

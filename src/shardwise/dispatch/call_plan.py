@@ -1,4 +1,4 @@
-"""The plan of one op call: what is redistributed, what runs on each rank, what comes out.
+"""The plan of one op call: redistributions, the local call, and the specs of the results.
 
 `plan_call` is what happens on a cache miss. It binds the op's rule to the shapes of the call, lets the propagator
 choose, and writes down how to treat every argument. A plan holds no tensors and does not depend on values.
@@ -59,13 +59,13 @@ def plan_call(
     mesh_info: MeshInfo,
     lists: frozenset[Where] = NO_LISTS,
 ) -> CallPlan:
-    """The plan of a call whose tensors are given as `Argument`s; for one element of an op on lists, see `bind_call`."""
+    """Return the plan of a call whose tensors are given as `Argument`s; for elements of lists, see `bind_call`."""
     found = bind_call(op, args, kwargs, mesh_info, lists)
     return _PlanWriter(found, _choose(found, mesh_info), args, kwargs, mesh_info, lists).write()
 
 
 def propagator_of(found: BoundCall, mesh_info: MeshInfo) -> ShardingPropagator:
-    """What chooses the layouts of a bound call."""
+    """Return the propagator that chooses the layouts of a bound call."""
     return _propagator(found, mesh_info)(found.bound, found.operands, found.results)
 
 
@@ -103,7 +103,7 @@ def _choose(found: BoundCall, mesh_info: MeshInfo) -> Decision:
 
 
 class _PlanWriter:
-    """Writes down the plan of a call for which a decision was made."""
+    """Builds the plan of a call from the propagator's decision."""
 
     def __init__(
         self,
@@ -174,11 +174,11 @@ class _PlanWriter:
         return target if steps.steps else LOCALIZE
 
     def _local_sizes(self, name: str, value: Any) -> Treatment:
-        """A size argument as each rank must pass it; None where all pass it unchanged."""
-        bound, cuts, mesh_info = self.found.bound, self.decision.cuts, self.mesh_info
+        """Return the local value of a size argument on each rank, or None if it is unchanged."""
+        bound, shardings, mesh_info = self.found.bound, self.decision.shardings, self.mesh_info
 
         def sizes_at(at: Coordinate) -> list[int]:
-            local = local_size(bound, name, value, mesh_info.sizes, cuts, at)
+            local = local_size(bound, name, value, mesh_info.sizes, shardings, at)
             return local if isinstance(local, list) else [local]
 
         given = list(value) if isinstance(value, (list, tuple)) else [value]

@@ -64,7 +64,7 @@ class CallChoices(NamedTuple):
 
 
 def choices_of(op: ResolvedOp, args: Args, kwargs: Kwargs) -> CallChoices | None:
-    """The choices of a call; None where no rule takes it, and for ops on lists."""
+    """Return the choices of a call, or None if it has no rule or is an op on lists."""
     if not op.has_rule or op.variant == "foreach" or op.op.takes_plain or op.in_place_view is not None:
         return None
     mesh_info = common_mesh(op.func, distributed(args, kwargs))
@@ -91,7 +91,7 @@ def choices_of(op: ResolvedOp, args: Args, kwargs: Kwargs) -> CallChoices | None
 
 
 def _others(propagator: ShardingPropagator, chosen: tuple[Option, ...]) -> list[PriceParts | None]:
-    """All other choices if there are few, otherwise those in which one axis does something else."""
+    """Return all other choices if there are few, otherwise those that differ on one axis."""
     options = [propagator.options_of(axis) for axis in range(len(propagator.mesh_sizes))]
     if math.prod(map(len, options)) <= _MANY:
         others = list(itertools.product(*options))
@@ -134,7 +134,7 @@ def _name(found: BoundCall, place: Place) -> str:
 
 
 def _action(option: Option, found: BoundCall) -> str:
-    """What an axis does, in words."""
+    """Return what an axis does, in words."""
     if option is None:
         return "is not used"
     if isinstance(option, Passing):

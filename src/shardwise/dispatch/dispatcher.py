@@ -84,7 +84,7 @@ class OpDispatcher:
 
     @contextmanager
     def recording(self) -> Iterator[list[Planned]]:
-        """Inside, all calls are planned anew; the plans are collected in the list."""
+        """Plan all calls anew inside the block, and collect the plans in the list."""
         before, self._recorded = self._recorded, []
         clear_all_caches()
         try:
@@ -93,7 +93,7 @@ class OpDispatcher:
             self._recorded = before
 
     def dispatch(self, func: OpOverload, args: Args, kwargs: Kwargs, key: Key) -> object:
-        """The result of a call that the hot path does not make."""
+        """Return the result of a call that is not on the hot path."""
         op = resolve(func)
         if op.op.returns_shard:
             self.hot[key] = RETURNING_SHARD
@@ -156,7 +156,7 @@ class OpDispatcher:
         return planned
 
     def _try(self, planned: Planned, args: Args, kwargs: Kwargs, shared: Key, key: Key) -> object:
-        """The result of the first run of a plan, which then is ready for the hot path."""
+        """Run a plan for the first time, return the result, and make the plan ready for the hot path."""
         op, plan, _, outside, _ = planned
         assert isinstance(plan, CallPlan), "ops on lists run element by element, as their ops do"
         first = FirstRun(plan)
@@ -170,7 +170,7 @@ class OpDispatcher:
         return result
 
     def plan(self, op: ResolvedOp, args: Args, kwargs: Kwargs) -> CallPlan | ListPlan | None:
-        """The plan of a call; None where it is decomposed or runs on gathered inputs."""
+        """Return the plan of a call; None to decompose it, or to run it on gathered inputs."""
         try:
             if op.variant == "foreach" and op.has_rule:
                 return plan_list(op, args, kwargs)

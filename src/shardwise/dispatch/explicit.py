@@ -58,7 +58,7 @@ def changes_for_local_call(
 def _local_specs(
     op: ResolvedOp, args: Args, kwargs: Kwargs, plan: CallPlan | ListPlan | None, plan_again: Plan
 ) -> Specs | None:
-    """Specs of the distributed arguments with which a call needs no communication."""
+    """Return specs of the distributed arguments with which a call needs no communication."""
     specs = [spec for _, spec in _named_specs(op, args, kwargs)]
     wanted: list[DTensorSpec | None] = [spec.replicated() for spec in specs]
     if plan is not None:
@@ -100,7 +100,7 @@ def refuse(problem: str, advice: str) -> None:
 
 
 def _needs_gathering(specs: Sequence[DTensorSpec]) -> bool:
-    """Whether gathering these takes communication."""
+    """Return whether gathering these needs communication."""
     return any(plan_redistribution(spec, spec.replicated()).plan.collectives for spec in specs)
 
 
@@ -129,7 +129,7 @@ def redistributions(
     wanted: Sequence[DTensorSpec | None],
     communicates: Callable[[Specs], bool],
 ) -> list[str]:
-    """One statement for each tensor that has to be redistributed.
+    """Return one statement for each tensor that has to be redistributed.
 
     `given` are the names and specs of the tensors, `wanted` the specs that a plan would bring them to (None: leaves
     them), `communicates` says whether the op would still communicate with other specs.
@@ -155,7 +155,7 @@ def _statements(given: Sequence[tuple[str, DTensorSpec]], chosen: Specs | None) 
 
 
 def _candidates(specs: Specs, wanted: Specs) -> Iterator[Specs]:
-    """What a plan asks for, then the same with more and more axes replicated."""
+    """Yield the specs that a plan wants, then the same with more and more axes replicated."""
     axes = range(len(specs[0].mesh_info.sizes))
     for start in (wanted, specs):
         for count in range(len(axes) + 1):
@@ -180,7 +180,7 @@ def _replicated_on(spec: DTensorSpec, axes: Sequence[int]) -> DTensorSpec:
 
 
 def _text(spec: DTensorSpec) -> str:
-    """Placements as one writes them in a program."""
+    """Return placements as Python code."""
     if spec.shard_order == default_order(spec.placements):
         return f"[{', '.join(map(_placement_text, spec.placements))}]"
     if any(isinstance(placement, InterleavedShard) for placement in spec.placements):

@@ -1,4 +1,4 @@
-"""Calls that no rule takes: expressed by other ops, or run on gathered inputs.
+"""Calls without a rule: decomposed into other ops, or run on gathered inputs.
 
 On gathered inputs every rank computes the same result, and what the op wrote in place goes back to where it came from.
 That is always right and rarely fast, so the first such call of an op says so.
@@ -33,7 +33,7 @@ class GatherWarning(UserWarning):
 
 
 def run_without_plan(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTensorBase], outside: bool) -> object:
-    """The result of a call that no rule takes. `outside`: on a rank that is not in the mesh."""
+    """Return the result of a call without a rule. `outside`: on a rank that is not in the mesh."""
     if outside and not returns_tensors(op):
         return run_outside(op, args, kwargs, kind)
     if op.decomposition is not None and (result := op.decomposition(*args, **kwargs)) is not NotImplemented:
@@ -56,7 +56,7 @@ def run_without_plan(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTen
 
 
 def refuse_collective(op: ResolvedOp, args: Args, kwargs: Kwargs) -> None:
-    """Raise an error: a collective is a call on what each rank holds, not on the global tensor."""
+    """Raise an error: a collective takes local tensors, not a DTensor."""
     specs = ", ".join(repr(tensor._spec) for tensor in distributed(args, kwargs)[:3])
     raise InputError(
         f"{op.func} communicates local tensors between ranks, and was called with the DTensor {specs}",
@@ -111,7 +111,7 @@ def _gathered(tensor: DTensorBase, writable: bool) -> Tensor:
 
 
 def _write_back(op: ResolvedOp, written: Written, gathered: dict[int, Tensor]) -> None:
-    """Bring what the op wrote to the shards of the tensors it was called with."""
+    """Write what the op has written to gathered inputs back to the shards of the arguments."""
     for tensor in written:
         new, spec = gathered[id(tensor)], tensor._spec
         if new.shape != spec.shape:

@@ -51,7 +51,7 @@ def in_formula() -> bool:
 
 @contextmanager
 def outside_formula() -> Iterator[None]:
-    """Inside, code that is no part of the running formula, such as a user's unpack hook, does not count as one."""
+    """Run code that is not part of the running formula, such as a user's unpack hook."""
     if not in_formula():
         yield
         return
@@ -123,7 +123,7 @@ def _leave() -> None:
 
 
 def as_replicated(tensor: Tensor, like: DTensorBase) -> DTensorBase:
-    """A plain tensor that is the same on all ranks, as a replicated one on the mesh of another."""
+    """Return a plain tensor that is the same on all ranks as a replicated DTensor on the mesh of another."""
     mesh_info = like._spec.mesh_info
     local = materialized(tensor.detach())
     meta = meta_of(local)

@@ -41,7 +41,7 @@ class GatherCache:
         self._entry: _Entry | None = None
 
     def find(self, tensor: DTensorBase, target: DTensorSpec) -> Tensor | None:
-        """The local shard of `tensor` under the target spec, if that was made last and nothing was written since."""
+        """Return the cached local shard of `tensor` under the target spec, unless it was written since."""
         entry = self._entry
         if entry is None or entry.target is not target or entry.source is not tensor._spec:
             return None
@@ -50,7 +50,7 @@ class GatherCache:
         return entry.result if entry.result_watch.unchanged(entry.result) else None
 
     def keep(self, tensor: DTensorBase, target: DTensorSpec, result: Tensor) -> None:
-        """Remember `result`, the local shard of `tensor` under the target spec, in the place of what was before."""
+        """Cache `result`, the local shard of `tensor` under the target spec, replacing the present entry."""
         root, local = root_of(tensor), tensor._local_tensor
         # Writes to inference tensors are not counted.
         if local.is_inference() or result.is_inference() or result is local or is_weight(root):
@@ -81,7 +81,7 @@ on_activate(_use_cache_of)
 
 
 def redistributed(tensor: DTensorBase, target: DTensorSpec) -> Tensor:
-    """The local shard of a tensor under the target spec. Ops in a row that need the same one share it."""
+    """Return the local shard of a tensor under the target spec, from the cache if the last op needed the same."""
     cache = _Active.cache
     found = cache.find(tensor, target)
     if found is None:
@@ -96,7 +96,7 @@ def forget_gathered() -> None:
 
 
 def after_write(tensor: DTensorBase) -> None:
-    """What follows a write to a tensor through dispatch: gathered data is stale, and a view writes what it views."""
+    """Update state after a write to a tensor: the gather cache is stale, and a view writes its base."""
     forget_gathered()
     if tensor._source is not None:
         tensor._source.write_back(tensor)
@@ -106,14 +106,14 @@ def after_write(tensor: DTensorBase) -> None:
 
 
 def after_list_write(tensors: Sequence[Tensor], local: Sequence[Tensor]) -> None:
-    """What follows a write to a list of tensors that hold their local shards."""
+    """Update state after a write to a list of tensors without sources."""
     forget_gathered()
     increment_version(tensors)  # autograd does not count the writes of ops on lists; one device does, one by one
     count_writes(local)
 
 
 def after_source_writes(tensors: Sequence[Tensor]) -> None:
-    """The same where local shards may come from a source."""
+    """Update state after a write to a list of tensors whose local shards may come from a source."""
     increment_version(tensors)
     for tensor in tensors:
         if isinstance(tensor, DTensorBase):
@@ -121,7 +121,7 @@ def after_source_writes(tensors: Sequence[Tensor]) -> None:
 
 
 def assign(tensor: DTensorBase, value: Tensor) -> None:
-    """Copy this value into the local shard. Along expanded dims, which are one element in memory, it is the same."""
+    """Copy this value into the local shard; along expanded dims, the first index is copied."""
     local, spec = tensor._local_tensor, tensor._spec
     for dim, (size, stride) in enumerate(zip(spec.shape, spec.stride, strict=True)):
         if stride == 0 and size > 1:
@@ -131,13 +131,13 @@ def assign(tensor: DTensorBase, value: Tensor) -> None:
 
 
 def root_of(tensor: DTensorBase) -> DTensorBase:
-    """The tensor that this one is a view of, or itself: views are made anew for each op, their base is one tensor."""
+    """Return the base of a view, or the tensor itself: views are new objects for each op, their base is one."""
     base = tensor._base
     return base if isinstance(base, DTensorBase) else tensor
 
 
 def is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor is learnt. What is made from it for one op should not outlive that op; and modules that are
-    moved swap their weights, which a weak reference forbids."""
+    """Return whether a tensor is a weight, which is not cached: its gathered copy should not outlive the op, and a weak
+    reference would keep modules from swapping weights when they are moved."""
     # A view is not asked whether it is a leaf: it would look at what was written since.
     return isinstance(tensor, torch.nn.Parameter) or (tensor._base is None and tensor.requires_grad and tensor.is_leaf)

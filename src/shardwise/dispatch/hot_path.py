@@ -1,4 +1,4 @@
-"""The hot path: what a call costs whose plan is known and needs no communication.
+"""The hot path: calls whose plan is cached and needs no communication.
 
 A table maps the key of a call to all that is left to do: run this on the local shards, wrap the result so. Calls that
 it does not hold go to the dispatcher, which enters them once they are planned.
@@ -37,7 +37,7 @@ _strided = torch.strided
 Finish = Callable[[object, Args], object]
 """(local results, arguments) -> results."""
 Ready = tuple[Callable[..., Any], TensorMeta | None, DTensorSpec | None, int | None, Finish | None]
-"""What is left of a planned call: run, meta, spec, offset, finish. A plain tuple, which is unpacked quicker.
+"""The hot-path entry of a planned call: run, meta, spec, offset, finish. A plain tuple, which is unpacked quicker.
 
 run     takes the arguments with local shards in the place of distributed tensors
 meta    and spec of the one result; None where `finish` makes the results
@@ -145,7 +145,7 @@ RETURNING_SHARD: Ready = (lambda shard: shard, None, None, None, lambda shard, a
 
 
 def ready_call(op: ResolvedOp, plan: CallPlan | ListPlan, args: Args, kwargs: Kwargs, kind: type[Any]) -> Ready | None:
-    """What is left of a planned call; None where the dispatcher has more to do, each time."""
+    """Return the hot-path entry of a planned call, or None if every call needs the dispatcher."""
     if plan.communication or op.op.reads_numbers or op.op.addresses_storage or not _are_known(args, kwargs, kind):
         return None
     if isinstance(plan, ListPlan):
@@ -170,7 +170,7 @@ def ready_call(op: ResolvedOp, plan: CallPlan | ListPlan, args: Args, kwargs: Kw
 
 
 def _ready_view(plan: CallPlan, run: Callable[..., object], args: Args, kind: type[Any]) -> Ready | None:
-    """The same for views, which begin where the tensor that they view begins, or behind it."""
+    """Return the hot-path entry of a view op."""
     specs, dtype = plan.results, args[0].dtype
     if type(specs) is DTensorSpec and specs.dtype == dtype:
         return (run, specs.tensor_meta, specs, plan.offsets[0], None)
@@ -180,7 +180,7 @@ def _ready_view(plan: CallPlan, run: Callable[..., object], args: Args, kind: ty
 
 
 def _ready_list(op: ResolvedOp, plan: ListPlan, args: Args, kwargs: Kwargs, kind: type[Any]) -> Ready | None:
-    """The same for an op on lists, where it runs once on all their elements."""
+    """Return the hot-path entry of an op on lists that runs once on all their elements."""
     if plan.moved or len(plan.groups) != 1 or plan.groups[0][1] is not plan.func:
         return None
     if not all(_is_local(how) for how in (*plan.args, *plan.kwargs.values())):
@@ -228,7 +228,7 @@ def _is_local(how: Treatment) -> bool:
 
 
 def _are_known(args: Args, kwargs: Kwargs, kind: type[object]) -> bool:
-    """Whether the hot path knows how to treat all arguments."""
+    """Return whether the hot path can handle all arguments."""
     if any(isinstance(value, (Tensor, list, tuple)) for value in kwargs.values()):
         return False
     return all(_is_known(value, kind) for value in args)
@@ -241,7 +241,7 @@ def _is_known(value: object, kind: type[object]) -> bool:
 
 
 def _quickest(op: ResolvedOp, args: Args, kwargs: Kwargs) -> Callable[..., object]:
-    """What calls this op quickest on local arguments of these types."""
+    """Return the fastest callable of this op for local arguments of these types."""
     if op.python is not None:
         return op.python
     key = types_key(args, kwargs)
@@ -252,7 +252,7 @@ def _quickest(op: ResolvedOp, args: Args, kwargs: Kwargs) -> Callable[..., objec
 
 
 def _treating(treatments: tuple[Treatment, ...], run: Callable[..., object]) -> Callable[..., object] | None:
-    """What runs on arguments whose tensors are local shards already: lists and sizes are still to be treated."""
+    """Return a function that replaces lists and sizes by local ones, and runs the op on local shards."""
     known = {i: how for i, how in enumerate(treatments) if how is not None and how is not LOCALIZE}
     if not known:
         return run
@@ -278,11 +278,11 @@ def _with_constants(run: Callable[..., object], constants: dict[int, object]) ->
 
 
 def _no_results(local: object, args: Args) -> None:
-    """An op on lists that returns nothing."""
+    """Wrap the result of an op on lists that returns nothing."""
 
 
 def _nothing(local: object, args: Args) -> None:
-    """An op that returns nothing."""
+    """Wrap the result of an op that returns nothing."""
     forget_gathered()
     count_write(args[0]._shard)
 

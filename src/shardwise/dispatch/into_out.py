@@ -61,7 +61,7 @@ def refuse_other_dtypes(func: OpOverload, args: Args, kwargs: Kwargs, without_ou
 
 
 def _fill(op: ResolvedOp, args: Args, kwargs: Kwargs, out: Any) -> object:
-    """Write what a factory makes, as `torch.eye(8, out=out)` does: every rank makes all of it, and keeps its shard."""
+    """Fill `out` by a factory, as in `torch.eye(8, out=out)`: every rank computes all of it, and keeps its shard."""
     if torch.Tag.nondeterministic_seeded in op.func.tags:  # each rank would draw numbers of its own
         raise InputError(f"{op.func} with a distributed out=", "use an in-place op: out.uniform_(), out.normal_()")
     made = op.func.overloadpacket(*args, **{**kwargs, "dtype": out.dtype, "device": out.device})
@@ -90,7 +90,7 @@ def store(func: OpOverload, result: Tensor, out: Tensor) -> None:
 
 
 def _written_to_base(out: DTensorBase, result: Tensor) -> Tensor:
-    """Write a result to where `out` begins in the tensor that it views, and return it as a view of that.
+    """Write a result into the base of `out`, at the offset of `out`, and return it as a view of the base.
 
     On one device `out` keeps its memory when it is resized, and gets more if the result needs it.
     """

@@ -30,7 +30,7 @@ _UNHASHABLE = (torch.SymInt, torch.SymFloat, torch.SymBool, dict)
 
 
 def argument_keys(kind: type[DTensorBase]) -> Callable[[object], object]:
-    """The function that returns the key of an argument, for distributed tensors of this class."""
+    """Return the function that computes the key of an argument, for distributed tensors of this class."""
 
     def argument_key(value: Any) -> object:
         """An argument in the key. Its type is fixed by the schema, but for numbers: 1 is not True, nor 1.0."""
@@ -68,7 +68,7 @@ def argument_keys(kind: type[DTensorBase]) -> Callable[[object], object]:
 
 
 def plan_key(op: ResolvedOp, key: Key, args: Args, kwargs: Kwargs) -> Key:
-    """The key under which the plan of a call is shared, from the key of the call."""
+    """Return the key under which the plan of a call is shared, derived from the key of the call."""
     numbers = op.number_arguments
     if not numbers:
         return key

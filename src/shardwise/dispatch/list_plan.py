@@ -35,7 +35,7 @@ from .result_meta import NoRule
 
 
 class Moved(NamedTuple):
-    """An element that is not written where it lies: the result at `where` goes from one spec to another."""
+    """An element that is not written in place: the result at `where` is redistributed from one spec to another."""
 
     where: Where
     element: int
@@ -75,7 +75,7 @@ class _Lists:
         self.length = lengths.pop()
 
     def element(self, index: int) -> tuple[list[object], Kwargs]:
-        """The arguments for one element."""
+        """Return the arguments for one element."""
 
         def pick(where: Where, value: Any) -> object:
             return value if where not in self.lists else value[index] if len(value) else None
@@ -84,7 +84,7 @@ class _Lists:
 
 
 def plan_list(op: ResolvedOp, args: Args, kwargs: Kwargs) -> ListPlan:
-    """The plan of an op on lists."""
+    """Return the plan of an op on lists."""
     lists = _Lists(op, args, kwargs)
     planned: dict[object, CallPlan] = {}
     elements: list[CallPlan | None] = []
@@ -143,7 +143,7 @@ def _at(plan: CallPlan, where: Where) -> Treatment:
 
 
 def _treatment(lists: _Lists, elements: Sequence[CallPlan | None], where: Where) -> Treatment:
-    """How the list at `where`, or the argument that all elements share, is treated."""
+    """Return the treatment of the list at `where`, or of an argument that all elements share."""
     hows = [None if plan is None else _at(plan, where) for plan in elements]
     if where not in lists.lists:
         return next(how for plan, how in zip(elements, hows, strict=True) if plan is not None)
@@ -175,7 +175,7 @@ def _groups(op: ResolvedOp, elements: Sequence[CallPlan | None]) -> tuple[tuple[
 
 
 def _of_one(plan: CallPlan) -> LocalRun:
-    """What runs on one element, for lists of one."""
+    """Return what runs on the element of lists of length one."""
 
     def run(*args: object, **kwargs: object) -> object:
         result = plan.run_local(*args, **kwargs)
@@ -195,9 +195,9 @@ def _plan_for_kernel(
     mesh_info: MeshInfo,
     lists: frozenset[Where],
 ) -> CallPlan:
-    """The plan of an element that keeps its sharding and is reduced; the kernel does the rest."""
+    """Return the plan of an element that keeps its sharding, with Partial reduced; the kernel does the rest."""
     communication: list[str] = []
-    axes: set[int] = set(range(len(mesh_info.sizes))) if kernel.whole_mesh else set()
+    axes: set[int] = set(range(len(mesh_info.sizes))) if kernel.all_ranks else set()
 
     def treat(name: str, value: object) -> Treatment:
         if not isinstance(value, Argument) or value.spec is None:
@@ -246,7 +246,7 @@ KERNEL_RUNS: WorldState[dict[tuple[ListKernel, MeshInfo, tuple[int, ...]], Local
 
 
 def _kernel_run(op: ResolvedOp, kernel: ListKernel, mesh_info: MeshInfo, axes: tuple[int, ...]) -> LocalRun:
-    """The kernel over these axes: one function for the same axes, so that their elements are run together."""
+    """Return the kernel over these axes, the same function for the same axes, so that their elements run together."""
     runs = KERNEL_RUNS.of(mesh_info.runtime)
     found = runs.get((kernel, mesh_info, axes))
     if found is None:
@@ -260,7 +260,7 @@ def _make_kernel_run(op: ResolvedOp, kernel: ListKernel, mesh_info: MeshInfo, ax
     def run(*args: object, **kwargs: object) -> object:
         def start(at: Coordinate, rank: int) -> KernelRun:
             arguments = op.arguments(of_rank(args, rank), of_rank(kwargs, rank))
-            return kernel.run(LocalCall(op.func, arguments, (), (), (), (), (), at), pieces.cut(at))
+            return kernel.run(LocalCall(op.func, arguments, (), (), (), (), (), at), pieces.shard(at))
 
         return drive(pieces, start)
 

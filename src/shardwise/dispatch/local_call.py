@@ -34,7 +34,7 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 def ordered_as(specs: Sequence[DTensorSpec], run: Callable[..., object]) -> Callable[..., object]:
-    """Local results as the specs say that they lie in memory."""
+    """Return local results with the memory order of their specs."""
     orders = [spec.memory_order for spec in specs]
 
     def ordered(*args: object, **kwargs: object) -> object:
@@ -51,7 +51,7 @@ def ordered_as(specs: Sequence[DTensorSpec], run: Callable[..., object]) -> Call
 
 
 def in_order(local: Tensor, order: MemoryOrder | None) -> Tensor:
-    """A local tensor with its dims lying in memory in this order."""
+    """Return a local tensor whose dims have this order in memory."""
     if isinstance(local, RankTensor):  # rank by rank: an empty shard has no memory order
         mapped: Tensor = map_ranks(lambda rank, shard: in_memory_order(shard, order), local)
         return mapped
@@ -59,12 +59,12 @@ def in_order(local: Tensor, order: MemoryOrder | None) -> Tensor:
 
 
 def copied(local: Tensor, spec: DTensorSpec) -> Tensor:
-    """A copy of a local shard, expanded where its spec is."""
+    """Return a copy of a local shard, expanded where its spec is."""
     return local.clone() if spec.dense else in_order(local.clone(), spec.memory_order)
 
 
 def fill(layout: Layout, dtype: torch.dtype) -> complex:
-    """What a rank without data contributes: the identity of the reduction, or nothing at all."""
+    """Return the result of a rank without data: the identity of the reduction, or an empty tensor."""
     ops = [op for _, op in layout.partial]
     if dtype.is_complex and ops[:1] in (["max"], ["min"]):
         return 0  # there is none: the op raises an error
@@ -79,7 +79,7 @@ def skipping_empty(
     dtypes: Sequence[torch.dtype],
     structure: Any,
 ) -> Callable[..., object]:
-    """The op, but on a rank that holds nothing of some operand: many kernels raise there, some crash."""
+    """Wrap an op so that ranks with an empty operand do not call it: many kernels raise there, some crash."""
     outs = [argument.name for argument in tensor_arguments(op.func) if argument.out]
     run = op.python or op.func
 
@@ -106,13 +106,13 @@ def skipping_empty(
 
 
 def _empty_view(empty: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A view without elements. Writes to it count as writes to what it views, on all ranks alike."""
+    """Return a view without elements, whose writes count as writes to its base, as on other ranks."""
     flat = empty.as_strided((0,), (1,))
     return (flat if flat.dtype == dtype else flat.view(dtype)).as_strided(shape, contiguous_stride(shape))
 
 
 def drawing(run: Callable[..., object], mesh_info: MeshInfo, like: Tensor) -> Callable[..., object]:
-    """With a `Draw` in the place of the generator: made once a call, so that all ranks have the same."""
+    """Wrap local code to get a `Draw` instead of a generator: one for each call, shared by all ranks."""
     meta = meta_of(like)
 
     def draw(*args: object, generator: torch.Generator | None = None, **kwargs: object) -> object:
@@ -130,7 +130,7 @@ def drawing(run: Callable[..., object], mesh_info: MeshInfo, like: Tensor) -> Ca
 def on_each(
     mesh_info: MeshInfo, make: Callable[..., Made], fn: Callable[[Made, Coordinate], object]
 ) -> Callable[..., object]:
-    """Runs on local arguments rank by rank, with the coordinate of each rank."""
+    """Wrap a function of a rank's coordinate and arguments to run rank by rank."""
 
     def run(*args: object, **kwargs: object) -> object:
         if not mesh_info.simulated:
@@ -145,7 +145,7 @@ def on_each(
 
 
 def of_rank(value: object, rank: int) -> Any:
-    """Arguments as one rank sees them."""
+    """Return the arguments of one rank."""
     if isinstance(value, RankTensor):
         return value.shards[rank]
     if isinstance(value, torch.SymInt):

@@ -1,4 +1,4 @@
-"""Which code runs on the local shards of a call: the op itself, a kernel, or the op's own local implementation."""
+"""Choose the code that runs on the local shards of a call: the op, a kernel, or a local implementation."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class LocalCode:
         self.found, self.decision, self.mesh_info, self.in_list = found, decision, mesh_info, in_list
         self.op, self.func = found.resolved, found.resolved.func
         factors = found.bound.factors
-        self.kernel_factors = tuple(dict.fromkeys(f for _, f in decision.cuts if factors[f].handled_by_kernel))
+        self.kernel_factors = tuple(dict.fromkeys(f for _, f in decision.shardings if factors[f].handled_by_kernel))
         """The sharded factors that are handled by a kernel."""
 
     def makes_new(self) -> bool:
-        """Whether it returns new tensors even for an op that writes or views: kernels know of no `out=`."""
+        """Whether it returns new tensors even for an op that writes or views: kernels have no `out=`."""
         record = self.op.op
         copies = record.local is not None and record.local.copies
         implemented = record.local is not None or record.draw is not None
         return bool(self.kernel_factors) or copies or (self.op.variant == "out" and implemented)
 
     def run(self, structure: object) -> tuple[LocalRun, int]:
-        """What runs, and how many collectives it makes. `structure` holds the index of each result, as returned."""
+        """Return the code to run, and its number of collectives. `structure` holds the index of each result."""
         record, mesh_info = self.op.op, self.mesh_info
         if record.draw is not None:
             draw = record.draw
@@ -57,7 +57,7 @@ class LocalCode:
         return self.op.python or self.func, 0
 
     def _needs_local(self) -> bool:
-        """Whether the op itself would not do in the place of its local implementation."""
+        """Return whether the local implementation is needed instead of the op itself."""
         local = self.op.op.local
         assert local is not None
         if local.when == "partial sum":
@@ -104,20 +104,20 @@ class LocalCode:
 
         def run(*args: object, **kwargs: object) -> object:
             def start(at: Coordinate, rank: int) -> KernelRun:
-                return kernel.run(make(at, of_rank(args, rank), of_rank(kwargs, rank)), pieces.cut(at))
+                return kernel.run(make(at, of_rank(args, rank), of_rank(kwargs, rank)), pieces.shard(at))
 
             return drive(pieces, start)
 
         return run, kernel.rounds
 
     def _pieces(self) -> Pieces:
-        """The ranks that the kernel brings together: those that share its factor, or all factors of a joint kernel."""
-        axes = {f: tuple(axis for axis, other in self.decision.cuts if other == f) for f in self.kernel_factors}
+        """Return the ranks that communicate in the kernel: those that share its factor, or all its factors if joint."""
+        axes = {f: tuple(axis for axis, other in self.decision.shardings if other == f) for f in self.kernel_factors}
         factors = [Factor(self.found.bound.factors[factor].size, axes[factor]) for factor in axes]
         return Pieces(self.mesh_info, factors[0]) if len(factors) == 1 else JointPieces(self.mesh_info, factors)
 
     def _bind_arguments(self, factor: int | None) -> Callable[..., LocalCall]:
-        """From a rank's coordinate and local arguments to its `LocalCall`."""
+        """Return the function from a rank's coordinate and local arguments to its `LocalCall`."""
         op, func, layouts, given = self.op, self.func, self.decision.results, self.decision.operands
         operands, results = self.found.operands, self.found.results
         dims = tuple(_dim_of(operand.tensor, factor) for operand in operands)
@@ -137,7 +137,7 @@ def _dim_of(tensor: BoundTensor, factor: int | None) -> int | None:
 
 
 def _smallest_shard(mesh_info: MeshInfo, factor: Factor) -> int:
-    """How much of a factor the rank with the least of it holds: the last one along every axis."""
+    """Return the size of the smallest shard of a factor: that of the last rank along every axis."""
     size = factor.size
     if divides_evenly(mesh_info.sizes, factor):
         return size // pieces(mesh_info.sizes, factor.axes)

@@ -1,4 +1,4 @@
-"""Local results lie in memory as their specs say.
+"""Make local results have the strides of their specs.
 
 The strides of a spec are those of PyTorch's meta kernel for the global tensors. What runs on the local shards may lay
 its results out otherwise: a kernel of ours, or an op whose meta kernel and real kernel differ. The first run of a plan
@@ -17,7 +17,7 @@ from .local_call import ordered_as, tensors_in
 
 
 class FirstRun:
-    """The local code of a plan, for its first run. Afterwards `plan` is what later runs follow."""
+    """The first run of a plan's local code, after which `plan` is the one for later runs."""
 
     def __init__(self, plan: CallPlan) -> None:
         self.plan = plan
@@ -39,7 +39,7 @@ class FirstRun:
 
 
 def makes_results(plan: CallPlan) -> bool:
-    """Whether a plan makes new local tensors. Others write what is there, or view it as it lies."""
+    """Return whether a plan creates new local tensors, rather than writes or views of its arguments."""
     return not plan.writes and not plan.local_view
 
 

@@ -1,4 +1,4 @@
-"""What is noted of the memory of local shards: on its storage, so that it lives as long as the memory."""
+"""Notes on the memory of local shards, kept on the storage so that they live as long as it does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FEW = 8
 
 
 class MemoryNotes:
-    """Whether and how the memory of a shard is used outside the distributed tensor that holds it.
+    """How the memory of a shard is used outside the distributed tensor that holds it.
 
     Most memory is never noted, or only marked as exposed. So everything has a default on the class, and making notes
     costs next to nothing.
@@ -33,7 +33,7 @@ class MemoryNotes:
     """By ops on distributed tensors, counted while a view needs to know."""
 
     def hand_out(self, tensor: Tensor) -> None:
-        """Note that the user gets this tensor."""
+        """Record that the user gets this tensor."""
         ref, before = weakref.ref(tensor), self.handed_out
         if not before:
             self.handed_out = [ref]
@@ -47,7 +47,7 @@ class MemoryNotes:
 
 
 def notes_of(shard: Tensor) -> MemoryNotes:
-    """The notes on the memory of one shard."""
+    """Return the notes on the memory of one shard."""
     attributes = shard.untyped_storage().__dict__
     found: MemoryNotes | None = attributes.get(_NAME)
     return attributes.setdefault(_NAME, MemoryNotes()) if found is None else found

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .hot_path import Ready
 
 Lookup = Callable[[Any], "Ready | None"]
-"""From the key of a call to what is left of it; None if that is not known."""
+"""Looks up the hot-path entry of a call by its key; None if there is none."""
 
 OPS: Observers[[OpOverload, Args, Kwargs], Around] = Observers()
 LOOKUPS: Observers[[Lookup], Lookup] = Observers()
@@ -48,7 +48,7 @@ def _dispatch(func: OpOverload, types: object, args: Args = (), kwargs: Kwargs |
 
 
 def observed(look_up: Lookup) -> Lookup:
-    """The look-up that the hot path uses: this one, behind those of the observers."""
+    """Return the look-up that the hot path uses: this one, wrapped by the observers'."""
     for observer in LOOKUPS.present:
         look_up = observer(look_up)
     return look_up

@@ -28,7 +28,7 @@ from .local_code import LocalRun
 
 
 def plan_outside(op: ResolvedOp, plan: CallPlan | ListPlan, args: Args, kwargs: Kwargs) -> CallPlan | ListPlan:
-    """The plan of a call for a rank outside the mesh."""
+    """Return the plan of a call for a rank outside the mesh."""
     _, device = _mesh_and_device(args, kwargs)
     treated: dict[str, Any] = {
         "args": tuple(map(_unmoved, plan.args)),
@@ -65,7 +65,7 @@ def _nothing(op: ResolvedOp, specs: object, device: torch.device) -> LocalRun:
 
 
 def _without_tensors(op: ResolvedOp) -> Callable[[], object]:
-    """What returns the result of an op that returns no tensor."""
+    """Return a function for the result of an op that returns no tensor."""
     if str(op.func._schema.returns[0].type) == "bool":
         return lambda: True  # `equal` and the like, of no elements
 

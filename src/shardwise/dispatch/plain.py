@@ -31,7 +31,7 @@ from .provenance import record_replicated, taken_as_replicated
 
 
 def with_replicas(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-    """The arguments with plain tensors as replicated distributed ones; None where none meets a distributed one.
+    """Return the arguments with plain tensors as replicated DTensors; None if no plain tensor meets a DTensor.
 
     Tensors that are written stay plain. Raises MixedTensorError for a tensor that is not known to be replicated.
     """
@@ -60,7 +60,7 @@ def with_replicas(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
 
 
 def _partners(op: ResolvedOp, named: list[tuple[str, Tensor]]) -> Callable[[str], DTensorBase | None]:
-    """For an argument: a distributed tensor that it meets.
+    """Return a function from an argument to a distributed tensor that it is combined with.
 
     In an op on lists, elements meet those at the same index, on their mesh; there may be plain ones at all of them. A
     tensor that all elements share (a scale, numbers for each element) is the same on all ranks.
@@ -85,7 +85,7 @@ def _is_number(tensor: Tensor) -> bool:
 
 
 def mixed_tensors(op: ResolvedOp, name: str, tensor: Tensor) -> MixedTensorError:
-    """The error for a plain tensor that is not known to be replicated."""
+    """Return the error for a plain tensor that is not known to be replicated."""
     return MixedTensorError(
         f"{op.func} mixes distributed tensors with a plain tensor of shape {list(tensor.shape)}, its argument {name!r}",
         "make it one with distribute_tensor(tensor, mesh, placements) or DTensor.from_local(...), or take "
@@ -113,8 +113,8 @@ def _is_index(op: ResolvedOp, name: str) -> bool:
 
 
 def with_numbers(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-    """The arguments with distributed tensors of no dims as plain ones; None where there are none, or one has a
-    gradient: it would have to go back to its mesh."""
+    """Return the arguments with 0-dim distributed tensors as plain ones; None if there are none, or if one requires a
+    gradient, which would have to go back to its mesh."""
     flat, tree = pytree.tree_flatten((args, kwargs))
     if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in flat):
         return None

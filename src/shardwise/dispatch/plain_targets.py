@@ -73,7 +73,7 @@ def _index(name: str) -> str:
 
 
 def _as_result(like: DTensorBase, written: Written, value: Tensor) -> Tensor:
-    """A result of the call: what it wrote, or a new tensor, which is then a replicated one (of a batch norm)."""
+    """Return a result of the call: the written tensor, or a new one as a replicated DTensor (of a batch norm)."""
     return value if value in written or isinstance(value, DTensorBase) else as_replicated(value, like)
 
 
@@ -85,9 +85,9 @@ def _gathered(tensor: DTensorBase) -> Tensor:
 
 
 def _hold_writes(targets: Sequence[Tensor], sources: Sequence[DTensorBase]) -> None:
-    """Let the gradients of the sources be distributed, though that of what was written is plain.
+    """Make the gradients of the sources distributed, though that of the written tensor is plain.
 
-    Inside the block in which plain tensors are replicated that is so anyway; this is for backward passes after it.
+    Inside `implicit_replication` they are anyway; this is for backward passes after it.
     """
     if not torch.is_grad_enabled():
         return

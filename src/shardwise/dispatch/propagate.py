@@ -16,7 +16,17 @@ from typing import NamedTuple
 from .._torch.symbols import hint
 from ..comm.cost import Links
 from ..comm.estimate import estimate
-from ..notation import Bound, BoundTensor, Cuts, FactorKind, Passing, cut_layout, output_partial, passes, summands
+from ..notation import (
+    Bound,
+    BoundTensor,
+    FactorKind,
+    FactorShardings,
+    Passing,
+    output_partial,
+    passes,
+    sharded_layout,
+    summands,
+)
 from ..sharding.layout import Factor, Layout, PartialAxes, Sizes, divides_evenly
 
 _TRY_ALL = 25  # combinations up to which all are tried: two axes with a handful of options each
@@ -55,7 +65,7 @@ class Decision(NamedTuple):
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
-    cuts: Cuts
+    shardings: FactorShardings
     seconds: float
     has_summands: bool
     """Whether some operand is added to a sum over a sharded factor: then a rank with an empty shard contributes too."""
@@ -113,7 +123,7 @@ class ShardingPropagator:
         self._summands_of: dict[int, frozenset[int]] = {}
         self._preferred: dict[int, tuple[int, ...]] = {}
         self._priced: dict[object, tuple[float, float]] = {}
-        self._last: tuple[object, Cuts, tuple[Layout, ...], tuple[Layout, ...]] | None = None
+        self._last: tuple[object, FactorShardings, tuple[Layout, ...], tuple[Layout, ...]] | None = None
         """The choice that was priced last, with its layouts: mostly it is the one taken."""
         self._priced_operands: dict[object, tuple[Layout, float, float]] = {}
         self._priced_results: dict[object, tuple[Layout, float, float]] = {}
@@ -123,7 +133,7 @@ class ShardingPropagator:
         return self.decide(self.cheapest())
 
     def cheapest(self) -> tuple[Option, ...]:
-        """What each axis does in that choice."""
+        """Return what each axis does in the cheapest choice."""
         options = [self.options_of(axis) for axis in range(len(self.mesh_sizes))]
         followed = tuple(self._follow_largest(axis, choices) for axis, choices in enumerate(options))
         if self._price(followed)[0] == 0.0:
@@ -218,25 +228,25 @@ class ShardingPropagator:
 
     # ---- prices ---------------------------------------------------------------------------------------------
 
-    def _cuts(self, options: Sequence[Option]) -> Cuts:
+    def _shardings(self, options: Sequence[Option]) -> FactorShardings:
         """The axes that shard factors in a choice; those of one factor are in its preferred order."""
-        cuts = [(axis, option) for axis, option in enumerate(options) if isinstance(option, int)]
-        if len(cuts) < 2:
-            return tuple(cuts)
+        shardings = [(axis, option) for axis, option in enumerate(options) if isinstance(option, int)]
+        if len(shardings) < 2:
+            return tuple(shardings)
 
-        def place(cut: tuple[int, int]) -> tuple[int, int, int]:
-            axis, factor = cut
+        def place(sharding: tuple[int, int]) -> tuple[int, int, int]:
+            axis, factor = sharding
             order = self._preferred_order(factor)
             return factor, order.index(axis) if axis in order else len(order), axis
 
-        return tuple(sorted(cuts, key=place))
+        return tuple(sorted(shardings, key=place))
 
-    def _allowed(self, cuts: Cuts) -> bool:
+    def _allowed(self, shardings: FactorShardings) -> bool:
         """Whether these shardings are possible together: even if needed, one kernel, over axes with a group."""
         if self.any_goes:
             return True
         by_factor: dict[int, tuple[int, ...]] = {}
-        for axis, factor in cuts:
+        for axis, factor in shardings:
             by_factor[factor] = (*by_factor.get(factor, ()), axis)
         kernel_axes: list[int] = []
         kernels: list[KernelCost] = []
@@ -261,13 +271,13 @@ class ShardingPropagator:
         return found
 
     def _make_price(self, options: tuple[Option, ...], limit: float) -> tuple[float, float]:
-        cuts = self._cuts(options)
-        if not self._allowed(cuts):
+        shardings = self._shardings(options)
+        if not self._allowed(shardings):
             return math.inf, math.inf
         seconds = memory = output_bytes = 0.0
         operands, results = [], []
         for i, operand in enumerate(self.operands):
-            layout, price, nbytes = self._operand(i, cuts, options)
+            layout, price, nbytes = self._operand(i, shardings, options)
             operands.append(layout)
             if operand.plain and layout is not operand.layout:
                 return math.inf, math.inf
@@ -276,57 +286,59 @@ class ShardingPropagator:
             if seconds > limit:
                 return math.inf, math.inf
         for i in range(len(self.results)):
-            layout, price, nbytes = self._result(i, cuts, options)
+            layout, price, nbytes = self._result(i, shardings, options)
             results.append(layout)
             seconds += price
             output_bytes += nbytes
-        self._last = options, cuts, tuple(operands), tuple(results)
+        self._last = options, shardings, tuple(operands), tuple(results)
         if self.kernels:
-            seconds += self._kernel_seconds(cuts, output_bytes)
+            seconds += self._kernel_seconds(shardings, output_bytes)
         return seconds, memory + output_bytes
 
-    def _kernel_seconds(self, cuts: Cuts, output_bytes: float) -> float:
-        """What the kernel of a choice communicates, if it has one."""
-        axes = tuple([axis for axis, factor in cuts if factor in self.kernels])
+    def _kernel_seconds(self, shardings: FactorShardings, output_bytes: float) -> float:
+        """Return the seconds of a choice's kernel, if it has one."""
+        axes = tuple([axis for axis, factor in shardings if factor in self.kernels])
         if not axes:
             return 0.0
-        rounds, traffic, _ = self.kernels[dict(cuts)[axes[0]]]  # of one kernel, which may handle several factors
+        rounds, traffic, _ = self.kernels[dict(shardings)[axes[0]]]  # of one kernel, which may handle several factors
         latency = rounds * self.links.seconds(axes, len(axes), 0.0) if rounds else 0.0
         return latency + traffic * output_bytes / min(self.links.bandwidth[axis] for axis in axes)
 
     def parts(self, options: tuple[Option, ...]) -> PriceParts | None:
         """What the price of a choice is made of; None if the choice is impossible."""
-        cuts = self._cuts(options)
+        shardings = self._shardings(options)
         if self._price(options)[0] == math.inf:
             return None
-        operands = [self._operand(i, cuts, options)[:2] for i in range(len(self.operands))]
-        results = [self._result(i, cuts, options) for i in range(len(self.results))]
-        kernel = self._kernel_seconds(cuts, sum(nbytes for _, _, nbytes in results))
+        operands = [self._operand(i, shardings, options)[:2] for i in range(len(self.operands))]
+        results = [self._result(i, shardings, options) for i in range(len(self.results))]
+        kernel = self._kernel_seconds(shardings, sum(nbytes for _, _, nbytes in results))
         return PriceParts(options, tuple(operands), kernel, sum(price for _, price, _ in results))
 
-    def _operand(self, index: int, cuts: Cuts, options: Sequence[Option]) -> tuple[Layout, float, float]:
+    def _operand(
+        self, index: int, shardings: FactorShardings, options: Sequence[Option]
+    ) -> tuple[Layout, float, float]:
         """An operand's layout in a choice, the price of redistributing it, and the bytes of the new local tensor."""
         operand, mine = self.operands[index], self.factors_of[index]
         partial = self._operand_partial(operand.position, options)
-        key = index, tuple([cut for cut in cuts if cut[1] in mine]), partial
+        key = index, tuple([sharding for sharding in shardings if sharding[1] in mine]), partial
         found = self._priced_operands.get(key)
         if found is None:
-            layout = cut_layout(operand.tensor, self.bound, self.mesh_sizes, key[1], partial)
+            layout = sharded_layout(operand.tensor, self.bound, self.mesh_sizes, key[1], partial)
             price = estimate(operand.layout, layout, operand.itemsize, self.links)
             nbytes = 0 if layout is operand.layout else layout.max_local_numel() * operand.itemsize
             found = self._priced_operands[key] = layout, price, nbytes
         return found
 
-    def _result(self, index: int, cuts: Cuts, options: Sequence[Option]) -> tuple[Layout, float, float]:
+    def _result(self, index: int, shardings: FactorShardings, options: Sequence[Option]) -> tuple[Layout, float, float]:
         """A result's layout in a choice, the price of reducing or redistributing it later, and its bytes."""
         result, mine = self.results[index], self.factors_of_results[index]
         passed = tuple([(axis, option.op) for axis, option in enumerate(options) if isinstance(option, Passing)])
-        summed = output_partial(self.bound, result.output, cuts)
+        summed = output_partial(self.bound, result.output, shardings)
         partial = tuple(sorted((*summed, *passed)))
-        key = index, tuple([cut for cut in cuts if cut[1] in mine]), summed, passed
+        key = index, tuple([sharding for sharding in shardings if sharding[1] in mine]), summed, passed
         found = self._priced_results.get(key)
         if found is None:
-            layout = cut_layout(result.tensor, self.bound, self.mesh_sizes, key[1], partial)
+            layout = sharded_layout(result.tensor, self.bound, self.mesh_sizes, key[1], partial)
             nbytes = layout.max_local_numel() * result.itemsize
             if result.fixed is not None:
                 price = estimate(layout, result.fixed, result.itemsize, self.links)
@@ -370,13 +382,13 @@ class ShardingPropagator:
     def decide(self, options: tuple[Option, ...]) -> Decision:
         """Return the choice in which the axes do this."""
         if self._last is not None and self._last[0] == options:
-            _, cuts, operands, results = self._last
+            _, shardings, operands, results = self._last
         else:
-            cuts = self._cuts(options)
-            operands = tuple([self._operand(i, cuts, options)[0] for i in range(len(self.operands))])
-            results = tuple([self._result(i, cuts, options)[0] for i in range(len(self.results))])
-        summed = any(self._summands(factor) for _, factor in cuts)
-        return Decision(operands, results, cuts, self._price(options)[0], summed)
+            shardings = self._shardings(options)
+            operands = tuple([self._operand(i, shardings, options)[0] for i in range(len(self.operands))])
+            results = tuple([self._result(i, shardings, options)[0] for i in range(len(self.results))])
+        summed = any(self._summands(factor) for _, factor in shardings)
+        return Decision(operands, results, shardings, self._price(options)[0], summed)
 
 
 def _operand_op(bound: Bound, passing: Passing) -> str:

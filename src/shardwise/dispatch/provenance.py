@@ -34,7 +34,7 @@ def taken_as_replicated(tensor: Tensor) -> bool:
 
 
 def record_replicated(tensor: Tensor) -> None:
-    """Remember that a plain tensor was accepted as replicated: autograd may have saved it for backward."""
+    """Record that a plain tensor was accepted as replicated: autograd may have saved it for backward."""
     _recorded[_root(tensor)] = True
 
 

@@ -72,8 +72,8 @@ def _computed_dtype(operands: list[TensorMeta], result: torch.dtype) -> torch.dt
     if any(meta.dtype != computed for meta in operands):
         given = [torch.empty([1] if meta.shape else [], dtype=meta.dtype, device="meta") for meta in operands]
         computed = sum(given[1:], given[0]).dtype
-    whole = not computed.is_floating_point and not computed.is_complex
-    return result if whole and (result.is_floating_point or result.is_complex) else computed
+    integral = not computed.is_floating_point and not computed.is_complex
+    return result if integral and (result.is_floating_point or result.is_complex) else computed
 
 
 def _iterated(operands: list[Tensor], result: Tensor) -> Sequence[int]:

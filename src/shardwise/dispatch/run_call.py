@@ -23,7 +23,7 @@ _copy = torch.ops.aten.copy_.default
 
 
 def run_call(plan: CallPlan, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> object:
-    """The results of a planned call."""
+    """Run a planned call, and return its results."""
     local_args = [localize(value, how) for value, how in zip(args, plan.args, strict=True)]
     local_kwargs = {name: localize(value, plan.kwargs[name]) for name, value in kwargs.items()}
     if plan.writes:
@@ -87,12 +87,12 @@ def _run_writing(plan: CallPlan, args: Args, kwargs: Kwargs, local_args: list[An
 
 
 def _copy_of(local: Tensor, target: object) -> Tensor:
-    """A copy for the op to write into, expanded where the target is: most ops refuse that, as on one device."""
+    """Return a copy for the op to write into, expanded where the target is, so that ops refuse it as on one device."""
     return copied(local, target._spec) if isinstance(target, DTensorBase) else local.clone()
 
 
 def _is_same(one: object, other: object) -> bool:
-    """Whether two tensors are the same elements of one: copying them does nothing, even if they are expanded."""
+    """Return whether two tensors are the same elements in memory, so that a copy does nothing."""
     if not isinstance(one, DTensorBase) or not isinstance(other, DTensorBase) or one._spec is not other._spec:
         return False
     return root_of(one) is root_of(other) and one.storage_offset() == other.storage_offset()

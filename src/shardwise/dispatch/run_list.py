@@ -19,7 +19,7 @@ ByPlace = dict[Where, Any]
 
 
 def run_list(plan: ListPlan, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> list[object] | None:
-    """The results of a planned op on lists; None where it returns nothing."""
+    """Run a planned op on lists, and return its results; None if it returns nothing."""
     given: ByPlace = dict(enumerate(args))
     given.update(kwargs)
     hows: dict[Where, object] = dict(enumerate(plan.args))
@@ -51,7 +51,7 @@ def _write_back(plan: ListPlan, given: ByPlace, local: ByPlace) -> None:
 
 
 def _picked(plan: ListPlan, local: ByPlace, indices: Sequence[int]) -> ByPlace:
-    """The arguments with these elements of their lists."""
+    """Return the arguments with these elements of their lists."""
     return {
         where: [value[i] for i in indices] if where in plan.lists and len(value) else value
         for where, value in local.items()

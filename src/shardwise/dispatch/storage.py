@@ -18,9 +18,9 @@ from .arguments import Args, Kwargs
 
 
 def on_storage(op: ResolvedOp, args: Args, kwargs: Kwargs) -> Args:
-    """The arguments of such an op, with an offset that counts from the beginning of its first argument.
+    """Return the arguments of such an op, with an offset relative to its first argument.
 
-    Where a view would be left, the first argument is the tensor that it views.
+    If elements outside a view are addressed, the first argument becomes its base.
     """
     given = op.arguments(args, kwargs)
     tensor, offset = given["self"], given["storage_offset"]
@@ -30,7 +30,7 @@ def on_storage(op: ResolvedOp, args: Args, kwargs: Kwargs) -> Args:
     offset = begin if offset is None else offset
     same = tuple(given["size"]) == tuple(tensor.shape) and tuple(given["stride"]) == tensor.stride()
     if not (same and offset == begin):
-        tensor = _whole(op, tensor) if op.is_view else tensor
+        tensor = _memory_owner(op, tensor) if op.is_view else tensor
         begin = tensor.storage_offset()
         if offset < begin or not tensor._spec.dense:
             raise InputError(
@@ -56,10 +56,10 @@ def _require_memory(
         )
 
 
-def _whole(op: ResolvedOp, tensor: DTensorBase) -> DTensorBase:
-    """The tensor that owns the memory of a view; the view itself where nobody knows it.
+def _memory_owner(op: ResolvedOp, tensor: DTensorBase) -> DTensorBase:
+    """Return the tensor that owns the memory of a view, or the view itself if that is not recorded.
 
-    On one device a conjugate has a bit of its own, which a view of it keeps. Here it has values of its own.
+    Here a conjugate has its own values; on one device it is a bit, which a view of it keeps.
     """
     owner = tensor
     while (view := getattr(owner._source, "view", None)) is not None:

@@ -1,4 +1,4 @@
-"""A view that shares no local memory with what it views: the call that makes it, to be made again."""
+"""The call that makes a view which shares no local memory with its base, so that it can be replayed."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class ViewCall:
     index: int | None
 
     def of(self, root: Root) -> Root:
-        """The same view of another root."""
+        """Return the same view of another root."""
         result = self.func(root, *self.args[1:], **self.kwargs)
         return result if self.index is None else result[self.index]
 
     def put(self, root: Tensor, value: Tensor) -> Any:
-        """The root with `value` in the place of the view; None where no op does that."""
+        """Return the root with `value` written to the view; None if no op does that."""
         write = write_through(self.func, self.args, self.kwargs, self.index)
         return None if write is None else write(root, value)

@@ -19,7 +19,7 @@ from .memory_notes import MemoryNotes, notes_of, shards_of
 
 
 class Watch:
-    """Remembers which memory a local shard is and how often it was written, and its data once it is handed out."""
+    """Records the memory and version of a local shard, and a copy of its data once it is exposed to the user."""
 
     __slots__ = ("__weakref__", "_copies", "_local", "_state")
 
@@ -43,7 +43,7 @@ class Watch:
         )
 
     def before_exposure(self, storage: torch.UntypedStorage) -> None:
-        """Copy the data that is about to be handed out."""
+        """Copy the data before it is exposed."""
         local = self._local()
         for i, shard in enumerate(shards_of(local)) if local is not None else ():
             if self._copies[i] is None and shard.untyped_storage() is storage:
@@ -51,7 +51,7 @@ class Watch:
 
 
 def mark_exposed(local: Tensor) -> tuple[MemoryNotes, ...]:
-    """Note that a local shard is in the user's hands: writes to it may go uncounted. Returns notes on its memory."""
+    """Record that the user has a local shard: writes to it may go uncounted. Returns the notes on its memory."""
     if type(local) is Tensor:
         notes = notes_of(local)
         if not notes.exposed:

@@ -27,7 +27,7 @@ class Counter(NamedTuple):
 
 
 class Watcher(Protocol):
-    """A view that must know of writes to the memory it is made from."""
+    """A view that must be recomputed after writes to its root."""
 
     def shard(self) -> Tensor:
         """The local shard that it is made from."""
@@ -37,7 +37,7 @@ class Watcher(Protocol):
 
 
 class _Watchers:
-    """How many views are alive that must know of writes, and which."""
+    """The live views that must be recomputed after writes."""
 
     count = 0
     views: ClassVar[weakref.WeakSet[Watcher]] = weakref.WeakSet()
@@ -54,9 +54,9 @@ def watch(view: Watcher) -> None:
 
 
 def count_writes_through(handed: Tensor, memory: Sequence[MemoryNotes]) -> None:
-    """Count writes to a tensor that is handed to the user, in the memory of a local shard, but is not the shard.
+    """Count writes to a tensor exposed to the user that shares memory with a local shard, but is not the shard.
 
-    `memory` is what `notes_on` returns for that shard.
+    `memory` are the notes on that memory, as `mark_exposed` returns them.
     """
     for notes in memory:
         notes.hand_out(handed)
@@ -67,7 +67,7 @@ def count_writes_through(handed: Tensor, memory: Sequence[MemoryNotes]) -> None:
 
 
 def writes_through(counters: Sequence[Counter]) -> int:
-    """How often these were written since they were noticed."""
+    """Return how often these were written since they were recorded."""
     return sum(tensor._version - version for tensor, version in counters)
 
 
@@ -76,21 +76,21 @@ def _unwatch() -> None:
 
 
 def count_write(local: Tensor) -> None:
-    """Note that an op on distributed tensors wrote a local shard."""
+    """Record that an op on distributed tensors wrote a local shard."""
     if _Watchers.count:
         for shard in shards_of(local):
             notes_of(shard).writes += 1
 
 
 def count_writes(local: Sequence[Tensor]) -> None:
-    """The same for the local shards of a list."""
+    """Record that an op wrote the local shards of a list."""
     if _Watchers.count:
         for each in local:
             count_write(each)
 
 
 def writes_to(local: Tensor) -> State:
-    """How often a local shard was written, by anybody."""
+    """Return how often a local shard was written, by any path."""
     shards = shards_of(local)
     if local.is_inference() or any(shard.is_inference() for shard in shards):
         return None

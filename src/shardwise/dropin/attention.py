@@ -97,7 +97,7 @@ class _Attention(TorchFunctionMode):
 
 
 def _enable_context_parallel_dispatcher() -> None:
-    """Does nothing: attention of distributed tensors is always that of the global sequence."""
+    """Do nothing: attention of distributed tensors is always that of the global sequence."""
 
 
 _disable_context_parallel_dispatcher = _enable_context_parallel_dispatcher
@@ -216,9 +216,9 @@ def context_parallel_unshard(
     """The global sequence of each local shard, in the order before the load balancer."""
     found = []
     for buffer, dim in zip(buffers, seq_dims, strict=True):
-        whole = DTensor.from_local(buffer, mesh, [Shard(dim)] * mesh.ndim).full_tensor()
-        balancer = load_balancer or _default_balancer(mesh, whole.shape[dim], whole.device)
-        found.append(_rearranged(whole, dim, balancer, restore=True))
+        gathered = DTensor.from_local(buffer, mesh, [Shard(dim)] * mesh.ndim).full_tensor()
+        balancer = load_balancer or _default_balancer(mesh, gathered.shape[dim], gathered.device)
+        found.append(_rearranged(gathered, dim, balancer, restore=True))
     return found
 
 

@@ -62,5 +62,5 @@ def _with_all_keys(mesh: DeviceMesh, dim: int, module: nn.Module, args: Args, kw
 def _gathered(local: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     """The shards of all ranks, whose gradients are summed."""
     shards = DTensor.from_local(local, mesh, [Shard(dim)] * mesh.ndim)
-    whole = shards.redistribute(placements=[Replicate()] * mesh.ndim)
-    return whole.to_local(grad_placements=[Partial()] * mesh.ndim)
+    gathered = shards.redistribute(placements=[Replicate()] * mesh.ndim)
+    return gathered.to_local(grad_placements=[Partial()] * mesh.ndim)

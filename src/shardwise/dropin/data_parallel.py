@@ -1,4 +1,4 @@
-"""What data parallel wrappers of PyTorch ask of a distributed tensor, by its names for them.
+"""The functions that PyTorch's data-parallel wrappers call on distributed tensors, by PyTorch's names.
 
 DistributedDataParallel and the first FSDP work on plain parameters. Before a module is wrapped, its distributed
 parameters are replaced by their local shards; while it runs, they are distributed again.

@@ -69,7 +69,7 @@ class _TableLoader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run."""
+        """Do nothing: a table module has no code."""
 
 
 class _TableFinder(MetaPathFinder):

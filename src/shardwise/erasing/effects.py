@@ -1,4 +1,4 @@
-"""What the nodes of a recording read, write and share memory with: what passes must know to move or remove them."""
+"""Reads, writes and shared memory of the nodes of a recording, for passes that move or remove nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Roots = frozenset[fx.Node]
 
 
 def is_op(node: fx.Node) -> bool:
-    """Whether a node is an op, and not a function that is called as it is."""
+    """Return whether a node is an op, rather than a plain function."""
     return node.op == "call_function" and isinstance(node.target, OpOverload)
 
 
@@ -31,7 +31,7 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def is_barrier(node: fx.Node) -> bool:
-    """Whether nothing is known of what a node reads and writes."""
+    """Return whether reads and writes of a node are unknown."""
     return node.op == "call_function" and not is_op(node) and not {"pure", "local"} & node.meta.keys()
 
 

@@ -1,4 +1,4 @@
-"""`erase`: record a step once, and run what it did on local shards from then on."""
+"""`erase`: record a step once, and replay its local ops from then on."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Erased(Generic[Parameters, Result]):
     @overload
     def __get__(self, instance: object, owner: type | None = None) -> Erased[..., Result]: ...
     def __get__(self, instance: object, owner: type | None = None) -> Self | Erased[..., Result]:
-        """As a decorator of a method: an erased step for each object."""
+        """Return the erased step of an object, for a decorated method."""
         if instance is None:
             return self
         bound = Erased(self._fn.__get__(instance, owner), self._backend, self._passes)
@@ -81,11 +81,11 @@ class Erased(Generic[Parameters, Result]):
 
     @property
     def code(self) -> str:
-        """The local program that was run last, as Python."""
+        """Return the local program that ran last, as Python code."""
         return self._replay().text
 
     def explain(self) -> str:
-        """What was run last: ops, collectives by axis with bytes, what passes have changed, guards."""
+        """Return a summary of the last run: ops, collectives by axis with bytes, changes by passes, guards."""
         return self._replay().explain()
 
     def _replay(self) -> Replay:
@@ -111,7 +111,7 @@ class Erased(Generic[Parameters, Result]):
         return result
 
     def _kept_outside(self, lines: list[str], signature: Signature, result: Result) -> Result:
-        """The first calls of a step may fill caches. If every call keeps something, it cannot be replayed."""
+        """Raise an error if every call keeps tensors outside the step; the first calls may fill caches."""
         escapes = self._recordings().escapes
         escapes[signature] = count = escapes.get(signature, 0) + 1
         if count >= _MOST_ATTEMPTS:
@@ -134,7 +134,7 @@ def erase(
 def erase(
     fn: Callable[Parameters, Result] | None = None, *, backend: str = "eager", passes: Iterable[str] = tuple(PASSES)
 ) -> Erased[Parameters, Result] | Callable[[Callable[Parameters, Result]], Erased[Parameters, Result]]:
-    """Record a step at its first call, and run the local ops and collectives of the recording from then on.
+    """Record a step at its first call, and replay its local ops and collectives from then on.
 
     The step is any function of distributed tensors: forward, backward, clipping, an optimizer's step, or a part of it.
     It is recorded again when specs, shapes, modes, modules or Python values that it uses have changed.
@@ -158,7 +158,7 @@ def erase(
 
 
 def _forget(serial: int) -> None:
-    """Drop the recordings of a step that is gone."""
+    """Drop the recordings of a deleted step."""
     for runtime in all_runtimes():
         recordings = _RECORDINGS.of(runtime).get(serial)
         if recordings is not None:

@@ -1,4 +1,4 @@
-"""When a recording may be replayed: all that the recorded ops depend on, apart from the data of tensors, is as it was.
+"""Guards of a recording: it is replayed if nothing that the ops depend on, except tensor data, has changed.
 
 The signature of a call (`signature_of`) is looked up: specs, shapes and values of the arguments, and modes. Guards are
 checked one by one: the tensors, modules, optimizers and Python values that the step uses without getting them as
@@ -36,12 +36,12 @@ Signature = tuple[object, ...]
 
 
 def signature_of(leaves: list[object], structure: object) -> Signature:
-    """What a call looks like from outside."""
+    """Return the signature of a call's arguments."""
     return (structure, *map(_leaf_key, leaves), *modes())
 
 
 def modes() -> tuple[object, ...]:
-    """The modes that decide which ops run."""
+    """Return the modes that decide which ops run."""
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     return (
         torch.is_grad_enabled(),
@@ -74,7 +74,7 @@ def _leaf_key(value: object) -> object:
 
 
 class Guards:
-    """What must be as it was. Filled while a step is recorded, and asked before each replay."""
+    """The values that must be unchanged: collected while a step is recorded, checked before each replay."""
 
     def __init__(self) -> None:
         self._dicts: list[Mapping[str, object]] = []
@@ -93,7 +93,7 @@ class Guards:
         """Names of parameters and buffers, by the ids of their tensors."""
 
     def hold(self) -> bool:
-        """Whether everything is as it was."""
+        """Return whether everything is unchanged."""
         if self._quick is None:
             self._quick = self._write_quick_check()
         try:
@@ -114,7 +114,7 @@ class Guards:
         return all(_grad_key(leaf) == spec for leaf, spec in self._grads if spec is not None)
 
     def broken(self) -> str | None:
-        """What has changed."""
+        """Return what has changed, as text."""
         try:
             if not all(map(is_, map(getitem, self._dicts, self._keys), self._identical)):
                 return "a parameter, buffer, module or function was replaced"
@@ -135,7 +135,7 @@ class Guards:
         return None if all(step.unchanged() for step in self._steps) else "an optimizer got other parameters"
 
     def describe(self) -> str:
-        """How many things of each kind are guarded."""
+        """Return how many objects of each kind are guarded."""
         counts = {
             "distributed tensors": len(self._locals),
             "parameters, buffers and modules": len(self._identical),
@@ -153,19 +153,19 @@ class Guards:
     # ---- filling ----------------------------------------------------------------------------------------------------
 
     def add_tensor(self, tensor: DTensorBase, local: Tensor) -> None:
-        """The local shard and spec of a distributed tensor."""
+        """Guard the local shard and spec of a distributed tensor."""
         self._locals.append((tensor, local, tensor._spec))
 
     def add_grad(self, leaf: Tensor, grad: object) -> None:
-        """Whether a leaf has a gradient, and with which spec."""
+        """Guard whether a leaf has a gradient, and its spec."""
         self._grads.append((leaf, _key_of_grad(grad)))
 
     def add_steps(self, steps: list[OptimizerStep]) -> None:
-        """The parameters of optimizers."""
+        """Guard the parameters of optimizers."""
         self._steps += steps
 
     def add_module(self, module: nn.Module, name: str = "") -> None:
-        """The parameters, buffers, submodules and options of a module."""
+        """Guard the parameters, buffers, submodules and options of a module."""
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
@@ -182,7 +182,7 @@ class Guards:
                 self.add_module(child, f"{name}.{key}".strip("."))
 
     def add_callable(self, fn: Callable[..., object]) -> None:
-        """A module, an object that can be called, or a function, and what it uses."""
+        """Guard a module, a callable object, or a function, and what it uses."""
         if isinstance(fn, nn.Module):
             self.add_module(fn)
         elif isinstance(fn, (types.FunctionType, types.MethodType)):
@@ -191,7 +191,7 @@ class Guards:
             self._object(fn)
 
     def add_function(self, fn: Callable[..., object]) -> None:
-        """The variables that a function takes from outside: its closure, its globals, its object."""
+        """Guard the outer variables of a function: its closure, its globals, its object."""
         if id(fn) in self._seen:
             return
         self._seen.add(id(fn))
@@ -254,7 +254,7 @@ class Guards:
 
 @contextmanager
 def watching_modules(recorder: OpRecorder, guards: Guards) -> Iterator[None]:
-    """Inside, modules that run are guarded."""
+    """Guard the modules that run inside the block."""
 
     def before(module: nn.Module, args: object) -> None:
         if active_recorder.get() is recorder:
@@ -268,7 +268,7 @@ def watching_modules(recorder: OpRecorder, guards: Guards) -> Iterator[None]:
 
 
 def flatten(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list[object], object]:
-    """The tensors and values among the arguments, and how they are nested."""
+    """Return the tensors and values among the arguments, and how they are nested."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     return leaves, structure
 

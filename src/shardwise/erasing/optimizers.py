@@ -56,7 +56,7 @@ class OptimizerStep:
         self._twin: _Twin | None = None
 
     def unchanged(self) -> bool:
-        """Whether the optimizer has the parameters it had."""
+        """Return whether the optimizer still has the same parameters."""
         groups = self.optimizer.param_groups
         return len(groups) == len(self._members) and all(
             len(group["params"]) == len(members) and all(map(is_, group["params"], members))
@@ -64,7 +64,7 @@ class OptimizerStep:
         )
 
     def describe(self) -> str:
-        """How it is run."""
+        """Return how the step is run, as text."""
         where = "on local shards" if self._twin is not None else "as written"
         return f"{type(self.optimizer).__name__} of {len(self.parameters)} parameters, {where} in the last replay"
 
@@ -97,7 +97,7 @@ class OptimizerStep:
 
 
 class _Twin:
-    """The same optimizer on local shards."""
+    """A copy of an optimizer that works on local shards."""
 
     def __init__(self, optimizer: optim.Optimizer, parameters: list[Tensor]) -> None:
         self._original, self._parameters = optimizer, parameters
@@ -146,7 +146,7 @@ class _Twin:
 
 @contextmanager
 def watching_zero_grad(before: dict[int, tuple[Tensor, Tensor | None]], dropped: set[int]) -> Iterator[None]:
-    """Inside, leaves whose gradients are dropped by `zero_grad` before the step has made others are noted, by id.
+    """Record, inside the block, the leaves whose earlier gradients `zero_grad` drops, by id.
 
     What such a leaf's gradient was before the step then does not matter. `before` holds the gradients at its begin.
     """
@@ -179,7 +179,7 @@ def parameters_of(optimizer: optim.Optimizer) -> list[Tensor]:
 
 @contextmanager
 def recording_optimizers(recorder: OpRecorder, steps: list[OptimizerStep]) -> Iterator[None]:
-    """Inside, optimizer steps are written down as calls of the optimizer."""
+    """Record optimizer steps inside the block as calls of the optimizer."""
     depth = [0]
 
     def before(optimizer: optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:

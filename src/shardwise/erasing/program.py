@@ -1,4 +1,4 @@
-"""From a graph to a Python function: its text, and what it calls.
+"""Turn a graph into a Python function: its text, and the objects it calls.
 
 >>> print(program.text)
 def step(x):                                            # f32[2, 16]
@@ -31,7 +31,7 @@ _DTYPES = {torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", tor
 
 
 class Program:
-    """The function that a graph says. `text` is for reading; `run` takes the values of the placeholders."""
+    """The Python function of a graph. `text` is for reading; `run` takes the values of the placeholders."""
 
     def __init__(
         self, graph: fx.Graph, bindings: dict[fx.Node, Callable[..., object]], notes: dict[fx.Node, str]

@@ -25,23 +25,23 @@ class _Writer:
         self._names: dict[int, str] = {}
 
     def name(self, value: object) -> str:
-        """The name by which the function knows an object."""
+        """Return the name of an object in the generated function."""
         if id(value) not in self._names:
             self._names[id(value)] = name = f"v{len(self._names)}"
             self.objects[name] = value
         return self._names[id(value)]
 
     def entry(self, values: Mapping[str, object], key: str, expected: object, test: str) -> None:
-        """A test of an entry of a dict."""
+        """Add a test of an entry of a dict."""
         found = repr(key) if type(key) is str else self.name(key)
         self.tests.append(f"{self.name(values)}[{found}] {test} {self.name(expected)}")
 
     def attribute(self, owner: object, attribute: str, expected: object) -> None:
-        """A test that an attribute is this object."""
+        """Add a test that an attribute is this object."""
         self.tests.append(f"{self.name(owner)}.{attribute} is {self.name(expected)}")
 
     def function(self) -> Callable[[], bool]:
-        """The function that makes all tests."""
+        """Return the function that runs all tests."""
         source = "def check():\n    return " + (" and ".join(self.tests) or "True")
         exec(compile(source, "<guards of an erased step>", "exec"), self.objects)
         return self.objects["check"]  # type: ignore[return-value]
@@ -50,7 +50,7 @@ class _Writer:
 def quick_check(
     values: Iterable[Entry], identical: Iterable[Entry], attributes: Iterable[tuple[object, str, object]]
 ) -> Callable[[], bool]:
-    """A function that returns True if all is as expected. Where it is not, it may also raise an error.
+    """Return a function that returns True if all is as expected, and otherwise returns False or raises.
 
     `values` are compared by value, `identical` entries and `attributes` (an object, its name, what it is) by identity.
     """

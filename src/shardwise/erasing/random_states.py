@@ -32,13 +32,13 @@ class RandomStates:
         """For each generator the states it was in, each with the node before which it was in it."""
 
     def before_draw(self) -> None:
-        """Look at the generators; write down that one was set back."""
+        """Record which generators were set back since the last draw."""
         for which, state in enumerate(self._states()):
             if state != self._left[which]:
                 self._set_back(which, state)
 
     def after_draw(self, node: fx.Node) -> None:
-        """Note which states a draw has found, and in which it leaves the generators."""
+        """Record the generators' states before and after a draw."""
         for which, state in enumerate(self._states()):
             if state != self._left[which]:
                 self._note(which, node, state)

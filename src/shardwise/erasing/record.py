@@ -1,4 +1,4 @@
-"""Recording one call of a step, and what is needed to replay it."""
+"""Record one call of a step, with everything needed to replay it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Value(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """What one call of a step did."""
+    """The recording of one call of a step."""
 
     graph: fx.Graph
     arguments: list[int]
@@ -84,7 +84,7 @@ def _bind_arguments(recorder: OpRecorder, fn: Callable[..., object], leaves: lis
 
 
 class _Step:
-    """What is found out about a step while it runs and afterwards."""
+    """The state of `record`: what is known of a step while it runs and afterwards."""
 
     def __init__(self, recorder: OpRecorder, guards: Guards, leaves: list[object]) -> None:
         self.recorder, self.guards, self.leaves = recorder, guards, leaves
@@ -99,7 +99,7 @@ class _Step:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, modules, optimizers and dropped gradients are noted."""
+        """Record modules, optimizers and dropped gradients inside the block."""
         with (
             watching_modules(self.recorder, self.guards),
             watching_zero_grad(self.before, self.dropped),
@@ -145,7 +145,7 @@ class _Step:
         return list({id(tensor): tensor for tensor in candidates if _is_leaf(tensor)}.values())
 
     def _note_gradient(self, leaf: Tensor) -> None:
-        """What a replay must do about the gradient of one leaf."""
+        """Record what a replay must do with the gradient of one leaf."""
         recorder, last = self.recorder, leaf.grad
         first = self.before[id(leaf)][1] if id(leaf) in self.before else recorder.first_grads.get(id(leaf))
         state = {id(tensor): node for node, tensor in recorder.state.items()}
@@ -164,7 +164,7 @@ class _Step:
             self.grads.append((leaf, None))
 
     def _guard_state(self) -> None:
-        """State must stay where it is; its nodes get its names."""
+        """Guard the state's memory, and name its nodes."""
         for node, tensor in self.recorder.state.items():
             owner = self.recorder.owners.get(tensor)
             if node in self.live:
@@ -187,7 +187,7 @@ def _output(recorder: OpRecorder, value: object) -> Value | object:
 
 
 def _escaped(recorder: OpRecorder, kept: list[object]) -> list[str]:
-    """The lines that made tensors which are alive, though the step neither returns them nor leaves them as .grad."""
+    """Return the lines that made tensors which outlive the step, but are neither returned nor a .grad."""
     known = [*(tensor for tensor in kept if isinstance(tensor, Tensor)), *recorder.state.values()]
     storages = {storage for tensor in known for storage in _storages(tensor)}
 

@@ -39,7 +39,7 @@ _READING_METHODS = {
 
 
 class Meta(NamedTuple):
-    """What is written down of a tensor in a graph."""
+    """The metadata of a tensor in a graph."""
 
     shape: tuple[int | torch.SymInt, ...]
     stride: tuple[int | torch.SymInt, ...]
@@ -60,7 +60,7 @@ class Meta(NamedTuple):
 
 
 class Constant:
-    """An argument that differs between the simulated ranks, which a graph does not take as it is."""
+    """An argument that differs between simulated ranks, wrapped because a graph does not take it directly."""
 
     __slots__ = ("value",)
 
@@ -69,7 +69,7 @@ class Constant:
 
 
 class OpRecorder(OwnMode):
-    """Writes the ops of a function into `graph`. `inputs` are placeholders of tensors that differ from call to call."""
+    """Records the ops of a function in `graph`. `inputs` are placeholders of tensors that differ from call to call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class OpRecorder(OwnMode):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside, the ops of this thread and of its backward passes are recorded."""
+        """Record the ops of this thread and of its backward passes inside the block."""
         before = active_recorder.get()
         active_recorder.set(self)
         try:
@@ -99,7 +99,7 @@ class OpRecorder(OwnMode):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Inside, ops run and are not recorded."""
+        """Run ops inside the block without recording them."""
         self.paused += 1
         try:
             yield
@@ -115,7 +115,7 @@ class OpRecorder(OwnMode):
         return node
 
     def bind(self, tensor: Tensor, node: fx.Node) -> None:
-        """Note that a tensor is the value of a node."""
+        """Record that a tensor is the value of a node."""
         self._nodes[tensor] = node
         node.meta["tensor"] = Meta.of(tensor)
         if isinstance(tensor, RankTensor):
@@ -139,10 +139,10 @@ class OpRecorder(OwnMode):
             if all(part is not None for part in parts):
                 return self._make(tensor, RankTensor, (parts,))
         elif tensor in self._shards:
-            whole, rank = self._shards[tensor]
-            if isinstance(whole, Tensor):
-                whole = self._nodes.get(whole) or self._state_node(whole)
-            return self._make(tensor, shard_of, (whole, rank))
+            source, rank = self._shards[tensor]
+            if isinstance(source, Tensor):
+                source = self._nodes.get(source) or self._state_node(source)
+            return self._make(tensor, shard_of, (source, rank))
         return None
 
     def made(self) -> list[tuple[Tensor, fx.Node]]:
@@ -196,7 +196,7 @@ class OpRecorder(OwnMode):
         return result
 
     def call(self, fn: Callable[..., T], args: tuple[object, ...]) -> T:
-        """Run a function of tensors and constants, and write it down as one op."""
+        """Run a function of tensors and constants, and record it as one op."""
         if self.paused:
             return fn(*args)
         self.random.before_draw()
@@ -208,7 +208,7 @@ class OpRecorder(OwnMode):
         return result
 
     def step(self, fn: Callable[..., object], *args: object) -> fx.Node:
-        """Write down a call that is made in each replay, and returns nothing."""
+        """Record a call that each replay makes, and that returns nothing."""
         return self._write(fn, args, {}, None)
 
     def _write(self, target: Callable[..., object], args: Args, kwargs: Kwargs, result: object) -> fx.Node:
@@ -279,7 +279,7 @@ def refuse_read(what: str) -> None:
 
 
 def _waited(func: OpOverload) -> Callable[..., object]:
-    """A collective of `torch.distributed` that returns when it is done: waiting for its handle is no op."""
+    """Wrap a collective of `torch.distributed` to wait for its handle, which is not an op."""
 
     def run(*args: object, **kwargs: object) -> object:
         *results, work = func(*args, **kwargs)
@@ -291,5 +291,5 @@ def _waited(func: OpOverload) -> Callable[..., object]:
 
 
 def shard_of(tensor: RankTensor, rank: int) -> Tensor:
-    """One rank's shard in a simulated world."""
+    """Return one rank's shard in a simulated world."""
     return tensor.shards[rank]

@@ -1,4 +1,4 @@
-"""A recording that is ready to run."""
+"""Replay a recording."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Replay:
         self._dropped = recorded.dropped
 
     def __call__(self, leaves: list[object]) -> Any:
-        """The result of the step for these arguments."""
+        """Replay the step with these arguments, and return its result."""
         for leaf in self._dropped:  # as the step does: memory is not held for longer
             leaf.grad = None
         given = [_local(leaves[index]) for index in self._arguments]
@@ -63,7 +63,7 @@ class Replay:
         return pytree.tree_unflatten(outputs, self._structure)
 
     def explain(self) -> str:
-        """Ops, collectives by axis with bytes, what passes have changed, and what is guarded."""
+        """Return a summary: ops, collectives by axis with bytes, changes by passes, and guards."""
         before, after = self._counts
         lines = [f"{name}: {after[name]}, recorded {before[name]}" for name in before]
         lines += [

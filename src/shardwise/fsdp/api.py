@@ -48,15 +48,15 @@ def fully_shard(
 ) -> Any:
     """Shard the parameters of a module over a mesh, and gather them while the module runs.
 
-    The parameters in `module.parameters()` that no earlier call has taken form one group: one all-gather brings them,
-    one reduce-scatter reduces their gradients. So call it for submodules first, then for what is around them. `module`
-    may be a list of modules, which then form one group.
+    The parameters in `module.parameters()` that no earlier call has taken form one group: one all-gather gathers them,
+    one reduce-scatter reduces their gradients. So call it for submodules first, then for the modules that contain them.
+    `module` may be a list of modules, which then form one group.
 
-    `mesh` has one axis, which shards, or two, of which the first replicates. Without it, all ranks shard. Parameters
-    that are DTensors already, over other axes of the same root mesh, stay sharded there.
+    `mesh` has one axis, which shards, or two: the first replicates, the second shards. The default is all ranks.
+    Parameters that are DTensors already, over other axes of the same root mesh, stay sharded there.
 
     After the forward pass the parameters are freed, and gathered again in backward: `reshard_after_forward=True`. With
-    False they are kept; with a number of ranks, so many neighbouring ranks keep them together. None frees them except
+    False they are kept; with a number n, every n neighbouring ranks keep one copy together. None frees them except
     in the outermost module, which backward begins with.
 
     Inputs may be local tensors of each rank, whose gradients are averaged over the ranks, or DTensors on a mesh that
@@ -84,7 +84,7 @@ def fully_shard(
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let another method of a module gather and free parameters as its `forward` does. Nothing for other modules."""
+    """Make another method of a `fully_shard` module gather and free parameters as `forward` does."""
     state = state_of(module)
     if state is None:
         return
@@ -100,11 +100,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Accepted, and not needed: modules have no streams of their own to share."""
+    """Do nothing: modules have no streams of their own to share. Accepted for programs written for PyTorch."""
 
 
 def schedule(module: nn.Module) -> Schedule:
-    """What was gathered, freed and reduced in the last step of a module, in order."""
+    """Return what was gathered, freed and reduced in the last step of a module, in order."""
     state = state_of(module)
     if state is None:
         raise InputError("schedule got a module without fully_shard", "call fully_shard(module) first")
@@ -137,7 +137,7 @@ def _free_parameters(
 ) -> tuple[list[tuple[str, nn.Parameter, list[Owner]]], list[ShardedParameter]]:
     """The parameters that belong to no group yet, each with its first name and all its owners.
 
-    The second result are parameters of groups below that a module outside of them shares: their groups lose them.
+    The second result lists parameters of groups below that are shared with a module outside: they leave their groups.
     """
     found: dict[int, tuple[str, nn.Parameter, list[Owner]]] = {}
     moved: dict[int, ShardedParameter] = {}

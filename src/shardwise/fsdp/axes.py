@@ -73,9 +73,9 @@ class DataAxes:
         return named_group(tuple(own))
 
     def inside(self, mesh_info: MeshInfo) -> tuple[int, ...] | None:
-        """The axes of another mesh that connect the same ranks as these do; None if there are none.
+        """Return the axes of another mesh that connect the same ranks as these do, or None.
 
-        An axis that was made by flattening others is found as those others.
+        A flattened axis is found as the axes that were flattened.
         """
         if mesh_info is self.mesh_info:
             return tuple(range(len(mesh_info.sizes)))
@@ -107,7 +107,7 @@ def _partition(mesh_info: MeshInfo, axes: tuple[int, ...]) -> set[frozenset[int]
 
 
 def data_axes(mesh: DeviceMesh | None) -> DataAxes:
-    """The axes of the mesh that a caller of `fully_shard` gave; without one, of a mesh of all ranks."""
+    """Return the data axes of the mesh passed to `fully_shard`, by default a mesh of all ranks."""
     mesh = mesh if mesh is not None else _default_mesh()
     if not isinstance(mesh, DeviceMesh):
         raise InputError(f"fully_shard got mesh={mesh!r}", 'pass a DeviceMesh of one or two axes, such as mesh["dp"]')
@@ -120,7 +120,7 @@ def data_axes(mesh: DeviceMesh | None) -> DataAxes:
 
 
 def _default_mesh() -> DeviceMesh:
-    """A mesh of all ranks, the same in each call."""
+    """Return a mesh of all ranks, the same object in each call."""
     require_world()
     made = _DEFAULT.of(runtime_of_world())
     if "mesh" not in made:
@@ -130,7 +130,7 @@ def _default_mesh() -> DeviceMesh:
 
 
 def joined_mesh(data: DataAxes, others: MeshInfo) -> MeshInfo:
-    """The mesh of the data axes and of some others, a slice of the mesh that both come from."""
+    """Return the mesh of the data axes and some others, a slice of their common root mesh."""
     root = common_root(data.mesh_info, others)
     if root is not None:
         names = root.mesh_dim_names or ()
@@ -149,7 +149,7 @@ def joined_mesh(data: DataAxes, others: MeshInfo) -> MeshInfo:
 
 
 def mesh_without(data: DataAxes, mesh_info: MeshInfo) -> MeshInfo | None:
-    """The mesh of the axes that are not data axes, None if there are none."""
+    """Return the mesh of the axes that are not data axes, or None if there are none."""
     data_axes = data.inside(mesh_info) or ()
     others = tuple(name for axis, name in enumerate(mesh_info.names) if axis not in data_axes)
     if others == mesh_info.names:

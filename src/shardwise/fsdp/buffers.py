@@ -132,7 +132,7 @@ class Buffers:
         self._use(flat)
 
     def remove(self, parameter: ShardedParameter) -> None:
-        """Give a parameter to another group; the others are put into a new buffer before they are gathered."""
+        """Remove a parameter, which joins another group; the others move to a new buffer before the next gather."""
         self.parameters.remove(parameter)
         self._arrangements.clear()
         self._views.clear()
@@ -199,14 +199,14 @@ class Buffers:
     # ---- gathered parameters ------------------------------------------------------------------------------------
 
     def to_send(self) -> list[Tensor]:
-        """This rank's share of a gather: its shards in their own memory, or cast in one kernel."""
+        """Return this rank's input to a gather: its shards in their own memory, or cast by one kernel."""
         if not self.casts():
             return self.sent
         assert self.flat is not None
         return self.pieces_of(self.flat.to(device=self.device, dtype=self.gathered_dtype, non_blocking=True))
 
     def make_gathered(self) -> None:
-        """Make the buffer of gathered parameters, without memory, and the parameters in it."""
+        """Create the buffer of gathered parameters, without memory, and the parameters that are views of it."""
         self.gathered = on_each_rank(
             lambda rank: torch.empty(
                 self.arrangement(rank).gathered_numel, dtype=self.gathered_dtype, device=self.device
@@ -228,14 +228,14 @@ class Buffers:
         free(self.gathered)
 
     def allocate(self) -> None:
-        """Get memory for the gathered parameters."""
+        """Allocate memory for the gathered parameters."""
         if self.gathered is None:
             self.make_gathered()
         assert self.gathered is not None
         allocate(self.gathered)
 
     def keep_share(self, count: int) -> list[Tensor]:
-        """What a rank keeps of the gathered parameters if `count` neighbouring ranks keep all of them together."""
+        """Return the gathered parameters that a rank keeps if `count` neighbouring ranks hold one copy together."""
         index_at = self.parameters[0].index_at
 
         def share(rank: int | None, gathered: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ class Buffers:
 
 
 def _check_replacement(parameter: ShardedParameter, new: Tensor) -> None:
-    """Raise an error if the parameter that a module has now is another one than was sharded."""
+    """Raise an error if a module's parameter is no longer the one that was sharded."""
     spec = getattr(new, "_spec", None)
     if spec is None or spec.layout is not parameter.spec.layout or new.dtype != parameter.spec.dtype:
         found = f"a plain {new.dtype} tensor of shape {list(new.shape)}" if spec is None else f"{spec!r}"
@@ -263,7 +263,7 @@ def _check_replacement(parameter: ShardedParameter, new: Tensor) -> None:
 
 @torch.no_grad()
 def _move(parameter: ShardedParameter, place: Tensor) -> None:
-    """Copy the local shard of a sharded parameter to another place, and let the parameter be there."""
+    """Copy the local shard of a sharded parameter to another buffer, and make the parameter a view of that."""
     sharded = parameter.sharded
     if not place.is_meta:
         place.copy_(shard_of(sharded))

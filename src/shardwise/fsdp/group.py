@@ -22,7 +22,7 @@ from .transfer import Wait, all_gather
 
 
 class _Kept(NamedTuple):
-    """What this rank keeps of gathered parameters that `ranks` neighbouring ranks hold together."""
+    """This rank's share of gathered parameters that `ranks` neighbouring ranks hold together."""
 
     ranks: int
     shares: list[Tensor]
@@ -72,7 +72,7 @@ class ParameterGroup:
             self.buffers.append(buffers)
 
     def remove(self, parameter: ShardedParameter) -> None:
-        """Give a parameter to another group."""
+        """Remove a parameter, which joins another group."""
         self.parameters.remove(parameter)
         for buffers in self.buffers:
             if parameter in buffers.parameters:
@@ -94,7 +94,7 @@ class ParameterGroup:
     # ---- gathering ----------------------------------------------------------------------------------------------
 
     def start_gather(self) -> bool:
-        """Start to gather the parameters, unless they are gathered or under way. Returns whether it was started."""
+        """Start to gather the parameters unless that was done already. Returns whether a gather was started."""
         if self.gathered or self._wait is not None or not self.parameters or self.outside:
             return False
         self._check_data()
@@ -120,7 +120,7 @@ class ParameterGroup:
             self.free()
 
     def finish_gather(self) -> bool:
-        """Wait until the parameters are gathered. Returns whether a gather was under way."""
+        """Wait until the parameters are gathered. Returns whether a gather was in flight."""
         if self._wait is None:
             return False
         self._wait()
@@ -130,7 +130,7 @@ class ParameterGroup:
         return True
 
     def is_under_way(self) -> bool:
-        """Whether a gather was started that nobody has waited for."""
+        """Whether a gather is in flight."""
         return self._wait is not None
 
     def free(self, neighbours: int | None = None) -> bool:
@@ -172,7 +172,7 @@ class ParameterGroup:
     # ---- what the owners have -----------------------------------------------------------------------------------
 
     def show_gathered(self, inputs: MeshInfo | None) -> None:
-        """Let the owners have the gathered parameters, as inputs that are distributed over this mesh need them."""
+        """Set the gathered parameters on their modules, in the form that inputs distributed over this mesh need."""
         if self._shown and self._shown[0] is inputs:
             return
         for parameter in self.parameters:
@@ -180,7 +180,7 @@ class ParameterGroup:
         self._shown = (inputs,)
 
     def show_sharded(self) -> None:
-        """Let the owners have the sharded parameters."""
+        """Set the sharded parameters on their modules."""
         if self._shown:
             for parameter in self.parameters:
                 parameter.put(parameter.sharded)

@@ -1,4 +1,4 @@
-"""Where the parameters of a group lie: their local shards in one flat buffer, the gathered parameters in another.
+"""Memory layout of a group of parameters: local shards in one flat buffer, gathered parameters in another.
 
 A parameter is held with the dim on which it is sharded first. Each rank holds `rows` of its rows, the last ranks fewer
 where sizes are uneven. All ranks of a collective send equally much, so a piece has space for `rows` rows on every rank,
@@ -32,12 +32,12 @@ class Piece:
 
     @property
     def width(self) -> int:
-        """The elements of a row."""
+        """The number of elements in a row."""
         return math.prod(self.shape[1:])
 
     @property
     def numel(self) -> int:
-        """The elements that a rank sends: those of its rows and of unused ones."""
+        """The number of elements that a rank sends, padding rows included."""
         return self.rows * self.width
 
     def held(self, index: int) -> int:
@@ -59,7 +59,7 @@ class Arrangement:
     gathered_numel: int
 
     def padding(self) -> float:
-        """The share of the gathered buffer that holds no parameter."""
+        """The fraction of the gathered buffer that is padding."""
         used = sum(math.prod(piece.shape) for piece in self.pieces)
         return 1 - used / self.gathered_numel if self.gathered_numel else 0.0
 
@@ -77,7 +77,7 @@ def arrange(shapes: Sequence[Shape], ranks: int, align: int) -> Arrangement:
 
 
 def view_of(sizes: Shape, dim: int, start: int) -> View:
-    """The tensor at `start` that lies in memory as these sizes say, with its first dim as dim `dim`."""
+    """Return the view of a buffer at `start` whose memory has these sizes, with its first dim moved to `dim`."""
     strides = [0] * len(sizes)
     step = 1
     for i in range(len(sizes) - 1, -1, -1):

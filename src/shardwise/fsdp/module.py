@@ -15,13 +15,13 @@ __all__ = ["FSDPModule", "UnshardHandle", "checked_reshard"]
 
 
 class UnshardHandle:
-    """A gather under way: `wait()` returns once the module has its gathered parameters."""
+    """A gather in flight: `wait()` returns once the module has its gathered parameters."""
 
     def __init__(self, state: ModuleState | None) -> None:
         self._state = state
 
     def wait(self) -> None:
-        """Wait for the gather, and let the module have the parameters."""
+        """Wait for the gather, and set the gathered parameters on the module."""
         if self._state is not None:
             self._state.gather("forward")
             self._state.group.show_gathered(self._state.inputs)
@@ -46,11 +46,11 @@ class FSDPModule:
         self._state().free("forward")
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether the next backward pass ends the step; otherwise reductions may stay under way after it."""
+        """Set whether the next backward pass ends the step; otherwise reductions may be in flight after it."""
         self._state().find_root().is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set whether backward reduces gradients. Without, each rank adds up its own, and communicates nothing."""
+        """Set whether backward reduces gradients. If not, each rank accumulates its own, without communication."""
         for state in self._states(recurse):
             state.requires_gradient_sync = requires_gradient_sync
 
@@ -70,21 +70,21 @@ class FSDPModule:
             state.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Set the modules whose gathers start when this module's forward pass begins, in the place of the next one."""
+        """Set the modules whose gathers start when this module's forward pass begins; by default the next module."""
         self._state().forward_prefetch = [module._state() for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Set the modules whose gathers start when this module's backward pass begins, in the place of the next one."""
+        """Set the modules whose gathers start when this module's backward pass begins; by default the next module."""
         self._state().backward_prefetch = [module._state() for module in modules]
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Set what the sum of gradients over ranks is divided by, in the place of their number."""
+        """Set what the sum of gradients over ranks is divided by; by default the number of ranks."""
         self._state().settings.divide_factor = factor
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Set whether collectives only sum, with divisions as ops of their own."""
+        """Set whether collectives only sum, with the division as a separate op."""
         self._state().settings.force_sum = enable
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
@@ -93,45 +93,45 @@ class FSDPModule:
             state.settings.unused_as_zeros = reduce_scatter_unused_params
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: object = None) -> None:
-        """Set a function that gets each flat buffer of reduced gradients before the parameters do."""
+        """Set a function that is called with each flat buffer of reduced gradients before parameters get them."""
         self._state().settings.hook = hook
 
     def reset_iter_state(self) -> None:
-        """Forget what a forward or backward pass that raised an error has left, gradients that wait included."""
+        """Reset after a forward or backward pass that raised an error; gradients not yet reduced are dropped."""
         for state in self._states(recurse=True):
             state.reset()
 
     def set_post_optim_event(self, event: object) -> None:
-        """Accepted, and not needed: gathers wait for what the current stream has to do before them."""
+        """Do nothing: gathers already wait for earlier work on the current stream."""
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accepted, and not needed: there are no staging buffers."""
+        """Do nothing: there are no staging buffers."""
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Accepted, and not needed: there are no staging buffers."""
+        """Do nothing: there are no staging buffers."""
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Accepted, and without effect: gathers and reductions share a process group."""
+        """Do nothing: gathers and reductions share a process group."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Accepted, and not needed: gradients are reduced from their own memory, one group at a time."""
+        """Do nothing: gradients are reduced from their own memory, one group at a time."""
 
     def set_custom_all_gather(self, comm: object) -> None:
-        """Not supported."""
+        """Raise an error: custom all-gathers are not supported."""
         raise InputError(
-            "a custom all-gather: shardwise gathers each parameter into its place by one coalesced collective, and has "
-            "no staging buffer that another one could fill",
-            "leave it out",
+            "fully_shard does not support custom collectives: it gathers each parameter in place by one coalesced "
+            "collective, without a staging buffer that another one could fill",
+            "remove the call",
         )
 
     set_custom_reduce_scatter = set_custom_all_gather
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether backward needs the parameters of this group. That of an embedding alone does not."""
+        """Set whether backward needs the parameters of this group; that of a lone embedding does not."""
         self._state().unshard_in_backward = unshard_in_backward
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        """A copy of the module, whose parameters are sharded and have memory of their own."""
+        """Return a copy of the module, whose sharded parameters have their own memory."""
         for state in self._states(recurse=True):
             state.free("forward")
         copied = type(self).__new__(type(self))
@@ -149,7 +149,7 @@ class FSDPModule:
 
 
 def checked_reshard(value: bool | int | None, ranks: int) -> bool | int | None:
-    """A value of `reshard_after_forward`, or an error."""
+    """Return a valid value of `reshard_after_forward`, or raise an error."""
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, int) or not 1 < value < ranks or ranks % value:

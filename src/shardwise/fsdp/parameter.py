@@ -1,4 +1,4 @@
-"""One parameter under `fully_shard`: what modules have between steps, and what they compute with.
+"""One parameter under `fully_shard`: sharded between steps, gathered while modules compute.
 
 | | what it is |
 |---|---|
@@ -33,7 +33,7 @@ Owner = tuple[nn.Module, str]
 
 @dataclass(eq=False)
 class ShardedParameter:
-    """A parameter of a group, by all the names under which modules own it."""
+    """A parameter of a group, with all modules and names that own it."""
 
     name: str
     owners: list[Owner]
@@ -54,7 +54,7 @@ class ShardedParameter:
     """Gradients of the gathered parameter that were added up in another dtype and are not reduced yet."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> ShardedParameter:
-        """A copy without memory: its group puts it into buffers of its own."""
+        """Return a copy without memory: the copy's group puts it into its own buffers."""
         owners = [(copy.deepcopy(module, memo), name) for module, name in self.owners]
         sharded = copy.deepcopy(self.sharded, memo)
         return ShardedParameter(self.name, owners, self.axes, self.dim, self.spec, self.over_others, sharded)
@@ -74,17 +74,17 @@ class ShardedParameter:
     # ---- memory -------------------------------------------------------------------------------------------------
 
     def shard_view(self, piece: Piece, rank: int | None) -> View:
-        """Where the local shard is in the flat buffer of a rank."""
+        """Return the local shard as a view of the flat buffer of a rank."""
         return view_of((piece.held(self.index_at(rank)), *piece.shape[1:]), self.dim, piece.start)
 
     def gathered_in(self, buffer: Tensor, piece: Piece) -> Tensor:
-        """The gathered parameter in the gathered buffer of a rank."""
+        """Return the gathered parameter as a view of the gathered buffer of a rank."""
         return buffer.as_strided(*view_of(piece.shape, self.dim, piece.gathered_start))
 
     # ---- what the module sees -----------------------------------------------------------------------------------
 
     def gathered(self, inputs: MeshInfo | None) -> Tensor:
-        """The gathered parameter for a module whose inputs are distributed over a mesh, or, with None, are not.
+        """Return the gathered parameter for inputs that are distributed over a mesh, or, with None, for local inputs.
 
         It is made once: whenever the gathered buffer has its memory, it has the values of the parameter.
         """
@@ -124,16 +124,16 @@ class ShardedParameter:
         return spec, DTensorSpec(inputs.mesh, partial, meta, order)
 
     def set_gathered(self, data: Tensor) -> None:
-        """Have this local tensor, in the gathered buffer, as the gathered parameter."""
+        """Use this local tensor, a view of the gathered buffer, as the gathered parameter."""
         self.data = data
         self.leaves.clear()
 
     def hold_nothing(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Be a parameter of a rank that is not in the mesh, which runs the same lines and has none of the data."""
+        """Hold no data, on a rank outside the mesh, which runs the same program."""
         self.set_gathered(shard_outside(self.spec.ndim, dtype, device))
 
     def drop_gradient(self) -> None:
-        """Have the gradient of such a rank: nothing, in the place of what arrived."""
+        """Replace the gradient by an empty one, on a rank outside the mesh."""
         if self.has_gradient():
             local = self.take_gradient().to(shard_of(self.sharded))
             self.sharded.grad = DTensor.wrap(local, self.spec)
@@ -145,12 +145,12 @@ class ShardedParameter:
         return self.accumulated is not None or any(leaf.grad is not None for leaf in self.leaves.values())
 
     def add_missing_gradient(self) -> None:
-        """Have zeros for a gradient if none has arrived."""
+        """Set the gradient to zeros if none has arrived."""
         if self.sharded.requires_grad and self.data is not None and not self.has_gradient():
             self.accumulated = on_each_rank(lambda rank, data: torch.zeros_like(data), self.data)
 
     def take_gradient(self) -> Tensor:
-        """The local gradient of the gathered parameter, which then has none."""
+        """Return the local gradient of the gathered parameter, and clear it."""
         found, self.accumulated = self.accumulated, None
         for leaf in self.leaves.values():
             if leaf.grad is not None:
@@ -161,7 +161,7 @@ class ShardedParameter:
         return found
 
     def accumulate_in(self, dtype: torch.dtype) -> None:
-        """Add up gradients that are not reduced yet in the dtype in which they will be reduced."""
+        """Accumulate gradients that are not reduced yet in the dtype of the reduction."""
         if any(leaf.grad is not None and leaf.grad.dtype != dtype for leaf in self.leaves.values()):
             earlier, self.accumulated = self.accumulated, None
             gradient = self.take_gradient().to(dtype)
@@ -172,11 +172,11 @@ class ShardedParameter:
         return self.data.dtype
 
     def put(self, tensor: Tensor) -> None:
-        """Let every owner have this tensor as its parameter."""
+        """Set this tensor as the parameter of every module that owns it."""
         for module, name in self.owners:
             module._parameters[name] = tensor  # type: ignore[assignment]  # a DTensor of the leaf is no Parameter
 
 
 def shard_of(tensor: Any) -> Tensor:
-    """The local shard of a distributed tensor, the object that it holds."""
+    """Return the local shard of a distributed tensor, without a copy."""
     return tensor._local_tensor

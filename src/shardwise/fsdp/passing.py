@@ -1,4 +1,4 @@
-"""Tensors that pass into a module and out of it: found in nested values, cast, marked for the backward pass."""
+"""The tensors among a module's inputs and outputs: found in nested values, cast, hooked for backward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors in nested containers, fields of dataclasses included."""
+    """Return the tensors in nested containers, fields of dataclasses included."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -28,7 +28,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def cast(values: T, dtype: torch.dtype | None) -> T:
-    """The same values, with floating-point tensors cast to a dtype, if there is one."""
+    """Return the values with floating-point tensors cast to a dtype; None casts nothing."""
 
     def of_dtype(value: object) -> object:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -53,7 +53,7 @@ def replicate_buffers(root: nn.Module, mesh_info: MeshInfo) -> None:
 
 
 def before_gradients_of(outputs: object, begin: Callable[[Tensor], None]) -> bool:
-    """Call `begin` in backward when the gradient of an output is known. Returns whether any output has one."""
+    """Call `begin` in backward when the gradient of an output is known. Returns whether any output requires one."""
     if not torch.is_grad_enabled():
         return False
     found = [value for value in tensors_in(outputs) if value.requires_grad]
@@ -63,7 +63,7 @@ def before_gradients_of(outputs: object, begin: Callable[[Tensor], None]) -> boo
 
 
 def after_gradients_of(inputs: T, end: Callable[[], None]) -> T:
-    """The same inputs; in backward, `end` is called when their gradients are known."""
+    """Return the inputs unchanged; in backward, `end` is called when their gradients are known."""
     if not torch.is_grad_enabled():
         return inputs
     leaves, structure = pytree.tree_flatten(inputs)
@@ -76,16 +76,16 @@ def after_gradients_of(inputs: T, end: Callable[[], None]) -> T:
 
 
 class _EndOfBackward(QuickFunction):
-    """The identity, in front of a module; in backward, what follows it is done with the module's parameters."""
+    """The identity on a module's inputs; when its backward runs, the module's parameters are no longer needed."""
 
     @staticmethod
     def forward(ctx: Any, end: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The inputs."""
+        """Return the inputs."""
         ctx.end = end
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients."""
+        """Return the gradients."""
         ctx.end()
         return (None, *gradients)

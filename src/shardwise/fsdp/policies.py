@@ -1,4 +1,4 @@
-"""What `fully_shard` does with dtypes and with host memory, as values that a caller passes."""
+"""Options of `fully_shard` for mixed precision and CPU offloading."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Nothing is offloaded: parameters and gradients stay on the device of the mesh."""
+    """No offloading: parameters and gradients stay on the device of the mesh."""
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Sharded parameters and gradients lie in host memory, so that the optimizer runs on the CPU.
+    """Offload sharded parameters and gradients to host memory, so that the optimizer runs on the CPU.
 
     A local shard is copied to the device before it is gathered, and its gradient back after it is reduced.
     """

@@ -1,4 +1,4 @@
-"""Code that depends on the rank: a process runs it once, for itself, a simulated world once for each rank."""
+"""Run code that depends on the rank: once in a process, or once for each simulated rank."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ def coordinate_of(mesh_info: MeshInfo, rank: int | None) -> Coordinate:
 
 
 def memory_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that have the memory of a local one: one, or one for each simulated rank."""
+    """Return the tensors that own the memory of a local one: itself, or one for each simulated rank."""
     return tensor.shards if isinstance(tensor, RankTensor) else (tensor,)
 
 
 def allocate(buffer: Tensor) -> None:
-    """Give a flat buffer its memory back. What it holds is undefined."""
+    """Allocate the memory of a flat buffer again, uninitialized."""
     for tensor in memory_of(buffer):
         tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
 
 
 def free(buffer: Tensor) -> None:
-    """Free the memory of a flat buffer. Its views stay, and are valid again once it is allocated again."""
+    """Free the memory of a flat buffer. Its views remain, and are valid again after `allocate`."""
     for tensor in memory_of(buffer):
         tensor.untyped_storage().resize_(0)
 
 
 def is_allocated(buffer: Tensor) -> bool:
-    """Whether a flat buffer has its memory."""
+    """Return whether the memory of a flat buffer is allocated."""
     return all(t.untyped_storage().size() >= t.numel() * t.itemsize for t in memory_of(buffer))
 
 
 def same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two local tensors of one shape are the same elements of memory."""
+    """Return whether two local tensors of one shape share the same memory."""
     pairs = zip(memory_of(one), memory_of(other), strict=True)
     return all(a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype for a, b in pairs)

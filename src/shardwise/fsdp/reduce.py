@@ -1,4 +1,4 @@
-"""Reducing the gradients of a group: one reduce-scatter, from the gradients themselves into a flat buffer.
+"""Reduce the gradients of a group: one reduce-scatter from the gradients themselves into a flat buffer.
 
 The pieces of that buffer become the `.grad` of the sharded parameters. With an axis that replicates, the flat buffer is
 then summed over that axis, in place.
@@ -42,7 +42,7 @@ class ReduceSettings:
 
 
 class Reduction:
-    """A reduction under way: first along the axis that shards, then along the one that replicates."""
+    """A reduction in flight: first over the axis that shards, then over the one that replicates."""
 
     def __init__(self, group: ParameterGroup, settings: ReduceSettings) -> None:
         self.group = group
@@ -78,7 +78,7 @@ class Reduction:
         self._flats.append((buffers, chosen, flat))
 
     def advance(self) -> None:
-        """Wait for the collective that is under way, and start the next one, or hand the gradients over."""
+        """Wait for the collective in flight, and start the next one or set the gradients."""
         if not self._scattered:
             self._scattered = True
             self._after_scatter()
@@ -88,7 +88,7 @@ class Reduction:
         self.finished = True
 
     def _after_scatter(self) -> None:
-        """Add what earlier passes left, and start to reduce over the axis that replicates."""
+        """Add the gradients of earlier passes, and start to reduce over the axis that replicates."""
         self._wait()
         if not self.group.axes.replicates:
             return
@@ -106,7 +106,7 @@ class Reduction:
             self._flats = []
 
     def _finish(self) -> None:
-        """Wait for everything, and give the sharded parameters their gradients."""
+        """Wait for all collectives, and set the gradients of the sharded parameters."""
         self._wait()
         for buffers, chosen, flat in self._flats:
             divisor = self._divisor()
@@ -125,7 +125,7 @@ class Reduction:
         self._waits = []
 
     def _divisor(self) -> float:
-        """What sums are still to be divided by."""
+        """Return what the sums are still to be divided by."""
         settings = self._settings
         if settings.divide_factor is not None:
             return settings.divide_factor
@@ -136,7 +136,7 @@ class Reduction:
 
 
 def _to_send(gradient: Tensor, dim: int, dtype: torch.dtype, ranks: int) -> Tensor:
-    """A gradient as one dim, with equally many rows for each rank: itself, or a copy where sizes are uneven."""
+    """Return a flat gradient with equally many rows for each rank: a view, or a padded copy if sizes are uneven."""
     rows = gradient.movedim(dim, 0) if dim else gradient
     missing = -rows.shape[0] % ranks
     if not missing:

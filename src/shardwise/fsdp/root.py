@@ -1,4 +1,4 @@
-"""What all modules of `fully_shard` below one root share: the order in which they run, and reductions under way."""
+"""State shared by all `fully_shard` modules below one root: execution order, and reductions in flight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Root:
-    """What all modules below one root share: the order in which they run, and reductions under way."""
+    """State shared by all modules below one root: execution order, and reductions in flight."""
 
     def __init__(self, state: ModuleState, states: Sequence[ModuleState]) -> None:
         self.state = state
@@ -29,18 +29,18 @@ class Root:
         self.is_last_backward = True
 
     def begin_step(self) -> None:
-        """Begin another schedule, if a step has ended."""
+        """Start a new schedule if the last step has ended."""
         if self.schedule.events and not self.order.finished:
             self.last_schedule, self.schedule = self.schedule, Schedule()
 
     def begin_backward(self) -> None:
-        """Note that a backward pass has begun; what is left is done at its end."""
+        """Record that a backward pass has begun, and finish reductions at its end."""
         if not self.in_backward:
             self.in_backward = True
             call_after_backward(self.end_backward)
 
     def end_backward(self) -> None:
-        """Reduce and free what is left, and give the sharded parameters their gradients."""
+        """Reduce remaining gradients, free remaining parameters, and wait for all reductions."""
         self.in_backward = False
         for state in self.states:
             if state.phase == "backward" or state.group.has_gradients():
@@ -54,7 +54,7 @@ class Root:
                     state.free("backward")
 
     def add_reduction(self, reduction: Reduction) -> None:
-        """Let a reduction run beside the backward pass of the next module, and end those of earlier modules."""
+        """Let a reduction overlap the backward pass of the next module, and wait for those of earlier modules."""
         self._advance_reductions()
         self.reductions.append(reduction)
 

@@ -1,4 +1,4 @@
-"""When groups of parameters are gathered, freed and reduced: what happened in a step, as data that prints.
+"""The order of gathers, frees and reductions in a step, recorded as data that prints.
 
 >>> print(fsdp.schedule(model))
 forward    (root)    gather
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Event(NamedTuple):
-    """One thing that was done with a group of parameters."""
+    """A gather, free or reduction of a group of parameters."""
 
     phase: str
     """"forward" or "backward"."""
@@ -39,7 +39,7 @@ class Schedule:
         self.events: list[Event] = []
 
     def add(self, phase: str, group: str, action: str) -> None:
-        """Note an event."""
+        """Record an event."""
         self.events.append(Event(phase, group, action))
 
     def __iter__(self) -> Iterator[Event]:
@@ -67,7 +67,7 @@ class Schedule:
 
 @dataclass
 class Order:
-    """In which order modules run: that of the last forward pass of the root, and that of this one so far."""
+    """The execution order of modules, in the root's last forward pass and in the present one so far."""
 
     last: list[ModuleState] = field(default_factory=list)
     now: list[ModuleState] = field(default_factory=list)
@@ -75,11 +75,11 @@ class Order:
     """The modules whose forward pass has ended and whose backward pass has not begun, in order."""
 
     def begin_forward(self) -> None:
-        """The root begins another forward pass."""
+        """Begin another forward pass of the root."""
         self.last, self.now = self.now, []
 
     def forward(self, state: ModuleState) -> ModuleState | None:
-        """A module begins its forward pass. Returns the one that ran after it the last time."""
+        """Record the forward pass of a module, and return the module that ran after it in the last pass."""
         place = len(self.now)
         self.now.append(state)
         if place < len(self.last) and self.last[place] is state:
@@ -87,7 +87,7 @@ class Order:
         return None
 
     def backward(self, state: ModuleState) -> ModuleState | None:
-        """A module begins its backward pass. Returns the one that is to follow."""
+        """Record the backward pass of a module, and return the module expected next."""
         for place in range(len(self.finished) - 1, -1, -1):
             if self.finished[place] is state:
                 del self.finished[place:]

@@ -1,4 +1,4 @@
-"""From a parameter of a module to a sharded one: its spec, its data, and its place in the modules that own it."""
+"""Replace a parameter by a sharded one: its spec, its data, and its registration in the modules that own it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .specs import spec_of_distributed, spec_of_plain
 def shard_parameter(
     name: str, parameter: nn.Parameter, owners: list[Owner], axes: DataAxes, dim: int
 ) -> tuple[ShardedParameter, Tensor]:
-    """The sharded parameter in the place of a plain or distributed one, and the local tensor to take its data from.
+    """Return the sharded parameter for a plain or distributed one, and the local tensor that holds its data.
 
     It has no memory yet: its group puts it into a flat buffer.
     """
@@ -34,7 +34,7 @@ def shard_parameter(
 
 
 def replace_by(parameter: ShardedParameter, local: Tensor) -> None:
-    """Make the distributed tensor with this local shard the parameter that the owners have."""
+    """Register the distributed tensor with this local shard as the parameter of its owners."""
     old = parameter.sharded
     new = nn.Parameter(DTensor.wrap(local, parameter.spec), old.requires_grad)
     if isinstance(old, DTensor):
@@ -55,8 +55,8 @@ def _checked_dim(name: str, parameter: Tensor, dim: int) -> int:
         )
     if not -parameter.dim() <= dim < parameter.dim():
         raise InputError(
-            f"Shard({dim}) for the parameter {name!r} of shape {list(parameter.shape)}",
-            f"shard_placement_fn returns one of its dims, 0 to {parameter.dim() - 1}",
+            f"shard_placement_fn returned Shard({dim}) for the parameter {name!r} of shape {list(parameter.shape)}",
+            f"return one of its dims, Shard(0) to Shard({parameter.dim() - 1})",
         )
     return dim % parameter.dim()
 

@@ -1,4 +1,4 @@
-"""The specs of sharded parameters: the data axis shards what other axes have left of a parameter."""
+"""The specs of sharded parameters: the data axis shards the shards of other axes further."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .memory import view_of
 
 
 def placements_on(spec: DTensorSpec, mesh_info: MeshInfo) -> tuple[list[Placement], tuple[ShardOrderEntry, ...]]:
-    """Placements and order of a spec on a mesh that has the axes of its own, by name; replicated over the others."""
+    """Return placements and shard order of a spec on a mesh with further axes, over which it is replicated."""
     names = spec.mesh_info.names
     placements: list[Placement] = [Replicate()] * len(mesh_info.sizes)
     for name, placement in zip(names, spec.placements, strict=True):
@@ -27,13 +27,13 @@ def placements_on(spec: DTensorSpec, mesh_info: MeshInfo) -> tuple[list[Placemen
 
 
 def _meta_with_first(shape: torch.Size, dim: int, dtype: torch.dtype) -> TensorMeta:
-    """Of a tensor that lies in memory with one dim first, and the others as they come."""
+    """Return the metadata of a tensor whose memory has one dim first, then the others in order."""
     _, strides, _ = view_of((shape[dim], *shape[:dim], *shape[dim + 1 :]), dim, 0)
     return TensorMeta(shape, strides, dtype)
 
 
 def spec_of_plain(parameter: Tensor, axes: DataAxes, dim: int) -> DTensorSpec:
-    """The spec of a plain parameter that is sharded over the data axis."""
+    """Return the spec of a plain parameter that is sharded over the data axis."""
     placements: list[Placement] = [Replicate()] * axes.shard_axis + [Shard(dim)]
     shape = parameter.shape
     return DTensorSpec(axes.mesh_info.mesh, placements, _meta_with_first(shape, dim, parameter.dtype))
@@ -42,7 +42,7 @@ def spec_of_plain(parameter: Tensor, axes: DataAxes, dim: int) -> DTensorSpec:
 def spec_of_distributed(
     name: str, old: DTensorSpec, axes: DataAxes, dim: int
 ) -> tuple[DTensorSpec, DTensorSpec | None]:
-    """The spec of a distributed parameter that is also sharded over the data axis, and the one without that axis."""
+    """Return the spec of a distributed parameter sharded over the data axis as well, and the spec without that axis."""
     for axis in axes.inside(old.mesh_info) or ():
         if not isinstance(old.placements[axis], Replicate):
             raise InputError(

@@ -1,4 +1,4 @@
-"""What `fully_shard` does when a module runs: before and after its forward pass, before and after its backward pass."""
+"""The hooks of `fully_shard` around the forward and the backward pass of a module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ModuleState:
-    """The group of parameters of one call of `fully_shard`, and what its modules are doing."""
+    """The group of parameters of one call of `fully_shard`, and the state of its modules' passes."""
 
     def __init__(
         self, modules: Sequence[nn.Module], group: ParameterGroup, reshard_after_forward: bool | int | None
@@ -77,7 +77,7 @@ class ModuleState:
         return copied
 
     def reset(self) -> None:
-        """Be as before the first pass."""
+        """Reset to the state before the first pass."""
         self.phase = "idle"
         self.free("forward")
         self._to_run = set(range(len(self.modules)))
@@ -94,7 +94,7 @@ class ModuleState:
     # ---- the root -----------------------------------------------------------------------------------------------
 
     def find_root(self) -> Root:
-        """The root of this module: the outermost `fully_shard` module that has run around it, or itself."""
+        """Return the root of this module: the outermost `fully_shard` module that has run around it, or itself."""
         if self.root is None:
             states = states_below(self.modules)
             self.root = Root(self, states)
@@ -111,7 +111,7 @@ class ModuleState:
     # ---- gathering and freeing ----------------------------------------------------------------------------------
 
     def gather(self, phase: str) -> None:
-        """Have the parameters gathered, and wait for them."""
+        """Gather the parameters, and wait for them."""
         if self.group.start_gather():
             self._note(phase, "gather")
         self.group.finish_gather()
@@ -122,7 +122,7 @@ class ModuleState:
             self._note(phase, "prefetch")
 
     def free(self, phase: str, neighbours: int | None = None) -> None:
-        """Free the gathered parameters; with `neighbours`, that many ranks keep them together."""
+        """Free the gathered parameters; with `neighbours`, that many ranks keep one copy together."""
         if self.group.free(neighbours):
             self._note(phase, "free")
 
@@ -132,7 +132,7 @@ class ModuleState:
     # ---- forward ------------------------------------------------------------------------------------------------
 
     def pre_forward(self, index: int, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Gather the parameters, and let the module have them."""
+        """Gather the parameters, and set them on the module."""
         root = self.find_root()
         if is_recording():
             raise InputError(
@@ -170,7 +170,7 @@ class ModuleState:
         return after_gradients_of(cast_inputs, self.post_backward) if first else cast_inputs
 
     def post_forward(self, index: int, output: object) -> object:
-        """Free the parameters, unless backward is to use them; gather them again when it begins."""
+        """Free the parameters unless they are kept for backward, which gathers them again when it begins."""
         if self.phase == "backward":
             return cast(output, self.group.mp_policy.output_dtype)
         root = self.find_root()
@@ -198,12 +198,12 @@ class ModuleState:
 
     @property
     def neighbours(self) -> int | None:
-        """The number of ranks that keep the parameters between forward and backward, if it is not all or one."""
+        """The number of ranks that share one copy of the parameters between forward and backward, or None."""
         kept = self.reshard_after_forward
         return None if kept is None or isinstance(kept, bool) else kept
 
     def _mesh_of_inputs(self, args: Args, kwargs: Kwargs) -> MeshInfo | None:
-        """The mesh over which inputs are distributed, if it has the axes of data parallel."""
+        """Return the mesh over which inputs are distributed, if it has the data-parallel axes."""
         for value in tensors_in((args, kwargs)):
             if isinstance(value, DTensor) and self._has_data_axes(value._spec.mesh_info):
                 return value._spec.mesh_info
@@ -239,7 +239,7 @@ class ModuleState:
     # ---- backward -----------------------------------------------------------------------------------------------
 
     def pre_backward(self, gradient: object = None) -> None:
-        """Gather the parameters again, and start the gather of the module that follows."""
+        """Gather the parameters again, and prefetch those of the next module."""
         if self.phase == "backward":
             return
         root = self.find_root()
@@ -280,13 +280,13 @@ STATE = "_fully_shard_state"
 
 
 def state_of(module: nn.Module) -> ModuleState | None:
-    """The state of a module of `fully_shard`; None for other modules."""
+    """Return the `fully_shard` state of a module, or None."""
     found: ModuleState | None = module.__dict__.get(STATE)
     return found
 
 
 def states_below(modules: Sequence[nn.Module]) -> list[ModuleState]:
-    """The states of all modules of `fully_shard` among these and their submodules, in the order of `modules()`."""
+    """Return the `fully_shard` states of these modules and their submodules, in the order of `modules()`."""
     found = {}
     for module in modules:
         for submodule in module.modules():

@@ -1,4 +1,4 @@
-"""The collectives of a group of parameters: each is one call for all of them, into memory that exists already.
+"""The collectives of a group of parameters: one call each, into preallocated memory.
 
 gloo reduces and scatters by reducing everything to everybody, so there a reduce-scatter is one all-to-all of the
 gradients, packed by one kernel, and a local sum: half of the bytes. Other backends reduce straight from the gradients.
@@ -20,7 +20,7 @@ Wait = Callable[[], None]
 
 
 def all_gather(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: str) -> Wait:
-    """Start to gather each input into its output; the result waits for it."""
+    """Start to gather each input into its output. Returns a function that waits for it."""
     if len({tensor.dtype for tensor in inputs}) > 1:  # a gather moves bytes, so that dtypes share one call
         inputs = [tensor.view(torch.uint8) for tensor in inputs]
         outputs = [tensor.view(torch.uint8) for tensor in outputs]
@@ -31,7 +31,7 @@ def all_gather(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: str) 
 
 
 def reduce_scatter(outputs: Sequence[Tensor], inputs: Sequence[Tensor], mean: bool, group: str) -> Wait:
-    """Start to sum each input over the ranks, or to average it, and to write this rank's part into its output."""
+    """Start to sum or average each input over the ranks, and to write this rank's shard of it into its output."""
     process_group = _group(group)
     if process_group.size() == 1:
         return _copied(outputs, inputs)
@@ -44,7 +44,7 @@ def reduce_scatter(outputs: Sequence[Tensor], inputs: Sequence[Tensor], mean: bo
 
 
 def all_reduce(tensor: Tensor, mean: bool, group: str) -> Wait:
-    """Start to sum a tensor over the ranks, or to average it, in place."""
+    """Start to sum or average a tensor over the ranks, in place."""
     process_group = _group(group)
     if process_group.size() == 1:
         return _nothing
@@ -62,7 +62,7 @@ def all_reduce(tensor: Tensor, mean: bool, group: str) -> Wait:
 
 
 def _group(name: str) -> dist.ProcessGroup:
-    """The process group of a name; its methods call the ops of `torch.ops.c10d`, which simulated ranks have, too."""
+    """Return the process group of a name. Its methods call ops of `torch.ops.c10d`, which simulated ranks run, too."""
     return group_named(name)
 
 
@@ -73,11 +73,11 @@ def _copied(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Wait:
 
 
 def _nothing() -> None:
-    """There is nothing to wait for."""
+    """Return at once: nothing is in flight."""
 
 
 def _waiting(work: dist.Work, *tensors: Sequence[Tensor]) -> Wait:
-    """A function that waits for communication, and keeps its tensors alive until then."""
+    """Return a function that waits for communication, and keeps its tensors alive until then."""
 
     def wait() -> None:
         work.wait()
@@ -95,7 +95,7 @@ def _runs_on_gloo(group: dist.ProcessGroup, tensor: Tensor) -> bool:
 def _reduce_by_exchange(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], mean: bool, group: dist.ProcessGroup
 ) -> Wait:
-    """The same by one all-to-all and a local sum."""
+    """Reduce-scatter by one all-to-all and a local sum."""
     ranks = group.size()
     sent = torch.cat([tensor.view(ranks, -1) for tensor in inputs], dim=1)
     received = torch.empty_like(sent)
@@ -116,7 +116,7 @@ def _reduce_by_exchange(
 
 
 def _as_one(tensors: Sequence[Tensor]) -> Tensor | None:
-    """One tensor of the memory of all of these, if they lie one after the other."""
+    """Return one tensor over the memory of all of these, if they are adjacent; else None."""
     first = tensors[0]
     end = first.storage_offset()
     for tensor in tensors:

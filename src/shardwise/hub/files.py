@@ -239,7 +239,7 @@ def file_size(text: int | str) -> int:
     for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
         if text.upper().endswith(unit):
             return int(float(text[:-2]) * factor)
-    raise CheckpointError(f"max_shard_size={text!r}", 'pass a number of bytes, or a text such as "5GB"')
+    raise CheckpointError(f"hub.save got max_shard_size={text!r}", 'pass a number of bytes, or a text such as "5GB"')
 
 
 def sync_file(path: Path) -> None:

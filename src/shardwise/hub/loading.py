@@ -130,13 +130,13 @@ def _fitting(model: nn.Module, folder: Path, stored: dict[str, Stored], state: S
     missing: list[str] = []
     wrong: list[str] = []
     for name, keys in state.names().items():
-        whole = state.entries[keys[0]].shape == state.tensors[name].shape
+        one_key = state.entries[keys[0]].shape == state.tensors[name].shape
         there = [key for key in keys if key in found]
-        if whole and not there:
+        if one_key and not there:
             missing.append(keys[0])
-        elif not whole:  # one key for each expert
+        elif not one_key:  # one key for each expert
             missing += [key for key in keys if key not in found]
-        for key in there[:1] if whole else there:
+        for key in there[:1] if one_key else there:
             entry = state.entries[key]
             if found[key].shape != entry.shape:
                 wrong.append(f"{key}: {list(found[key].shape)} in the files, {list(entry.shape)} in the model")

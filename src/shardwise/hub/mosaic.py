@@ -112,7 +112,7 @@ class Mosaic(torch.Tensor):
 
     @classmethod
     def of(cls, source: str, shape: Sequence[int], dtype: torch.dtype) -> Mosaic:
-        """Return a mosaic of one piece: a whole source."""
+        """Return a mosaic of one piece, all of a source."""
         at = (0,) * len(shape)
         return _mosaic(shape, dtype, [Piece(source, 0, at, tuple(shape), row_major(shape))])
 

@@ -39,7 +39,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh | None, plan: Plan) -> nn.Modu
         return parallelize_module(model, mesh, _below_base(model, plan), src_data_rank=None)
     if not callable(plan):
         raise InputError(
-            f"plan={plan!r}",
+            f"hub.load got plan={plan!r}",
             f'pass styles by path, "{OF_MODEL}", "{FULLY_SHARDED}", or a function (name, parameter) -> placements',
         )
     return shard_parameters(model, mesh, plan, src_data_rank=None)

@@ -55,14 +55,14 @@ def state_of(model: nn.Module) -> State:
             key = f"{path}.{name}" if path else name
             source = first.setdefault(id(tensor), key)
             state.tensors.setdefault(source, tensor)
-            whole = Mosaic.of(source, tuple(map(int, tensor.shape)), tensor.dtype)
+            entry = Mosaic.of(source, tuple(map(int, tensor.shape)), tensor.dtype)
             above = next((above for above in stacked if key.startswith(f"{above}.")), None)
             if above is None:
-                state.entries[key] = whole
+                state.entries[key] = entry
                 continue
             experts, inner = above.removesuffix(STACKED), key.removeprefix(f"{above}.")
             for index in range(stacked[above]):
-                state.entries[f"{experts}{index}.{inner}"] = select(whole, 0, index)
+                state.entries[f"{experts}{index}.{inner}"] = select(entry, 0, index)
     return state
 
 

@@ -170,12 +170,12 @@ def held_shards(tensor: Tensor) -> list[HeldShard]:
         return _of_distributed(tensor._local_tensor.detach(), tensor._spec)
     tensor = tensor.detach()
     if isinstance(tensor, RankTensor):
-        return [_whole(rank, shard, len(tensor.shards)) for rank, shard in enumerate(tensor.shards)]
+        return [_replica(rank, shard, len(tensor.shards)) for rank, shard in enumerate(tensor.shards)]
     ranks = dist.get_world_size() if dist.is_initialized() and current_world() is None else 1
-    return [_whole(dist.get_rank() if ranks > 1 else 0, tensor, ranks)]
+    return [_replica(dist.get_rank() if ranks > 1 else 0, tensor, ranks)]
 
 
-def _whole(rank: int, tensor: Tensor, ranks: int) -> HeldShard:
+def _replica(rank: int, tensor: Tensor, ranks: int) -> HeldShard:
     """Return a shard with all elements of a tensor that is replicated over this many ranks."""
     return HeldShard(rank, tensor, tuple(((0, size),) for size in tensor.shape), rank, ranks)
 

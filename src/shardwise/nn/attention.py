@@ -34,11 +34,11 @@ def packed_attention(
     scale: float | None = None,
     method: Method | None = None,
 ) -> Tensor:
-    """Attention in a sequence of packed documents: each token sees the tokens of its own document only.
+    """Attention over a sequence of packed documents: each token attends to tokens of its own document only.
 
     Tensors are `[tokens, heads, features]` or `[batch, heads, tokens, features]`, with fewer heads of keys than of
-    queries if these share them. `cu_seqlens` are the places where documents begin, and the number of tokens; a tensor
-    of them is read by the host. Tokens may be sharded in any way: there is no padding, and ranks skip what their
+    queries for grouped-query attention. `cu_seqlens` are the starts of the documents, and the number of tokens; a
+    tensor is read by the host. Tokens may be sharded in any way: there is no padding, and ranks skip what their
     tokens do not see. Plain tensors are computed document by document.
 
     >>> q, k, v = (shardwise.randn(2267, 4, 16, device_mesh=mesh, placements=[Shard(0)]) for _ in range(3))
@@ -56,7 +56,7 @@ def packed_attention(
     if not isinstance(query, DTensor):
         return _by_document(query, key, value, edges, is_causal, dropout_p, scale)
     if not isinstance(key, DTensor) or not isinstance(value, DTensor):
-        raise InputError("packed_attention of plain tensors and DTensors together", "distribute all three")
+        raise InputError("packed_attention got plain tensors and DTensors", "distribute queries, keys and values")
     zigzag = zigzag_ranks(query.spec, key.spec, value.spec)
     given = Attention(None, dropout_p, is_causal, scale, edges, zigzag)
     result: Tensor = attend_over_sequence(query, key, value, given, method)
@@ -66,17 +66,17 @@ def packed_attention(
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     shapes = f"queries {list(query.shape)}, keys {list(key.shape)} and values {list(value.shape)}"
     if not query.dim() == key.dim() == value.dim() == 4:
-        raise ShapeError(f"packed attention of {shapes}", "pass [tokens, heads, features] each")
+        raise ShapeError(f"packed_attention got {shapes}", "pass [tokens, heads, features] each")
     tokens = key.shape[:3] == value.shape[:3] and query.shape[0] == key.shape[0] and query.shape[2:] == key.shape[2:]
     if not tokens or not key.shape[1] or query.shape[1] % key.shape[1]:
         raise ShapeError(
-            f"packed attention of {shapes} ([batch, heads, tokens, features])",
-            "all three have the same tokens, and the heads of keys divide those of queries",
+            f"packed_attention got {shapes} ([batch, heads, tokens, features])",
+            "pass equally many tokens in all three, and a number of query heads that is a multiple of the key heads",
         )
 
 
 def _edges(cu_seqlens: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
-    """Where documents begin, and the end; documents without tokens are left out."""
+    """Return the starts of the documents and the end; empty documents are left out."""
     if isinstance(cu_seqlens, DTensor):
         cu_seqlens = cu_seqlens.full_tensor()
     given = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
@@ -103,7 +103,7 @@ def _by_document(
 
 
 def zigzag(tensor: DTensor, dim: int, axis: str | int) -> DTensor:
-    """The tensor sharded over a mesh axis in dim `dim`, its sequence in head-tail order.
+    """Return the tensor sharded over a mesh axis along dim `dim`, with its sequence in head-tail order.
 
     Each rank gets a chunk of the head of the sequence and the chunk of the tail that mirrors it, so that all ranks have
     the same work in causal attention. Bring everything that has positions to this order (tokens, labels, position ids),
@@ -125,7 +125,7 @@ def zigzag(tensor: DTensor, dim: int, axis: str | int) -> DTensor:
 
 
 def unzigzag(tensor: DTensor, dim: int, axis: str | int) -> DTensor:
-    """The sequence in its own order again, replicated over the mesh axis."""
+    """Return the sequence in its original order, replicated over the mesh axis."""
     dim, index = _place(tensor, dim, axis)
     placements = list(tensor.placements)
     placements[index] = Replicate()
@@ -135,7 +135,7 @@ def unzigzag(tensor: DTensor, dim: int, axis: str | int) -> DTensor:
 
 
 def _place(tensor: DTensor, dim: int, axis: str | int) -> tuple[int, int]:
-    """The dim and the axis, both counted from 0."""
+    """Return the dim and the index of the axis."""
     names = tensor.spec.mesh_info.names
     if isinstance(axis, str) and axis not in names:
         raise InputError(f"the mesh axis {axis!r} of {tensor.spec!r}", f"use one of {', '.join(names)}")

@@ -72,7 +72,7 @@ def register_output_fn(module: nn.Module, mesh: DeviceMesh, output_fn: HookFn) -
 
 
 def _hook(name: str, function: Callable[..., object]) -> Callable[[nn.Module, object, DeviceMesh], object]:
-    """The function as one of three arguments. One of two, without the module, is accepted as PyTorch does."""
+    """Return the function as one of three arguments. Like PyTorch, accept two, without the module."""
     count = len(inspect.signature(function).parameters)
     if count == 3:
         return function

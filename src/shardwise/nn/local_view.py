@@ -1,4 +1,4 @@
-"""What a replicated module sees of its parameters while it computes on local tensors.
+"""Local parameters for a replicated module while it computes on local tensors.
 
 While such a module runs on local inputs, its parameters are their local shards, as functions of the distributed
 parameters: gradients flow back, as the ranks' shares of an average.
@@ -23,19 +23,19 @@ _VIEW = "_local_view_of_shardwise"
 
 
 class Shown(NamedTuple):
-    """A parameter or buffer that is shown locally: plainly, or as a tensor with this spec on a mesh of other axes."""
+    """A parameter or buffer, and the spec of its replacement on a mesh of other axes; None for a local tensor."""
 
     owner: nn.Module
     name: str
     spec: DTensorSpec | None
 
     def tensors(self) -> dict[str, Any]:
-        """The parameters of the owner, or its buffers: where the tensor is."""
+        """The dict of the owner that holds the tensor: its parameters or its buffers."""
         return self.owner._parameters if self.name in self.owner._parameters else self.owner._buffers
 
 
 class LocalView:
-    """The local view of a module: shown during the outermost call of it or one of its submodules."""
+    """The local parameters of a module: in place during the outermost call of it or of one of its submodules."""
 
     def __init__(self, root: nn.Module, data: MeshInfo, shown: list[Shown], broadcast_buffers: bool) -> None:
         self.root, self.data, self.shown, self.broadcast_buffers = root, data, shown, broadcast_buffers
@@ -43,7 +43,7 @@ class LocalView:
         self._hidden: list[tuple[Shown, DTensor, Tensor, object]] = []
 
     def watch(self) -> None:
-        """Show the view in calls of the module. Submodules have the hook as well: backward may call them alone."""
+        """Register hooks on the module and on its submodules, which backward may call alone."""
         for module in self.root.modules():
             if _VIEW not in module.__dict__:  # others were replicated before, and have their own view
                 module.__dict__[_VIEW] = self  # hooks find it there, so that a copy of the module has its own
@@ -51,13 +51,13 @@ class LocalView:
                 module.register_forward_hook(_after, always_call=True)
 
     def enter(self, module: nn.Module, inputs: object) -> None:
-        """Before a call."""
+        """Put local parameters in place before a call."""
         if not self._running and not any(map(self._is_distributed, tree_leaves(inputs))):
             self._show()
         self._running.append(module)
 
     def leave(self, module: nn.Module) -> None:
-        """After a call, also one that raised an error."""
+        """Restore the parameters after a call, also after an error."""
         if module in self._running:
             while self._running.pop() is not module:
                 pass
@@ -81,7 +81,7 @@ class LocalView:
                 self._hidden.append((each, tensor, local, written))
 
     def _local(self, tensor: DTensor, spec: DTensorSpec | None) -> Tensor:
-        """The local tensor, whose gradients are averaged over the axes of the data that do not shard it."""
+        """Return the local tensor; its gradient is averaged over the data axes that do not shard it."""
         names = tensor._spec.mesh_info.names
         average: list[Placement] = [
             Partial("avg") if axis in self.data.names and not placement.is_shard() else placement
@@ -110,7 +110,7 @@ class LocalView:
 
 
 def _take_from_first(buffers: list[DTensor], data: MeshInfo) -> None:
-    """Give buffers the data they have on the first rank of the mesh, by one broadcast for each dtype.
+    """Copy buffers from the first rank of the mesh, by one broadcast for each dtype.
 
     In new memory: the forward pass may have saved the old one for backward.
     """

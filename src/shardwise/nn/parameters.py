@@ -34,7 +34,7 @@ class Owner(NamedTuple):
 
     @property
     def tensor(self) -> Tensor | None:
-        """What the module has under this name now."""
+        """The present parameter or buffer of the module under this name."""
         return own_tensors(self.module).get(self.name)
 
 
@@ -59,7 +59,7 @@ class Ties:
         record_replacement(old, new)
 
     def restore(self) -> None:
-        """Give all owners of a tensor the distributed one by which some of them have replaced it.
+        """Set the distributed tensor that replaced a tied one in some owners on all of them.
 
         Raises PlacementError if owners have replaced it by different ones.
         """
@@ -78,7 +78,7 @@ class Ties:
 
 
 def _same_kind(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors that were made from one parameter may be one tensor again."""
+    """Return whether two tensors made from one parameter can be tied again."""
     if one is other:
         return True
     return isinstance(one, DTensor) and isinstance(other, DTensor) and one._spec is other._spec
@@ -108,7 +108,7 @@ _ties: ContextVar[Ties | None] = ContextVar("ties", default=None)
 def keep_ties(root: nn.Module) -> Iterator[Ties]:
     """Inside, `distribute_parameter` replaces a parameter in all modules below `root` that own it.
 
-    Inside another one, that one stays in force: its root is above.
+    A nested block has no effect: the outer root contains the inner one.
     """
     outer = _ties.get()
     if outer is not None:

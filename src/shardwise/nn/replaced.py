@@ -27,18 +27,18 @@ _REPLACEMENT = "_distributed_as"
 
 
 def record_replacement(old: Tensor, new: DTensor) -> None:
-    """Remember that `new` took the place of another tensor in a module."""
+    """Record that `new` replaced another tensor in a module."""
     setattr(old, _REPLACEMENT, new)
     _follow_replacements()
 
 
 def copy_attributes(old: Tensor, new: DTensor) -> None:
-    """Give a distributed parameter the attributes that programs have put on the plain one."""
+    """Copy the attributes that a program has set on a plain parameter to its distributed one."""
     new.__dict__.update({name: value for name, value in old.__dict__.items() if name != _REPLACEMENT})
 
 
 def replacement_of(tensor: Tensor, mesh_info: MeshInfo | None = None) -> DTensor | None:
-    """Return what took the place of a plain tensor, if anything did (and if it is on this mesh, where one is given)."""
+    """Return the replacement of a plain tensor, or None; with a mesh, only one on that mesh."""
     new: DTensor | None = getattr(tensor, _REPLACEMENT, None)
     return new if new is None or mesh_info is None or new._spec.mesh_info is mesh_info else None
 
@@ -48,12 +48,12 @@ def replacement_of(tensor: Tensor, mesh_info: MeshInfo | None = None) -> DTensor
 
 @functools.cache
 def _follow_replacements() -> None:
-    """From now on, each optimizer looks at its parameters before it steps."""
+    """Make optimizers look for replaced parameters before each step."""
     register_optimizer_step_pre_hook(_use_replacements)
 
 
 def _use_replacements(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Let an optimizer update the distributed parameters in the place of the plain ones that it was made with.
+    """Replace the plain parameters of an optimizer by the distributed ones.
 
     Plain parameters that get gradients themselves are in use, and stay.
     """
@@ -80,7 +80,7 @@ def _use_replacements(optimizer: Optimizer, args: object, kwargs: object) -> Non
 
 
 def _distributed(state: dict[str, object], old: Tensor, new: DTensor) -> dict[str, object]:
-    """The state of a plain parameter for its replacement; the number of steps stays plain. All ranks have all of it."""
+    """Return the optimizer state of a plain parameter, distributed like its replacement; the step count stays plain."""
 
     def distribute(name: str, value: object) -> object:
         if not isinstance(value, Tensor) or isinstance(value, DTensor) or name == "step":

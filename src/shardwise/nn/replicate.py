@@ -1,4 +1,4 @@
-"""replicate: data parallel of a module whose parameters every rank holds; gradients are reduced in buckets.
+"""replicate: data parallelism with replicated parameters; gradients are reduced in buckets.
 
 >>> mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("dp",))
 >>> replicate(model, mesh=mesh, bucket_cap_mb=50)
@@ -26,7 +26,7 @@ from .local_view import LocalView, Shown
 from .parameters import Ties, distribute_parameter, keep_ties, own_tensors
 from .replaced import copy_attributes
 
-# What DistributedDataParallel needs to be told, and what follows here from the program.
+# Options that DistributedDataParallel needs, and that follow from the program here.
 _NOT_NEEDED = {
     *("device_id", "device_ids", "output_device", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"),
     *("check_reduction", "skip_all_reduce_unused_params", "batched_grad_copy"),
@@ -45,7 +45,7 @@ def replicate(
     init_sync: bool = True,
     **options: object,
 ) -> nn.Module:
-    """Replicate the parameters of a module over a mesh, and let gradients be reduced over it in buckets.
+    """Replicate the parameters of a module over a mesh, and reduce gradients over it in buckets.
 
     The parameters become DTensors, replicated over the axes of `mesh` (by default one axis of all ranks), with the data
     of the first rank. Inputs may be
@@ -56,16 +56,16 @@ def replicate(
       ranks. Buffers that the module has written are copied from the first rank after each call, unless
       `broadcast_buffers=False`.
 
-    Parameters that are DTensors on a mesh with these axes (`parallelize_module(model, mesh, plan)`) stay as they are,
+    Parameters that are DTensors on a mesh with these axes (`parallelize_module(model, mesh, plan)`) stay unchanged,
     and the plain ones are replicated on that mesh; such a module takes DTensors. Those on a mesh of other axes
     (`mesh["tp"]`) are replicated over these as well, and local inputs see them on their own mesh. Parameters that one
     of these axes shards (experts on `mesh["ep"]`, with a mesh `(dp, ep)`) stay sharded over it.
 
-    Submodules that were replicated before, perhaps over another mesh, stay as they are.
+    Submodules that were replicated before, perhaps over another mesh, stay unchanged.
 
     The module gets the methods of `ReplicateModule`. `bucket_cap_mb` is the size of its buckets in MiB, by default that
-    of `bucket_gradients`. Other options of DistributedDataParallel that only help it to find out what to reduce are
-    accepted and not needed.
+    of `bucket_gradients`. Options of DistributedDataParallel that only help it find out what to reduce are accepted
+    and ignored.
     """
     unknown = sorted(set(options) - _NOT_NEEDED)
     if unknown:
@@ -101,7 +101,7 @@ class ReplicateModule:
     requires_gradient_sync: bool
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set whether backward reduces gradients. Without, each rank adds up its own, and communicates nothing.
+        """Set whether backward reduces gradients. If not, each rank accumulates its own, without communication.
 
         The next backward pass with it reduces the sum. As `accumulate_gradients`, for the parameters of this module.
         """
@@ -111,7 +111,7 @@ class ReplicateModule:
                 parameter._leaf_gradient.waits = not requires_gradient_sync
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted, and not needed: nothing is under way when a backward pass has returned."""
+        """Do nothing: no communication is in flight when a backward pass has returned."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -128,7 +128,7 @@ class ReplicateModule:
 
 
 def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    """The mesh given, that of a `with mesh:` block, or one axis of all ranks."""
+    """Return the given mesh, that of a `with mesh:` block, or a mesh of one axis over all ranks."""
     if mesh is not None:
         return mesh
     try:
@@ -140,7 +140,7 @@ def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def _distribute(module: nn.Module, data: MeshInfo, skipped: set[int], source: int | None) -> list[Shown]:
-    """Replicate parameters and buffers. Returns how local inputs see each; none if the module takes DTensors only."""
+    """Replicate parameters and buffers. Returns the local form of each; empty if the module takes DTensors only."""
     shown: list[Shown] = []
     with keep_ties(module) as ties:
         found = [

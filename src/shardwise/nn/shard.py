@@ -33,10 +33,10 @@ def shard_parameters(
 
     `placements` are those of every parameter, as in `distribute_tensor`, or a function `(name, parameter) ->
     placements` that may return None to replicate. Parameters without dims are replicated; those that are distributed
-    already stay as they are.
+    already stay unchanged.
 
-    Parameters that modules share stay shared. The function is asked under each of their names: None is then no
-    opinion, and different answers are an error.
+    Parameters that modules share stay shared. The function is called with each of their names: None then leaves
+    the choice to other names, and different placements are an error.
     """
     mesh = device_mesh if device_mesh is not None else current_mesh()
     with keep_ties(module) as ties:

@@ -20,14 +20,14 @@ from .bind import (
     Bound,
     BoundFactor,
     BoundTensor,
-    Cuts,
+    FactorShardings,
     Passing,
     bind,
-    cut_layout,
     local_size,
     output_layout,
     output_partial,
     passes,
+    sharded_layout,
     summands,
 )
 from .build import dims_text, pointwise, reduction, replicated_dims, view_rule
@@ -54,8 +54,8 @@ __all__ = [
     "BoundTensor",
     "BindError",
     # layouts once axes shard factors
-    "Cuts",
-    "cut_layout",
+    "FactorShardings",
+    "sharded_layout",
     "output_layout",
     "output_partial",
     "local_size",

@@ -5,10 +5,10 @@
 m=4 k=6 n=8: m k, k n -> m n ; linear 0 | 1
 >>> bound.outputs[0]
 BoundTensor(shape=(4, 8), dims=((0,), (2,)))
->>> cuts = ((0, bound.factor("k")),)  # mesh axis 0 shards k
->>> [cut_layout(tensor, bound, (2,), cuts) for tensor in bound.inputs]
+>>> shardings = ((0, bound.factor("k")),)  # mesh axis 0 shards k
+>>> [sharded_layout(tensor, bound, (2,), shardings) for tensor in bound.inputs]
 [Layout[4, 6@0], Layout[6@0, 8]]
->>> output_layout(bound.outputs[0], bound, 0, (2,), cuts)
+>>> output_layout(bound.outputs[0], bound, 0, (2,), shardings)
 Layout[4, 8] sum(0)
 """
 
@@ -29,7 +29,7 @@ from .solve import Given, Solver, as_sizes, check_length, given_ranks
 Shapes = Sequence[Any]
 """A shape for each tensor argument, None for a missing one, a list of shapes for a list of tensors."""
 
-Cuts = tuple[tuple[int, int], ...]
+FactorShardings = tuple[tuple[int, int], ...]
 """(mesh axis, factor) pairs; axes that shard the same factor are ordered major to minor."""
 
 
@@ -175,9 +175,11 @@ def _gather(groups: Iterable[Group], tensors: Sequence[BoundTensor]) -> tuple[Bo
 # ---- layouts, once axes shard factors -----------------------------------------------------------------------------
 
 
-def cut_layout(tensor: BoundTensor, bound: Bound, mesh_sizes: Sizes, cuts: Cuts, partial: PartialAxes = ()) -> Layout:
+def sharded_layout(
+    tensor: BoundTensor, bound: Bound, mesh_sizes: Sizes, shardings: FactorShardings, partial: PartialAxes = ()
+) -> Layout:
     """Return the layout of a tensor when these axes shard these factors."""
-    axes = _axes_of(bound, cuts)
+    axes = _axes_of(bound, shardings)
     dims: list[Dim] = []
     for size, factors in zip(tensor.shape, tensor.dims, strict=True):
         if len(factors) == 1:
@@ -192,12 +194,12 @@ def cut_layout(tensor: BoundTensor, bound: Bound, mesh_sizes: Sizes, cuts: Cuts,
     return Layout.make(mesh_sizes, dims, partial)
 
 
-def output_partial(bound: Bound, index: int, cuts: Cuts) -> PartialAxes:
+def output_partial(bound: Bound, index: int, shardings: FactorShardings) -> PartialAxes:
     """Return the axes on which an output is Partial, with the op: those that shard a factor it lacks."""
     output, op = bound.outputs[index], bound.reduce[index]
     if not output or op in ("none", "same"):
         return ()
-    return tuple(sorted([(axis, op) for axis, factor in cuts if not _has(output, factor)]))
+    return tuple(sorted([(axis, op) for axis, factor in shardings if not _has(output, factor)]))
 
 
 def summands(bound: Bound, factor: int) -> frozenset[int]:
@@ -227,13 +229,20 @@ def _has(argument: BoundArgument, factor: int) -> bool:
     return any(member.has(factor) for member in members if isinstance(member, BoundTensor))
 
 
-def output_layout(tensor: BoundTensor, bound: Bound, index: int, mesh_sizes: Sizes, cuts: Cuts) -> Layout:
+def output_layout(
+    tensor: BoundTensor, bound: Bound, index: int, mesh_sizes: Sizes, shardings: FactorShardings
+) -> Layout:
     """Return the layout of the output at `index`, or of one tensor of that output if it is a list."""
-    return cut_layout(tensor, bound, mesh_sizes, cuts, output_partial(bound, index, cuts))
+    return sharded_layout(tensor, bound, mesh_sizes, shardings, output_partial(bound, index, shardings))
 
 
 def local_size(
-    bound: Bound, name: str, value: int | Sequence[int], mesh_sizes: Sizes, cuts: Cuts, coordinate: Coordinate
+    bound: Bound,
+    name: str,
+    value: int | Sequence[int],
+    mesh_sizes: Sizes,
+    shardings: FactorShardings,
+    coordinate: Coordinate,
 ) -> int | list[int]:
     """Return the value of a size argument that the rank at this coordinate passes to the local op.
 
@@ -241,7 +250,7 @@ def local_size(
     >>> local_size(bound, "size", (4, -1), (2,), ((0, 0),), (1,))
     [2, 6]
     """
-    axes = _axes_of(bound, cuts)
+    axes = _axes_of(bound, shardings)
     held = []
     for i, factor in enumerate(bound.factors):
         start, stop = factor_range(mesh_sizes, Factor(factor.size, axes.get(i, ())), coordinate)
@@ -281,16 +290,16 @@ def passes(bound: Bound, op: str) -> tuple[Passing, ...]:
     return tuple(passing for passing in found if not own or {passing.op} == own)
 
 
-def _axes_of(bound: Bound, cuts: Cuts) -> dict[int, tuple[int, ...]]:
+def _axes_of(bound: Bound, shardings: FactorShardings) -> dict[int, tuple[int, ...]]:
     """Return the axes that shard each factor, major to minor. Raises if the rule does not allow it."""
     axes: dict[int, tuple[int, ...]] = {}
     factors, replicated = bound.factors, FactorKind.REPLICATED
-    for axis, factor in cuts:
+    for axis, factor in shardings:
         if factors[factor].kind is replicated:
             name = bound.factors[factor].name
             problem = f"axis {axis} cannot shard {name}, which must be replicated in {bound!r}"
             raise BindError(problem, "shard another factor")
         axes[factor] = (*axes.get(factor, ()), axis)
-    if len(dict(cuts)) != len(cuts):
-        raise BindError(f"an axis occurs twice in {cuts} of {bound!r}", "let each axis shard one factor")
+    if len(dict(shardings)) != len(shardings):
+        raise BindError(f"an axis occurs twice in {shardings} of {bound!r}", "let each axis shard one factor")
     return axes

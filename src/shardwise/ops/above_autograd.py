@@ -1,4 +1,4 @@
-"""What the overrides of ops above autograd share: when they apply, and how they call ops below autograd."""
+"""Helpers of overrides above autograd: when they apply, and how they call ops below autograd."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def needs_grad(tensors: Sequence[Tensor]) -> bool:
 
 
 def is_watched() -> bool:
-    """Whether a dispatch mode that is not ours is active. It knows PyTorch's ops: a FLOP counter counts `aten.mm`, and
+    """Whether a dispatch mode that is not ours is active. It counts PyTorch's ops: a FLOP counter counts `aten.mm`, and
     selective checkpointing saves its result. So an op of ours runs as the ops that PyTorch makes of it.
     """
     return bool(count_modes()) and expects_pytorch_ops()
@@ -49,7 +49,7 @@ _library = torch.library.Library("shardwise", "FRAGMENT")
 
 
 def new_op(signature: str, run: Callable[..., Tensor | tuple[Tensor, ...] | None]) -> OpOverload:
-    """Define `shardwise::name(...)`: an op of our own, that runs this on local shards."""
+    """Define an op `shardwise::name(...)` that runs this function on local shards."""
     name = signature.partition("(")[0]
     _library.define(signature)
     _library.impl(name, run, "CompositeExplicitAutograd")
@@ -88,7 +88,7 @@ def filling_integers_without_gradient(func: OpOverload) -> Callable[..., object]
 
 
 def where_distributed(func: OpOverload, run: Callable[..., object]) -> Callable[..., object]:
-    """The kernel that calls `run(keys, *args, **kwargs)` if all tensors are distributed.
+    """Return a kernel that calls `run(keys, *args, **kwargs)` if all tensors are distributed.
 
     Plain tensors count as such where the user says that they are replicated; those of one element are numbers.
     """

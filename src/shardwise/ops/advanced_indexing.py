@@ -11,7 +11,7 @@ from .._torch.decompositions import pytorch_decomposition
 from ..notation.build import dims_text, join
 from .call import Call
 from .indexing import free, kept, shifted, with_extra_row
-from .kernel import Cut, LocalCall, no_summand, without_communication
+from .kernel import FactorShard, LocalCall, no_summand, without_communication
 from .registry import definitions_in
 
 aten = torch.ops.aten
@@ -56,12 +56,12 @@ def index_rule(call: Call) -> str | None:
 
 
 @without_communication
-def index(call: LocalCall, cut: Cut) -> Tensor:
+def index(call: LocalCall, shard: FactorShard) -> Tensor:
     """Elements of a tensor, one of whose indexed dims is sharded."""
     dim, indices = call.sharded_dim, list(call["indices"])
     where = Indexed(indices, call["self"].dim())
-    indices[dim], hit = shifted(indices[dim], cut, wraps=True)
-    if not cut.held:
+    indices[dim], hit = shifted(indices[dim], shard, wraps=True)
+    if not shard.held:
         return no_summand(call["self"], call.local_shape())
     indices[dim] = indices[dim].where(hit, 0)
     found = aten.index.Tensor(call["self"], indices)
@@ -97,13 +97,13 @@ def _masked(call: Call, indices: Sequence[Tensor | None]) -> str | None:
 
 
 @without_communication
-def index_put(call: LocalCall, cut: Cut) -> Tensor:
+def index_put(call: LocalCall, shard: FactorShard) -> Tensor:
     """Elements written to a tensor, one of whose indexed dims is sharded."""
     dim, indices = call.sharded_dim, list(call["indices"])
-    indices[dim], hit = shifted(indices[dim], cut, wraps=True)
-    indices[dim] = indices[dim].where(hit, cut.held)
+    indices[dim], hit = shifted(indices[dim], shard, wraps=True)
+    indices[dim] = indices[dim].where(hit, shard.held)
     wide = aten.index_put.default(with_extra_row(call["self"], dim), indices, call["values"], call["accumulate"])
-    return wide.narrow(dim, 0, cut.held)
+    return wide.narrow(dim, 0, shard.held)
 
 
 define(

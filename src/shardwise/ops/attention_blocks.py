@@ -51,7 +51,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tuple
 
 
 class Saved(NamedTuple):
-    """What a backward pass knows of some queries: the gradient of their output, the output, and its logsumexp."""
+    """What the backward pass needs of some queries: the gradient of their output, the output, and its logsumexp."""
 
     gradient: Tensor
     output: Tensor
@@ -80,10 +80,10 @@ def gradients(
 
 
 class Merged:
-    """The output of blocks put together: each is weighted by its share of the sum of all weights."""
+    """The combined output of blocks: each is weighted by its share of the sum of all weights."""
 
     def __init__(self, output: Tensor, logsumexp: Tensor) -> None:
-        """With the output, to be filled, of all queries. Rows that no block reaches are zero."""
+        """Start with the output of all queries, to be filled. Rows that no block reaches are zero."""
         wide = torch.promote_types(output.dtype, torch.float32)
         self._result = output
         self.output = output.zero_() if output.dtype == wide else torch.zeros_like(output, dtype=wide)
@@ -165,5 +165,5 @@ def _joined_rows(tensor: Tensor, key: Tensor) -> Tensor:
 
 
 def _split_rows(tensor: Tensor, query: Tensor) -> Tensor:
-    """The way back, to the heads and rows of the queries."""
+    """Undo `_joined_rows`: return the heads and rows of the queries."""
     return tensor.view(*query.shape[:-1], tensor.shape[-1])

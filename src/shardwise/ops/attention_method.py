@@ -1,4 +1,4 @@
-"""Which way attention over a sharded sequence runs: a ring, or an all-to-all by heads, by the cost model."""
+"""Choose between a ring and an all-to-all by heads for attention over a sharded sequence, by the cost model."""
 
 from __future__ import annotations
 

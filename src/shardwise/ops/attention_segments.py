@@ -99,7 +99,7 @@ def _in_documents(row: int, start: int, stop: int, edges: Sequence[int]) -> list
 
 
 def pairs_of(queries: Sequence[Segment], keys: Sequence[Segment], causal: bool) -> list[Pair]:
-    """The pairs of segments of which the first sees something of the second."""
+    """Return the pairs of segments whose queries see some of the keys."""
     return [
         Pair(query, key, causal and query.start == key.start)
         for query in queries

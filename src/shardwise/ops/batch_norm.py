@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..notation.build import join
 from .call import Call
-from .kernel import Cut, Kernel, KernelRun, LocalCall, LocalResult, Reduce
+from .kernel import FactorShard, Kernel, KernelRun, LocalCall, LocalResult, Reduce
 from .norm import TRAFFIC, cast_results, kernel_clause
 from .op import Local
 from .reduce import wide
@@ -56,12 +56,12 @@ def _training_rule(call: Call) -> str:
     return join(f"{operand}{', c' * others} -> {operand}{', c' * statistics}", "reduce none", kernel)
 
 
-def batch_norm(call: LocalCall, cut: Cut) -> KernelRun:
+def batch_norm(call: LocalCall, shard: FactorShard) -> KernelRun:
     """Normalize by the statistics of the global batch."""
     x, dims = call["input"], _dims(call["input"])
     x = x.to(wide(x.dtype))
     count = math.prod(call.given[0].shape[dim] for dim in dims)
-    center, squares = yield from moments(x, dims, count, cut)
+    center, squares = yield from moments(x, dims, count, shard)
     rstd = (squares / count + call["eps"]).rsqrt()
     result = (x - center) * rstd
     if call["weight"] is not None:
@@ -130,7 +130,7 @@ def _requested(call: LocalCall, *gradients: Tensor) -> tuple[Tensor | None, ...]
     return cast_results([gradient if asked else None for gradient, asked in wanted], call.dtypes)
 
 
-def batch_norm_backward(call: LocalCall, cut: Cut) -> KernelRun:
+def batch_norm_backward(call: LocalCall, shard: FactorShard) -> KernelRun:
     """Compute the gradients; two sums for each channel are reduced."""
     gradient, x = (call[name].to(wide(call[name].dtype)) for name in ("grad_out", "input"))
     dims = _dims(x)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..notation.build import dims_text, join
 from ..sharding.layout import Dim, Factor, Layout, divides_evenly
 from .call import Call
-from .kernel import Cut, Kernel, LocalCall, without_communication
+from .kernel import FactorShard, Kernel, LocalCall, without_communication
 
 MOVES = "linear 0 ; monotone 0"
 
@@ -65,7 +65,7 @@ def slice_by_blocks(call: Call, layouts: Sequence[Layout]) -> str | None:
 
 
 def slice_backward_by_blocks(call: Call, layouts: Sequence[Layout]) -> str | None:
-    """The gradient of such a slice: blocks of zeros around it."""
+    """The gradient of a slice by blocks: the slice's gradient between blocks of zeros."""
     sizes = call.arg("input_sizes")
     dim = call.arg("dim") % len(sizes)
     block = _block(layouts[0], dim)
@@ -91,24 +91,24 @@ def split_by_blocks(call: Call, layouts: Sequence[Layout]) -> str | None:
 
 
 @without_communication
-def _slice(call: LocalCall, cut: Cut) -> Tensor:
+def _slice(call: LocalCall, shard: FactorShard) -> Tensor:
     dim = call.sharded_dim
-    start = slice(call["start"], None).indices(call.given[0].shape[dim])[0] // cut.size * cut.held
+    start = slice(call["start"], None).indices(call.given[0].shape[dim])[0] // shard.size * shard.held
     rows: Tensor = call["self"].narrow(dim, start, call.local_shape()[dim])
     return rows.clone(memory_format=torch.contiguous_format)
 
 
 @without_communication
-def _slice_backward(call: LocalCall, cut: Cut) -> Tensor:
+def _slice_backward(call: LocalCall, shard: FactorShard) -> Tensor:
     dim, gradient = call.sharded_dim, call["grad_output"]
-    start = slice(call["start"], None).indices(call.shapes[0][dim])[0] // cut.size * cut.held
+    start = slice(call["start"], None).indices(call.shapes[0][dim])[0] // shard.size * shard.held
     result = call.zeros(gradient)
     result.narrow(dim, start, gradient.shape[dim]).copy_(gradient)
     return result
 
 
 @without_communication
-def _split(call: LocalCall, cut: Cut) -> list[Tensor]:
+def _split(call: LocalCall, shard: FactorShard) -> list[Tensor]:
     dim = call.sharded_dim
     parts = call["self"].split([layout.local_shape(call.at)[dim] for layout in call.layouts], dim)
     return [part.clone(memory_format=torch.contiguous_format) for part in parts]

@@ -82,12 +82,12 @@ class Call:
 
 
 def is_list(value: object) -> bool:
-    """Whether an argument is a list of tensors or numbers; a `TensorMeta` is a tuple, but none."""
+    """Whether an argument is a list of tensors or numbers; a `TensorMeta`, though a tuple, is not."""
     return isinstance(value, (list, tuple)) and not hasattr(value, "shape")
 
 
 def is_ordinary(number: complex) -> bool:
-    """Whether a number is neither zero nor infinite nor NaN. Each of those has plans of its own: any rule may ask."""
+    """Whether a number is neither zero nor infinite nor NaN. Rules may depend on these, so they have separate plans."""
     return number - number == 0 and number != 0
 
 

@@ -1,4 +1,4 @@
-"""The tensors that a function holds, and the same function with other tensors in their place.
+"""Find the tensors that a function captures, and replace them by others.
 
 `score_mod` and `mask_mod` of flex attention read tensors that are not among their arguments: the documents of tokens, a
 bias for each head. A rank runs these functions with its own, plain ones.
@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def captured_tensors(*functions: Callable[..., object] | None) -> list[Tensor]:
-    """All tensors that these functions hold, each once, in the order in which they are found."""
+    """Return all tensors that these functions capture, each once, in the order in which they are found."""
     found: dict[int, Tensor] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def captured_tensors(*functions: Callable[..., object] | None) -> list[Tensor]:
 
 
 def with_captured(function: F, replace: Callable[[Tensor], Tensor]) -> F:
-    """The function with `replace(tensor)` in the place of each tensor that it holds; itself if nothing changes.
+    """Return the function with each captured tensor replaced by `replace(tensor)`; itself if nothing changes.
 
     Looks into closures, defaults, globals, partial functions, methods, containers, and those attributes of objects
     that the function names.

@@ -1,4 +1,4 @@
-"""The collectives among PyTorch's ops: what each is called, and how many bytes it brings to a rank.
+"""The collectives among PyTorch's ops: their names, and how many bytes a rank receives.
 
 >>> collective_of(torch.ops._c10d_functional.all_reduce.default).kind
 'all-reduce'

@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention` of tensors that are sharded by position: which way it runs, and its derivative.
+"""`scaled_dot_product_attention` of tensors that are sharded by position: choice of method, and derivative.
 
     ring     blocks of keys and values travel from rank to rank, see `ring_attention`
     heads    an all-to-all of queries, keys and values from positions to heads, attention, and one of the output back
@@ -90,7 +90,7 @@ def _by_heads(tensors: Sequence[DTensorBase], axes: tuple[int, ...], given: Atte
 
 
 def _by_position(layout: Layout, axes: tuple[int, ...]) -> Layout:
-    """The way back of `over_heads`."""
+    """Undo `over_heads`: return the tensor sharded by position again."""
     dims = list(layout.dims)
     kept = tuple(axis for axis in dim_axes(dims[HEADS]) if axis not in axes)
     dims[HEADS] = (Factor(layout.shape[HEADS], kept),)
@@ -196,7 +196,7 @@ def _replicated(local: Tensor, mesh_info: MeshInfo) -> DTensorBase:
 
 
 def _override(func: OpOverload) -> Callable[..., object]:
-    """Returns NotImplemented for calls that are not sharded by position, or that a ring does not serve."""
+    """Override the op for positions that are sharded; NotImplemented for other calls, or if a ring cannot run them."""
 
     def kernel(
         keys: Keys,

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..notation.build import join
 from ..sharding.layout import Run
 from .call import Call
-from .kernel import Cut, Fetch, Kernel, KernelRun, LocalCall, Return, without_communication
+from .kernel import FactorShard, Fetch, Kernel, KernelRun, LocalCall, Return, without_communication
 from .op import Local
 from .registry import definitions_in
 
@@ -97,10 +97,10 @@ def _requested(call: LocalCall, **changed: object) -> Gradients:
 
 
 @without_communication
-def channels_backward(call: LocalCall, cut: Cut) -> Gradients:
+def channels_backward(call: LocalCall, shard: FactorShard) -> Gradients:
     """Run with sharded input channels: every rank computes the same gradient of the bias, so only the first adds it."""
     of_input, of_weight, bias = _run_backward(call)
-    if bias is not None and cut.piece != 0:
+    if bias is not None and shard.piece != 0:
         bias = torch.zeros_like(bias)
     return of_input, of_weight, bias
 
@@ -184,36 +184,36 @@ class _Windows:
         return -begin, begin + stop - first - length
 
 
-def halo_forward(call: LocalCall, cut: Cut) -> KernelRun:
+def halo_forward(call: LocalCall, shard: FactorShard) -> KernelRun:
     """Compute the outputs of a rank from the rows that they depend on."""
     dim = call.dims[0]
     assert dim is not None
-    outputs = cut.of(call.shapes[0][dim]).bounds
-    windows = _Windows(call, dim, cut.size, outputs)
-    rows = yield Fetch(call["input"], dim, cut.bounds, windows.existing)
-    first, stop = outputs[cut.piece]
+    outputs = shard.of(call.shapes[0][dim]).bounds
+    windows = _Windows(call, dim, shard.size, outputs)
+    rows = yield Fetch(call["input"], dim, shard.bounds, windows.existing)
+    first, stop = outputs[shard.piece]
     if stop == first or not rows.numel() or not call["weight"].numel():
         return _only_bias(call)
     if not windows.transposed:
-        return call.run(input=windows.padded(rows, cut.piece), **windows.arguments())
+        return call.run(input=windows.padded(rows, shard.piece), **windows.arguments())
     result = call.run(input=rows, bias=None, **windows.arguments())
-    result = _padded(result, dim, windows.missing(cut.piece, result.shape[dim]))
+    result = _padded(result, dim, windows.missing(shard.piece, result.shape[dim]))
     return result if call["bias"] is None else result + _per_channel(call["bias"], result.dim())
 
 
-def halo_backward(call: LocalCall, cut: Cut) -> KernelRun:
+def halo_backward(call: LocalCall, shard: FactorShard) -> KernelRun:
     """Compute the gradients of the rows that a rank's outputs depend on, and return them to their owners."""
     dim = call.dims[1]
     assert dim is not None
     size = call.given[1].shape[dim]
-    held, outputs = cut.of(size).bounds, cut.of(call.given[0].shape[dim]).bounds
+    held, outputs = shard.of(size).bounds, shard.of(call.given[0].shape[dim]).bounds
     windows = _Windows(call, dim, size, outputs)
     rows = yield Fetch(call["input"], dim, held, windows.existing)
-    first, stop = outputs[cut.piece]
+    first, stop = outputs[shard.piece]
     if stop == first or not rows.numel() or not call["grad_output"].numel() or not call["weight"].numel():
         of_rows, *others = _only_bias_gradient(call, rows)
     else:
-        of_rows, *others = _window_gradients(call, windows, rows, cut.piece)
+        of_rows, *others = _window_gradients(call, windows, rows, shard.piece)
     if of_rows is None:
         return None, *others
     returned = yield Return(of_rows, dim, held, windows.existing)

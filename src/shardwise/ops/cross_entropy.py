@@ -20,7 +20,7 @@ from ..sharding.base import DTensorBase
 from ..sharding.layout import dim_axes
 from .above_autograd import call, is_ours, needs_grad, new_op
 from .call import Call
-from .kernel import Cut, Kernel, LocalCall, without_communication
+from .kernel import FactorShard, Kernel, LocalCall, without_communication
 from .loss import MEAN, scores_and_row
 from .reduce import wide
 from .registry import definitions_in
@@ -72,7 +72,7 @@ def _gradient_rule(call: Call) -> str:
 
 
 @without_communication
-def _gradient_of_local_classes(call: LocalCall, cut: Cut) -> Tensor:
+def _gradient_of_local_classes(call: LocalCall, shard: FactorShard) -> Tensor:
     scores = call["log_probabilities"]
     if not scores.numel():
         return call.zeros(scores)

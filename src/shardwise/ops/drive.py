@@ -1,4 +1,4 @@
-"""Runs kernels and carries out the communication that they ask for."""
+"""Run kernels, and carry out the communication that they request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import WorldError
 from ..sharding.layout import Coordinate, Factor, Run, factor_range
 from ..sharding.mesh import MeshInfo
 from ..world import RankTensor, rank_int
-from .kernel import Arrive, Cut, Fetch, Gather, KernelRun, LocalResult, Reduce, Request, Return, Rotate, Rows
+from .kernel import Arrive, FactorShard, Fetch, Gather, KernelRun, LocalResult, Reduce, Request, Return, Rotate, Rows
 
 
 class Pieces:
@@ -42,13 +42,13 @@ class Pieces:
         """The piece at each position of the group."""
         return [self.order.index(index) for index in range(self.count)]
 
-    def cut(self, at: Coordinate) -> Cut:
-        """How the factor is sharded, seen from a coordinate."""
+    def shard(self, at: Coordinate) -> FactorShard:
+        """Return the shard of the rank at a coordinate."""
         index = 0
         for axis in self.axes:
             index = index * self.mesh_info.sizes[axis] + at[axis]
         counts = tuple(self.mesh_info.sizes[axis] for axis in self.factor.axes)
-        return Cut(self.factor.size, self.bounds, self.order.index(index), counts)
+        return FactorShard(self.factor.size, self.bounds, self.order.index(index), counts)
 
 
 class JointPieces(Pieces):
@@ -70,7 +70,7 @@ class JointPieces(Pieces):
 
 
 def drive(pieces: Pieces, start: Callable[[Coordinate, int], KernelRun]) -> LocalResult:
-    """Run a kernel, made for each rank by `start(coordinate, rank)`, and give its results as local tensors."""
+    """Run a kernel, created for each rank by `start(coordinate, rank)`, and return its results as local tensors."""
     mesh_info = pieces.mesh_info
     if not mesh_info.simulated:
         return _drive_one(pieces, start(mesh_info.coordinate, 0))
@@ -82,7 +82,7 @@ def _drive_one(pieces: Pieces, run: KernelRun) -> LocalResult:
     try:
         request = next(run)
         while True:
-            request = run.send(_perform(pieces, request, pieces.cut(pieces.mesh_info.coordinate).piece))
+            request = run.send(_perform(pieces, request, pieces.shard(pieces.mesh_info.coordinate).piece))
     except StopIteration as end:
         result: LocalResult = end.value
         return result
@@ -103,7 +103,7 @@ def _drive_all(pieces: Pieces, runs: Sequence[KernelRun]) -> LocalResult:
         if results or len({type(request) for request in requests}) > 1:
             raise WorldError("a kernel asks for different communication on different ranks")
         joint = requests[0]._replace(tensor=RankTensor([request.tensor.contiguous() for request in requests]))
-        own = [pieces.cut(at).piece for at in pieces.mesh_info.coordinates]
+        own = [pieces.shard(at).piece for at in pieces.mesh_info.coordinates]
         answers = cast(RankTensor, _perform(pieces, joint, own)).shards
 
 

@@ -18,7 +18,7 @@ from ..sharding.spec import DTensorSpec
 from .above_autograd import call, is_watched, needs_grad, new_op, where_distributed
 from .call import Call
 from .indexing import free, kept, shifted
-from .kernel import Cut, LocalCall, no_summand, without_communication
+from .kernel import FactorShard, LocalCall, no_summand, without_communication
 from .registry import definitions_in
 
 aten = torch.ops.aten
@@ -30,10 +30,10 @@ _embedding = aten.embedding.default
 
 
 @without_communication
-def embedding(call: LocalCall, cut: Cut) -> Tensor:
+def embedding(call: LocalCall, shard: FactorShard) -> Tensor:
     """Rows of a table that is sharded over its rows."""
-    weight, (index, hit) = call["weight"], shifted(call["indices"], cut)
-    if not cut.held:
+    weight, (index, hit) = call["weight"], shifted(call["indices"], shard)
+    if not shard.held:
         return no_summand(weight, call.local_shape())
     return kept(hit.unsqueeze(-1), torch.embedding(weight, index.where(hit, 0)))
 
@@ -45,12 +45,12 @@ def embedding_backward_rule(call: Call) -> str:
 
 
 @without_communication
-def embedding_backward(call: LocalCall, cut: Cut) -> Tensor:
+def embedding_backward(call: LocalCall, shard: FactorShard) -> Tensor:
     """Gradients of rows that this rank holds are added there, all others to an extra row, marked as padding."""
-    index, hit = shifted(call["indices"], cut)
+    index, hit = shifted(call["indices"], shard)
     if call["padding_idx"] >= 0:
         hit = hit & (call["indices"] != call["padding_idx"])
-    grad, rows = call["grad_output"], cut.held
+    grad, rows = call["grad_output"], shard.held
     index = index.where(hit, rows)
     wide = aten.embedding_dense_backward.default(grad, index, rows + 1, rows, call["scale_grad_by_freq"])
     return wide[:rows]
@@ -76,9 +76,9 @@ class _Saved(Context, Protocol):
 
 
 class _Embedding(QuickFunction):
-    """An embedding whose backward pass knows the table.
+    """An embedding whose backward pass gets the table.
 
-    PyTorch's formula knows the table's size alone. But how a gradient is best computed depends on where it will be: for
+    PyTorch's formula gets the table's size only. But how a gradient is best computed depends on where it will be: for
     a replicated table it is cheaper to sum a Partial gradient of a few looked-up rows first than one of all rows.
     """
 

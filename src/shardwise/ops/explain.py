@@ -1,4 +1,4 @@
-"""What is known about an op, in words.
+"""Explain in words what is known about an op.
 
 >>> print(explain("mm"))
 aten::mm.default, defined in ops/matmul.py
@@ -71,7 +71,7 @@ class Explanation(str):
 
 
 def explain(op: AnyOp, *args: object, **kwargs: object) -> Explanation:
-    """What shardwise knows about an op: its rule in notation and in words, kernels, local code, decomposition.
+    """Return what shardwise knows about an op: its rule in notation and in words, kernels, local code, decomposition.
 
     `op` is an overload, a packet, a name (`"aten::mm"`, `"aten.mm"`, `"mm"`) or a function (`torch.mm`, `F.linear`,
     `torch.Tensor.add_`). Rules that depend on the call are shown for example arguments, if they are given:
@@ -284,7 +284,7 @@ def _notes(found: ResolvedOp) -> Iterator[str]:
 
 
 def _depends_on_data(found: ResolvedOp) -> bool:
-    """Whether only data tell the result's shape; a rule that is a function may know better for some calls."""
+    """Whether the result's shape depends on data; a rule that is a function may be more precise for some calls."""
     source = found.op.rule
     return found.needs_data and (isinstance(source, Rule) or not callable(source))
 

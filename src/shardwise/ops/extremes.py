@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .call import Call
-from .kernel import Cut, Gather, Kernel, KernelRun, LocalCall, Reduce, Steps
+from .kernel import FactorShard, Gather, Kernel, KernelRun, LocalCall, Reduce, Steps
 from .reduce import merged
 from .registry import definitions_in
 from .sorting import SCATTERS_INTO_ZEROS
@@ -50,7 +50,7 @@ def unpack(packed: Tensor, dtype: torch.dtype, largest: bool) -> tuple[Tensor, T
 
 
 def _first_extreme(
-    value: Tensor | None, index: Tensor | None, like: Tensor, cut: Cut, largest: bool
+    value: Tensor | None, index: Tensor | None, like: Tensor, shard: FactorShard, largest: bool
 ) -> Steps[tuple[Tensor, Tensor]]:
     """The extreme of what all ranks found, with shape and dtype of `like`, and its index. None: this shard is empty."""
     dtype = like.dtype
@@ -62,7 +62,7 @@ def _first_extreme(
     index = torch.zeros_like(like, dtype=torch.int64) if index is None else index
     bits = value.contiguous().view(torch.int64)
     parts = yield Gather(torch.stack([bits, index]))
-    parts = parts[[start < stop for start, stop in cut.bounds]]
+    parts = parts[[start < stop for start, stop in shard.bounds]]
     # Pieces of several sharded dims are in no order: among equals the smallest index is the first.
     values, indices = parts[:, 0].contiguous().view(dtype), parts[:, 1]
     best = values.amax(0) if largest else values.amin(0)
@@ -77,16 +77,18 @@ def _local_extreme(x: Tensor, dim: int, largest: bool) -> tuple[Tensor, Tensor]:
 def extreme(largest: bool, values: bool) -> dict[str, Kernel]:
     """The kernel that finds the first maximum, or minimum: its index, and its value if wanted."""
 
-    def run(call: LocalCall, cut: Cut) -> KernelRun:
+    def run(call: LocalCall, shard: FactorShard) -> KernelRun:
         x, dim = call["self"], call.dims[0] or 0
         if not values and x.dtype in (torch.bool, torch.complex64, torch.complex128):
             call.run(self=x.new_zeros([1] * x.dim()))  # raises the error of this dtype
         if call.arguments.get("dim") is None:
-            found = yield from _of_all(call, cut, largest)
+            found = yield from _of_all(call, shard, largest)
         else:
             like = x.new_empty([size for d, size in enumerate(x.shape) if d != dim])
-            value, index = _local_extreme(x, dim, largest) if cut.held else (None, None)
-            found = yield from _first_extreme(value, None if index is None else index + cut.start, like, cut, largest)
+            value, index = _local_extreme(x, dim, largest) if shard.held else (None, None)
+            found = yield from _first_extreme(
+                value, None if index is None else index + shard.start, like, shard, largest
+            )
             if call["keepdim"]:
                 found = found[0].unsqueeze(dim), found[1].unsqueeze(dim)
         return found if values else found[1]
@@ -94,7 +96,7 @@ def extreme(largest: bool, values: bool) -> dict[str, Kernel]:
     return {"k": Kernel(run, traffic=2.0, joint=True)}
 
 
-def _of_all(call: LocalCall, cut: Cut, largest: bool) -> Steps[tuple[Tensor, Tensor]]:
+def _of_all(call: LocalCall, shard: FactorShard, largest: bool) -> Steps[tuple[Tensor, Tensor]]:
     """The extreme over all dims and its index in the flattened global tensor."""
     x, layout = call["self"], call.given[0]
     shape = [1] * x.dim() if call["keepdim"] else []
@@ -106,7 +108,7 @@ def _of_all(call: LocalCall, cut: Cut, largest: bool) -> Steps[tuple[Tensor, Ten
         for place, start, size in zip(places, layout.offset(call.at), layout.shape, strict=True):
             index = index * size + place + start
         value, index = value.reshape(shape), index.reshape(shape)
-    return (yield from _first_extreme(value, index, x.new_empty(shape), cut, largest))
+    return (yield from _first_extreme(value, index, x.new_empty(shape), shard, largest))
 
 
 def extreme_rule(outputs: int) -> Callable[[Call], str]:

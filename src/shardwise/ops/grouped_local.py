@@ -30,7 +30,7 @@ def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor, like: Tensor | None = None) -> Tensor:
     """For each group the product of the columns of `left` with the rows of `right` that belong to it.
 
-    `like`, the matrices whose gradient this is, is not read: its sharding tells which groups to compute.
+    `like`, the matrices whose gradient this is, is not read: its sharding determines which groups to compute.
     """
     result = left.new_zeros((ends.shape[0], left.shape[0], right.shape[1]))
     if result.is_meta or 0 in (*left.shape, *right.shape, *ends.shape):

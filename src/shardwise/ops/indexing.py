@@ -17,7 +17,7 @@ from ..notation.build import dims_text, join
 from ..sharding.recording import recorded
 from .above_autograd import filling_integers_without_gradient
 from .call import Call
-from .kernel import Cut, Kernel, KernelRun, LocalCall, no_summand, without_communication
+from .kernel import FactorShard, Kernel, KernelRun, LocalCall, no_summand, without_communication
 from .registry import definitions_in
 
 aten = torch.ops.aten
@@ -31,14 +31,14 @@ def _check_range(index: Tensor, least: int, size: int) -> None:
         raise IndexError(f"index {int(low if low < 0 else high)} is out of bounds for dimension with size {size}")
 
 
-def shifted(index: Tensor, cut: Cut, wraps: bool = False) -> tuple[Tensor, Tensor]:
+def shifted(index: Tensor, shard: FactorShard, wraps: bool = False) -> tuple[Tensor, Tensor]:
     """Indices into this rank's rows, and a mask of those in range. `wraps`: negative ones count from the end."""
     if index.numel() and has_readable_values(index):
-        recorded(_check_range, index, -cut.size if wraps else 0, cut.size)
+        recorded(_check_range, index, -shard.size if wraps else 0, shard.size)
     if wraps:
-        index = torch.where(index < 0, index + cut.size, index)
-    index = index - cut.start
-    return index, (index >= 0) & (index < cut.held)
+        index = torch.where(index < 0, index + shard.size, index)
+    index = index - shard.start
+    return index, (index >= 0) & (index < shard.held)
 
 
 def with_extra_row(tensor: Tensor, dim: int) -> Tensor:
@@ -60,7 +60,7 @@ def functional(call: LocalCall) -> Callable[..., Tensor]:
     return replace(call, func=getattr(packet, overload)).run
 
 
-def free(run: Callable[[LocalCall, Cut], KernelRun]) -> dict[str, Kernel]:
+def free(run: Callable[[LocalCall, FactorShard], KernelRun]) -> dict[str, Kernel]:
     """A kernel of the factor v that communicates nothing."""
     return {"v": Kernel(run, rounds=0, traffic=0.0)}
 
@@ -78,10 +78,10 @@ def gather_rule(call: Call) -> str:
 
 
 @without_communication
-def gather(call: LocalCall, cut: Cut) -> Tensor:
+def gather(call: LocalCall, shard: FactorShard) -> Tensor:
     """Elements by their index along the sharded dim."""
-    tensor, (index, hit) = call["self"], shifted(call["index"], cut)
-    if not cut.held:
+    tensor, (index, hit) = call["self"], shifted(call["index"], shard)
+    if not shard.held:
         return no_summand(tensor, index.shape)
     return kept(hit, tensor.gather(call.sharded_dim, index.where(hit, 0)))
 
@@ -100,11 +100,11 @@ def scatter_rule(call: Call) -> str:
 
 
 @without_communication
-def scatter(call: LocalCall, cut: Cut) -> Tensor:
+def scatter(call: LocalCall, shard: FactorShard) -> Tensor:
     """Elements to their index along the sharded dim, by any of the ways to combine them."""
-    dim, (index, hit) = call.sharded_dim, shifted(call["index"], cut)
-    wide = functional(call)(self=with_extra_row(call["self"], dim), index=index.where(hit, cut.held))
-    return wide.narrow(dim, 0, cut.held)
+    dim, (index, hit) = call.sharded_dim, shifted(call["index"], shard)
+    wide = functional(call)(self=with_extra_row(call["self"], dim), index=index.where(hit, shard.held))
+    return wide.narrow(dim, 0, shard.held)
 
 
 def take_rule(call: Call) -> str:
@@ -115,10 +115,10 @@ def take_rule(call: Call) -> str:
 
 
 @without_communication
-def take(call: LocalCall, cut: Cut) -> Tensor:
+def take(call: LocalCall, shard: FactorShard) -> Tensor:
     """Elements of a sharded vector."""
-    tensor, (index, hit) = call["self"], shifted(call["index"], cut, wraps=True)
-    if not cut.held:
+    tensor, (index, hit) = call["self"], shifted(call["index"], shard, wraps=True)
+    if not shard.held:
         return no_summand(tensor, index.shape)
     return kept(hit, tensor.take(index.where(hit, 0)))
 
@@ -145,10 +145,10 @@ def index_select_rule(call: Call) -> str:
 
 
 @without_communication
-def index_select(call: LocalCall, cut: Cut) -> Tensor:
+def index_select(call: LocalCall, shard: FactorShard) -> Tensor:
     """Rows by their index along the sharded dim."""
-    dim, (index, hit) = call.sharded_dim, shifted(call["index"], cut)
-    if not cut.held:
+    dim, (index, hit) = call.sharded_dim, shifted(call["index"], shard)
+    if not shard.held:
         return no_summand(call["self"], call.local_shape())
     trailing = [1] * (call["self"].dim() - dim - 1)
     return kept(hit.reshape(-1, *trailing), call["self"].index_select(dim, index.where(hit, 0)))
@@ -172,12 +172,12 @@ def row_writes(adds: bool, clauses: str) -> Callable[[Call], str]:
 
 
 @without_communication
-def index_write(call: LocalCall, cut: Cut) -> Tensor:
+def index_write(call: LocalCall, shard: FactorShard) -> Tensor:
     """Rows to their index along the sharded dim: `index_add`, `index_copy`, `index_fill`, `index_reduce`."""
     wraps = "index_fill" in call.func._schema.name
-    dim, (index, hit) = call.sharded_dim, shifted(call["index"], cut, wraps)
-    wide = functional(call)(self=with_extra_row(call["self"], dim), index=index.where(hit, cut.held))
-    return wide.narrow(dim, 0, cut.held)
+    dim, (index, hit) = call.sharded_dim, shifted(call["index"], shard, wraps)
+    wide = functional(call)(self=with_extra_row(call["self"], dim), index=index.where(hit, shard.held))
+    return wide.narrow(dim, 0, shard.held)
 
 
 define("aten::index_select", index_select_rule, kernels=free(index_select))

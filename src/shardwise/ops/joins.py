@@ -10,7 +10,7 @@ from torch import Tensor
 from ..notation.build import dims_text, join
 from .blocks import cat_by_blocks
 from .call import Call
-from .kernel import Cut, Fetch, Kernel, KernelRun, LocalCall
+from .kernel import FactorShard, Fetch, Kernel, KernelRun, LocalCall
 from .registry import definitions_in
 from .slices import starts_of
 from .views import MOVES
@@ -31,16 +31,16 @@ def cat_rule(call: Call) -> str | None:
     return join(f"{{{text}}} -> {text}", MOVES, "kernel k")
 
 
-def cat(call: LocalCall, cut: Cut) -> KernelRun:
+def cat(call: LocalCall, shard: FactorShard) -> KernelRun:
     """The local shards of all operands are rows of the result, which is then balanced."""
     dim = call.sharded_dim
     sizes = [layout.shape[dim] for layout in call.given]
     starts = starts_of(sizes)
     held = [
         [(start + low, start + high) for start, (low, high) in zip(starts, bounds, strict=True)]
-        for bounds in zip(*(cut.of(size).bounds for size in sizes), strict=True)
+        for bounds in zip(*(shard.of(size).bounds for size in sizes), strict=True)
     ]
-    return (yield Fetch(torch.cat(call["tensors"], dim), dim, held, cut.of(sum(sizes)).bounds))
+    return (yield Fetch(torch.cat(call["tensors"], dim), dim, held, shard.of(sum(sizes)).bounds))
 
 
 def without_empty(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:

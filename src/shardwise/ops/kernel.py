@@ -1,4 +1,4 @@
-"""Kernels and the communication that they ask for: pure data, so that one driver serves processes and simulated ranks.
+"""Kernels and their communication requests: pure data, so that one driver serves processes and simulated ranks.
 
 `pieces` are the ranks that share a sharded factor, in the order of their shards: piece 0 holds its beginning.
 """
@@ -20,8 +20,8 @@ from ..sharding.layout import Coordinate, Factor, Layout, Run, factor_range
 from .call import Kwargs
 
 
-class Cut(NamedTuple):
-    """How a factor is sharded: its global size, the bounds of every piece, and which piece is this rank's.
+class FactorShard(NamedTuple):
+    """This rank's shard of a factor: the global size, the bounds of every piece, and which piece is this rank's.
 
     `counts` are the sizes of the mesh axes that shard it, major to minor.
     """
@@ -31,12 +31,12 @@ class Cut(NamedTuple):
     piece: int
     counts: tuple[int, ...] = ()
 
-    def of(self, size: int) -> Cut:
-        """How the same axes shard a dim of another size: that of another operand, or of a result."""
+    def of(self, size: int) -> FactorShard:
+        """Return this rank's shard of a dim of another size, of another operand or a result, over the same axes."""
         axes = tuple(range(len(self.counts)))
         places = itertools.product(*map(range, self.counts))
         bounds = tuple(factor_range(self.counts, Factor(size, axes), place) for place in places)
-        return Cut(size, bounds, self.piece, self.counts)
+        return FactorShard(size, bounds, self.piece, self.counts)
 
     @property
     def start(self) -> int:
@@ -50,7 +50,7 @@ class Cut(NamedTuple):
 
     @property
     def held(self) -> int:
-        """How much of the factor this rank holds."""
+        """The number of indices of the factor that this rank holds."""
         return self.stop - self.start
 
 
@@ -99,13 +99,13 @@ class LocalCall:
 
 
 class Gather(NamedTuple):
-    """Every piece's tensor (all of one shape), as one tensor with a new first dim."""
+    """Request every piece's tensor (all of one shape), as one tensor with a new first dim."""
 
     tensor: Tensor
 
 
 class Reduce(NamedTuple):
-    """The reduction of every piece's tensor (all of one shape)."""
+    """Request the reduction of every piece's tensor (all of one shape)."""
 
     tensor: Tensor
     op: str = "sum"
@@ -116,9 +116,9 @@ Rows = Run | Sequence[Run]
 
 
 class Fetch(NamedTuple):
-    """Rows of the global tensor, whoever holds them: piece i gets the rows `wanted[i]` along `dim`.
+    """Request rows of the global tensor: piece i gets the rows `wanted[i]` along `dim`.
 
-    `held[i]` are the rows that piece i has; all pieces give the same two lists. Rows that nobody holds are zero.
+    `held[i]` are the rows that piece i has; all pieces give the same two lists. Rows that no piece holds are zero.
     """
 
     tensor: Tensor
@@ -128,7 +128,7 @@ class Fetch(NamedTuple):
 
 
 class Return(NamedTuple):
-    """The way back of `Fetch`: piece i hands back the rows `computed[i]`; each owner gets the sum of what it holds."""
+    """The inverse of `Fetch`: piece i returns the rows `computed[i]`; each owner gets the sum over its rows."""
 
     tensor: Tensor
     dim: int
@@ -137,7 +137,7 @@ class Return(NamedTuple):
 
 
 class Rotate(NamedTuple):
-    """Starts to pass a tensor to the next piece, the last one's to the first; answers what the piece before sends.
+    """Start to send a tensor to the next piece, the last to the first; the answer is what the previous piece sends.
 
     Piece i sends `rows[i]` rows along dim 0; all pieces give the same list. The answer may be read after `Arrive`, and
     the tensor that is sent may not be written before.
@@ -148,7 +148,7 @@ class Rotate(NamedTuple):
 
 
 class Arrive(NamedTuple):
-    """What `Rotate` answered, once it is there."""
+    """Wait for the tensor that `Rotate` answered."""
 
     tensor: Tensor
 
@@ -158,19 +158,19 @@ LocalResult = Tensor | Sequence["LocalResult"] | Mapping[str, "LocalResult"] | i
 """What an op returns on one rank. A kernel for lists of tensors may return new values of arguments by name."""
 T = TypeVar("T")
 Steps = Generator[Request, Tensor, T]
-"""Code that communicates: it yields requests, is sent what they bring, and returns a result."""
+"""Code that communicates: a generator that yields requests, is sent their answers, and returns a result."""
 KernelRun = Steps[LocalResult]
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel and what it costs.
+    """A kernel and its cost.
 
-    `run(call, cut)` is the generator: `call` holds the local arguments, `cut` says how the factor is sharded. It
-    returns the local shards of what the op returns. `rounds` is the number of its collectives, `traffic` the bytes it
-    receives as a multiple of the bytes of its local outputs.
+    `run(call, shard)` is the generator: `call` holds the local arguments, `shard` says which indices of the factor they
+    cover. It returns the local shards of the op's results. `rounds` is the number of its collectives, `traffic` the
+    bytes it receives as a multiple of the bytes of its local outputs.
 
-    A `joint` kernel merges what any ranks found, so that several of its factors may be sharded at once: `cut` then
+    A `joint` kernel merges what any ranks found, so that several of its factors may be sharded at once: `shard` then
     counts the elements of all of them together, and its pieces are in no order. One that works `anywhere` does not ask
     which elements a rank holds, so that they need not lie next to each other.
     """
@@ -182,17 +182,19 @@ class Kernel:
     anywhere: bool = False
 
 
-def without_communication(local: Callable[[LocalCall, Cut], LocalResult]) -> Callable[[LocalCall, Cut], KernelRun]:
-    """A kernel made of a function that asks for nothing from other ranks."""
+def without_communication(
+    local: Callable[[LocalCall, FactorShard], LocalResult],
+) -> Callable[[LocalCall, FactorShard], KernelRun]:
+    """Return a kernel from a function that needs no communication."""
 
     @functools.wraps(local)
-    def run(call: LocalCall, cut: Cut) -> KernelRun:
-        return local(call, cut)
+    def run(call: LocalCall, shard: FactorShard) -> KernelRun:
+        return local(call, shard)
         yield  # makes this a generator, as kernels are
 
     return run
 
 
 def no_summand(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """What a rank adds to a sum to which it has nothing to add: zeros that keep the sign of a zero."""
+    """Return the summand of a rank that adds nothing: zeros that keep the sign of a zero."""
     return like.new_full(shape, identity(like.dtype, "sum"))

@@ -19,7 +19,7 @@ from ..notation.build import pointwise
 from ..sharding.recording import recorded
 from .above_autograd import where_distributed
 from .call import Call
-from .kernel import Cut, Kernel, KernelRun, LocalCall, LocalResult, Reduce, without_communication
+from .kernel import FactorShard, Kernel, KernelRun, LocalCall, LocalResult, Reduce, without_communication
 from .op import Local
 from .registry import definitions_in, resolve
 
@@ -194,19 +194,19 @@ def _local_nll(call: LocalCall, reduction: int) -> tuple[Tensor, Tensor]:
 
 
 @without_communication
-def nll(call: LocalCall, cut: Cut) -> tuple[Tensor, Tensor]:
+def nll(call: LocalCall, shard: FactorShard) -> tuple[Tensor, Tensor]:
     """Each rank adds the loss of targets among its classes; other rows are zero."""
     return _local_nll(call, call["reduction"])
 
 
-def nll_mean(call: LocalCall, cut: Cut) -> KernelRun:
+def nll_mean(call: LocalCall, shard: FactorShard) -> KernelRun:
     """Divide by the weight of all targets: two numbers are summed over the ranks."""
     loss, weight = yield Reduce(torch.stack(_local_nll(call, SUM)))
     return loss / weight, weight
 
 
 @without_communication
-def nll_backward(call: LocalCall, cut: Cut) -> Tensor:
+def nll_backward(call: LocalCall, shard: FactorShard) -> Tensor:
     """Compute the gradients of targets among this rank's classes."""
     if not call["self"].numel():
         return call.zeros(call["self"])

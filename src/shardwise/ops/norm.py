@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..notation.build import dims_text, join, normalized
 from .call import Call
-from .kernel import Cut, Kernel, KernelRun, LocalCall, LocalResult, Reduce
+from .kernel import FactorShard, Kernel, KernelRun, LocalCall, LocalResult, Reduce
 from .op import Local
 from .reduce import wide
 from .registry import definitions_in
@@ -174,10 +174,10 @@ def _wide(call: LocalCall, name: str) -> Tensor:
     return x.to(wide(x.dtype))
 
 
-def layer_norm(call: LocalCall, cut: Cut) -> KernelRun:
+def layer_norm(call: LocalCall, shard: FactorShard) -> KernelRun:
     """Normalize by the mean and the variance over all ranks."""
     x, (dims, count) = _wide(call, "input"), _layer_dims(call)
-    center, squares = yield from moments(x, dims, count, cut)
+    center, squares = yield from moments(x, dims, count, shard)
     rstd = (squares / count + call["eps"]).rsqrt()
     result = _scaled((x - center) * rstd, call["weight"])
     if call["bias"] is not None:
@@ -185,7 +185,7 @@ def layer_norm(call: LocalCall, cut: Cut) -> KernelRun:
     return cast_results((result, center, rstd), call.dtypes)
 
 
-def rms_norm(call: LocalCall, cut: Cut) -> KernelRun:
+def rms_norm(call: LocalCall, shard: FactorShard) -> KernelRun:
     """Normalize by the mean square over all ranks."""
     x, (dims, count) = _wide(call, "input"), _layer_dims(call)
     squares = yield Reduce(x.square().sum(dims, True))
@@ -193,7 +193,7 @@ def rms_norm(call: LocalCall, cut: Cut) -> KernelRun:
     return cast_results((_scaled(x * rstd, call["weight"]), rstd), call.dtypes)
 
 
-def layer_norm_backward(call: LocalCall, cut: Cut) -> KernelRun:
+def layer_norm_backward(call: LocalCall, shard: FactorShard) -> KernelRun:
     """Compute the gradients of layer norm; two sums for each row are reduced."""
     gradient, x, (dims, count) = _wide(call, "grad_out"), _wide(call, "input"), _layer_dims(call)
     x_hat, scaled = (x - call["mean"]) * call["rstd"], _scaled(gradient, call["weight"])
@@ -202,7 +202,7 @@ def layer_norm_backward(call: LocalCall, cut: Cut) -> KernelRun:
     return cast_results(found, call.dtypes)
 
 
-def rms_norm_backward(call: LocalCall, cut: Cut) -> KernelRun:
+def rms_norm_backward(call: LocalCall, shard: FactorShard) -> KernelRun:
     """Compute the gradients of RMS norm; one sum for each row is reduced."""
     gradient, x, (dims, count) = _wide(call, "grad_out"), _wide(call, "input"), _layer_dims(call)
     x_hat, scaled = x * call["rstd"], _scaled(gradient, call["weight"])

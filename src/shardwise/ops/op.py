@@ -70,14 +70,14 @@ class Local(NamedTuple):
 
 
 class ListKernel(NamedTuple):
-    """A kernel for lists of tensors: `run(call, cut)`, where arguments that are lists hold the elements sharded alike.
+    """A kernel for lists of tensors: `run(call, shard)`, where list arguments hold the tensors that are sharded alike.
 
-    It may return a dict: values, the same on all ranks, for plain tensors among its arguments. With `whole_mesh` all
+    It may return a dict: values, the same on all ranks, for plain tensors among its arguments. With `all_ranks` all
     ranks of the mesh take part, whatever is sharded.
     """
 
     run: Callable[..., KernelRun]
-    whole_mesh: bool = False
+    all_ranks: bool = False
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..notation.build import join
 from ..notation.schema import tensor_arguments
 from .call import Call, has_finite_numbers
-from .kernel import Cut, KernelRun, LocalCall, Reduce
+from .kernel import FactorShard, KernelRun, LocalCall, Reduce
 from .op import ListKernel
 from .registry import definitions_in
 
@@ -50,7 +50,7 @@ define("aten::_foreach_powsum", "x.. -> ")
 # ---- lists with one collective for all ------------------------------------------------------------------------------
 
 
-def norms(call: LocalCall, cut: Cut) -> KernelRun:
+def norms(call: LocalCall, shard: FactorShard) -> KernelRun:
     """Norms of tensors with any placements: those of the local shards, merged by one reduction for the list."""
     order, tensors = float(call["ord"]), call["self"]
     empty = 0.0 if order >= 0 else math.inf
@@ -73,7 +73,7 @@ def norms(call: LocalCall, cut: Cut) -> KernelRun:
     return [value.to(part.dtype) for value, part in zip(merged.unbind(), parts, strict=True)]
 
 
-def unscale(call: LocalCall, cut: Cut) -> KernelRun:
+def unscale(call: LocalCall, shard: FactorShard) -> KernelRun:
     """Divide gradients by the loss scale; if any rank finds one that is not finite, all ranks learn it."""
     found: Tensor = call["found_inf"].clone()
     call.run(found_inf=found)
@@ -85,5 +85,5 @@ define("aten::_foreach_norm", "x.. -> ", list_kernel=ListKernel(norms))
 define(
     "aten::_amp_foreach_non_finite_check_and_unscale_",
     "x.., _.., _.. -> x..",
-    list_kernel=ListKernel(unscale, whole_mesh=True),
+    list_kernel=ListKernel(unscale, all_ranks=True),
 )

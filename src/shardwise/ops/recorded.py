@@ -1,4 +1,4 @@
-"""What a recording of ops on local tensors must know of them: which read values, share memory, or change nothing."""
+"""Properties of ops for recordings on local tensors: which read values, share memory, or change nothing."""
 
 from __future__ import annotations
 

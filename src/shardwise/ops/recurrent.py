@@ -99,7 +99,7 @@ def _run_direction(
 def _run_packed_forward(
     cell: Cell, steps: Sequence[Tensor], state: State, weights: _Weights
 ) -> tuple[list[Tensor], State]:
-    """The same for packed sequences, longest first: the batch shrinks as sequences end, and their states are kept."""
+    """Run packed sequences, longest first: the batch shrinks as sequences end, and their states are kept."""
     outputs: list[Tensor] = []
     ended: list[State] = []
     for step in steps:

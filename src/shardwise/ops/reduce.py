@@ -55,11 +55,12 @@ def counts(call: LocalCall, dims: list[int], local: Tensor) -> tuple[int, int]:
     return math.prod(local.shape[dim] for dim in dims), math.prod(call.given[0].shape[dim] for dim in dims)
 
 
-# ---- by an op that Partial knows ------------------------------------------------------------------------------------
+# ---- by an op that Partial supports
+# ------------------------------------------------------------------------------------
 
 
 def reduce_by(op: str, linear: bool = True) -> Callable[[Call], str]:
-    """The rule of reductions by an op that Partial knows."""
+    """The rule of reductions by an op that Partial supports."""
 
     def rule(call: Call) -> str:
         return reduction(call.ndim(0), call.arg("dim", None), call.arg("keepdim", False), op, linear)
@@ -112,7 +113,7 @@ define("aten::mean", reduce_by("sum"), local=Local(mean, when="partial sum"))
 
 
 def over_replicated_dims(call: Call) -> str:
-    """Reductions that Partial does not know: dims that they reduce over must be replicated."""
+    """Reductions that Partial does not support: dims that they reduce over must be replicated."""
     ndim, over = call.ndim(0), reduced_dims(call.ndim(0), call.arg("dim"))
     result = dims_text("x", ndim, dict.fromkeys(over, "1" if call.arg("keepdim") else ""))
     return f"{replicated_dims('x', ndim, over)} -> {result}"

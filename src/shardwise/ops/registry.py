@@ -108,7 +108,7 @@ class Registry:
         self._changed()
 
     def put_behind(self, table: Callable[[], Registry]) -> None:
-        """Ask another table, made when it is first needed, for ops that have no record in this one."""
+        """Look up ops without a record in another table, created on first use."""
         self._behind = table
         self._changed()
 

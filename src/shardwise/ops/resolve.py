@@ -1,4 +1,4 @@
-"""An overload together with the record of its op: what dispatch asks about a function it is called with.
+"""An overload together with the record of its op, as dispatch uses it.
 
 >>> found = resolve(torch.ops.aten.mul_.Scalar)
 >>> found.key, found.variant, found.writes
@@ -30,7 +30,7 @@ NEEDS_DATA = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent
 
 
 class ResolvedOp:
-    """One overload: its schema, its op's record, and what was worked out for it once.
+    """One overload: its schema, its op's record, and facts that are derived once.
 
     `op` is the record with the rule, which may be that of the op whose variant this overload is. `own` is the record of
     this overload, or of all overloads of its op. `operands` holds, for each input of the rule, the position of its

@@ -17,7 +17,7 @@ from ..notation.schema import operands_of
 from ..sharding.layout import Factor, Layout
 from .above_autograd import new_op
 from .call import Call
-from .kernel import Cut, Kernel, LocalCall, LocalResult, Steps
+from .kernel import FactorShard, Kernel, LocalCall, LocalResult, Steps
 from .op import Local
 from .registry import definitions_in
 from .ring_kernels import SEQUENCE, backward, forward, output_like, wide
@@ -25,7 +25,7 @@ from .ring_kernels import SEQUENCE, backward, forward, output_like, wide
 define = definitions_in(__name__)
 
 T = TypeVar("T")
-Run = Callable[[LocalCall, Cut], Steps[T]]
+Run = Callable[[LocalCall, FactorShard], Steps[T]]
 
 # ---- the ops --------------------------------------------------------------------------------------------------------
 
@@ -101,10 +101,10 @@ def _backward_rule(call: Call) -> str:
 
 
 def _on_one_rank(run: Run[T], call: LocalCall) -> T:
-    """What a kernel returns on a rank that holds all positions: it asks for nothing."""
+    """Return the result of a kernel on a rank that holds all positions, without communication."""
     size = call["key"].shape[SEQUENCE]
     try:
-        next(run(call, Cut(size, ((0, size),), 0)))
+        next(run(call, FactorShard(size, ((0, size),), 0)))
     except StopIteration as end:
         result: T = end.value
         return result

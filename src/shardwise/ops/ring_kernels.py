@@ -18,7 +18,7 @@ from torch import Tensor
 from .attention_blocks import Merged, Options, Saved, attend, gradients
 from .attention_dropout import kept_weights
 from .attention_segments import Pair, pairs_of, segments_of
-from .kernel import Arrive, Cut, Fetch, LocalCall, Return, Rotate, Steps
+from .kernel import Arrive, FactorShard, Fetch, LocalCall, Return, Rotate, Steps
 
 SEQUENCE = 2
 """The dim of positions."""
@@ -27,42 +27,42 @@ SEQUENCE = 2
 class _Blocks:
     """What one rank computes of a call: blocks of its queries with the keys of each piece."""
 
-    def __init__(self, call: LocalCall, cut: Cut) -> None:
-        self.call, self.cut, self.count = call, cut, len(cut.bounds)
+    def __init__(self, call: LocalCall, shard: FactorShard) -> None:
+        self.call, self.shard, self.count = call, shard, len(shard.bounds)
         self.query: Tensor = call["query"]
-        self.segments = segments_of(cut.size, cut.bounds, tuple(call["documents"]), call["zigzag"])
+        self.segments = segments_of(shard.size, shard.bounds, tuple(call["documents"]), call["zigzag"])
         query = 0 if "gradient" not in call.arguments else 1
         self.layout = call.given[query]
 
     def pairs(self, piece: int) -> list[Pair]:
         """What this rank's queries see of a piece's keys."""
-        call, cut = self.call, self.cut
+        call, shard = self.call, self.shard
         if call["dropout"] is None and not call["is_causal"] and not call["documents"]:
-            queries, keys = (segments_of(cut.size, (cut.bounds[p],))[0] for p in (cut.piece, piece))
+            queries, keys = (segments_of(shard.size, (shard.bounds[p],))[0] for p in (shard.piece, piece))
             return pairs_of(queries, keys, False)
-        return pairs_of(self.segments[cut.piece], self.segments[piece], call["is_causal"])
+        return pairs_of(self.segments[shard.piece], self.segments[piece], call["is_causal"])
 
     def options(self, pair: Pair, piece: int) -> Options:
         """How to compute a pair: the scale, and what the masks say about it."""
         call, mask, kept = self.call, self.call["mask"], None
         if mask is not None:
-            start = self.cut.bounds[piece][0] + pair.key.row
+            start = self.shard.bounds[piece][0] + pair.key.row
             rows = mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., pair.query.rows, :]
             columns = pair.key.stop - pair.key.start
             mask = rows if mask.shape[-1] == 1 else rows.narrow(-1, start, columns)
         if call["dropout"] is not None:
             positions = (pair.query.start, pair.query.stop), (pair.key.start, pair.key.stop)
-            kept = kept_weights(call["dropout"], call["dropout_p"], self.layout, call.at, self.cut.size, *positions)
+            kept = kept_weights(call["dropout"], call["dropout_p"], self.layout, call.at, self.shard.size, *positions)
         return Options(call["scale"], pair.causal, mask, kept, call["dropout_p"])
 
 
 def _pack(key: Tensor, value: Tensor) -> Tensor:
-    """A block of keys and values as one buffer that travels: a row for each position."""
+    """Return a block of keys and values as one buffer to send, with a row for each position."""
     return torch.cat([tensor.permute(2, 0, 1, 3).flatten(1) for tensor in (key, value)], 1)
 
 
 def _unpack(buffer: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys and values in a buffer, as views, of which these are others."""
+    """Return the keys and values in a buffer, as views shaped like these."""
     batch, heads, _, width = key.shape
     parts = buffer.split([batch * heads * width, batch * heads * value.shape[-1]], 1)
     like = zip(parts, (key, value), strict=True)
@@ -70,24 +70,24 @@ def _unpack(buffer: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]
     return first, second
 
 
-def _rows(cut: Cut, step: int) -> list[int]:
+def _rows(shard: FactorShard, step: int) -> list[int]:
     """How many positions each piece holds after so many rotations."""
-    sizes = [stop - start for start, stop in cut.bounds]
+    sizes = [stop - start for start, stop in shard.bounds]
     return [sizes[(piece - step) % len(sizes)] for piece in range(len(sizes))]
 
 
 # ---- forward --------------------------------------------------------------------------------------------------------
 
 
-def forward(call: LocalCall, cut: Cut) -> Steps[tuple[Tensor, Tensor]]:
+def forward(call: LocalCall, shard: FactorShard) -> Steps[tuple[Tensor, Tensor]]:
     """The output and its logsumexp."""
     query, key, value = call["query"], call["key"], call["value"]
-    blocks = _Blocks(call, cut)
+    blocks = _Blocks(call, shard)
     output = output_like(query, value, call["dropout"] is not None)
     merged = Merged(output, query.new_empty(query.shape[:-1], dtype=wide(query.dtype)))
     if call["rotate"] == "gather" and blocks.count > 1:
-        key, value = yield from _gathered(cut, key, value)
-        for piece, (start, stop) in enumerate(cut.bounds):
+        key, value = yield from _gathered(shard, key, value)
+        for piece, (start, stop) in enumerate(shard.bounds):
             rows = slice(start, stop)
             _attend(blocks, merged, piece, key[:, :, rows], value[:, :, rows])
         return merged.results()
@@ -96,8 +96,8 @@ def forward(call: LocalCall, cut: Cut) -> Steps[tuple[Tensor, Tensor]]:
     for step in range(blocks.count):
         if step + 1 < blocks.count:
             assert moving is not None
-            coming = yield Rotate(moving, _rows(cut, step))
-        _attend(blocks, merged, (cut.piece - step) % blocks.count, *here)
+            coming = yield Rotate(moving, _rows(shard, step))
+        _attend(blocks, merged, (shard.piece - step) % blocks.count, *here)
         if coming is not None:
             moving = yield Arrive(coming)
             here, coming = _unpack(moving, key, value), None
@@ -113,11 +113,11 @@ def _attend(blocks: _Blocks, merged: Merged, piece: int, key: Tensor, value: Ten
             merged.add(rows, *found)
 
 
-def _gathered(cut: Cut, key: Tensor, value: Tensor) -> Steps[tuple[Tensor, Tensor]]:
-    everything = [(0, cut.size)] * len(cut.bounds)
+def _gathered(shard: FactorShard, key: Tensor, value: Tensor) -> Steps[tuple[Tensor, Tensor]]:
+    everything = [(0, shard.size)] * len(shard.bounds)
     return (
-        (yield Fetch(key, SEQUENCE, cut.bounds, everything)),
-        (yield Fetch(value, SEQUENCE, cut.bounds, everything)),
+        (yield Fetch(key, SEQUENCE, shard.bounds, everything)),
+        (yield Fetch(value, SEQUENCE, shard.bounds, everything)),
     )
 
 
@@ -150,7 +150,7 @@ class _Gradients:
             self._add(found, columns, _unpack(sums, key, value))
 
     def arriving(self, piece: int, key: Tensor, value: Tensor, coming: Tensor | None) -> Steps[Tensor]:
-        """The same for sums that are on their way: they are needed after the first pair. None: there are none yet."""
+        """Add to sums that are still in flight, which are needed after the first pair; None if there are none yet."""
         sums: Tensor | None = None
         for found, columns in self._pairs(piece, key, value):
             if sums is None:
@@ -183,39 +183,39 @@ class _Gradients:
         return key.new_zeros((key.shape[2], width), dtype=wide(key.dtype))
 
 
-def backward(call: LocalCall, cut: Cut) -> Steps[tuple[Tensor, Tensor, Tensor]]:
+def backward(call: LocalCall, shard: FactorShard) -> Steps[tuple[Tensor, Tensor, Tensor]]:
     """The gradients of queries, keys and values."""
     key, value = call["key"], call["value"]
-    blocks = _Blocks(call, cut)
+    blocks = _Blocks(call, shard)
     mine = _Gradients(blocks)
     if call["rotate"] == "gather" and blocks.count > 1:
-        found = yield from _gather_backward(mine, cut, key, value)
+        found = yield from _gather_backward(mine, shard, key, value)
     else:
-        found = yield from _ring_backward(mine, cut, key, value)
+        found = yield from _ring_backward(mine, shard, key, value)
     return mine.of_query.to(call["query"].dtype), found[0].to(key.dtype), found[1].to(value.dtype)
 
 
-def _ring_backward(mine: _Gradients, cut: Cut, key: Tensor, value: Tensor) -> Steps[tuple[Tensor, Tensor]]:
-    """The own block is the last one, when its gradients are on their way home."""
+def _ring_backward(mine: _Gradients, shard: FactorShard, key: Tensor, value: Tensor) -> Steps[tuple[Tensor, Tensor]]:
+    """Compute the rank's own block last, while its gradients are sent back to it."""
     count = mine.blocks.count
-    coming = (yield Rotate(_pack(key, value), _rows(cut, 0))) if count > 1 else None
+    coming = (yield Rotate(_pack(key, value), _rows(shard, 0))) if count > 1 else None
     sums: Tensor | None = None  # the gradients of the block that comes next, on their way from the rank before
     for step in range(1, count):
         assert coming is not None
         here = yield Arrive(coming)
-        coming = (yield Rotate(here, _rows(cut, step))) if step + 1 < count else None
-        sums = yield from mine.arriving((cut.piece - step) % count, *_unpack(here, key, value), sums)
+        coming = (yield Rotate(here, _rows(shard, step))) if step + 1 < count else None
+        sums = yield from mine.arriving((shard.piece - step) % count, *_unpack(here, key, value), sums)
         del here
-        sums = yield Rotate(sums, _rows(cut, step))
-    own = yield from mine.arriving(cut.piece, key, value, sums)
+        sums = yield Rotate(sums, _rows(shard, step))
+    own = yield from mine.arriving(shard.piece, key, value, sums)
     return _unpack(own, key, value)
 
 
-def _gather_backward(mine: _Gradients, cut: Cut, key: Tensor, value: Tensor) -> Steps[tuple[Tensor, Tensor]]:
-    keys, values = yield from _gathered(cut, key, value)
+def _gather_backward(mine: _Gradients, shard: FactorShard, key: Tensor, value: Tensor) -> Steps[tuple[Tensor, Tensor]]:
+    keys, values = yield from _gathered(shard, key, value)
     sums = mine.zeros(keys, values)
-    for piece, (start, stop) in enumerate(cut.bounds):
+    for piece, (start, stop) in enumerate(shard.bounds):
         mine.of(piece, keys[:, :, start:stop], values[:, :, start:stop], sums[start:stop])
     del keys, values
-    own = yield Return(sums, 0, cut.bounds, [(0, cut.size)] * len(cut.bounds))
+    own = yield Return(sums, 0, shard.bounds, [(0, shard.size)] * len(shard.bounds))
     return _unpack(own, key, value)

@@ -15,7 +15,7 @@ from ..notation import dims_text, replicated_dims
 from ..notation.build import normalized
 from .above_autograd import where_distributed
 from .call import Call
-from .kernel import Cut, Gather, Kernel, KernelRun, LocalCall, Steps
+from .kernel import FactorShard, Gather, Kernel, KernelRun, LocalCall, Steps
 from .registry import definitions_in
 
 define = definitions_in(__name__)
@@ -29,10 +29,10 @@ def slab(call: LocalCall, size: int) -> list[int]:
     return [size if d == dim else n for d, n in enumerate(x.shape)]
 
 
-def _last(call: LocalCall, scanned: Tensor, cut: Cut, start: float) -> Tensor:
+def _last(call: LocalCall, scanned: Tensor, shard: FactorShard, start: float) -> Tensor:
     """The last row of a scan, which the following shards need; `start` where this shard is empty."""
-    if cut.held:
-        return scanned.narrow(call.dims[0] or 0, cut.held - 1, 1)
+    if shard.held:
+        return scanned.narrow(call.dims[0] or 0, shard.held - 1, 1)
     return scanned.new_full(slab(call, 1), start)
 
 
@@ -51,16 +51,16 @@ def _seen_as(raw: Tensor, like: Tensor) -> Tensor:
     return raw.view(like.dtype).view(shape) if raw.numel() else like.new_empty(shape)
 
 
-def cumulate(start: float, combine: Combine) -> Callable[[LocalCall, Cut], KernelRun]:
+def cumulate(start: float, combine: Combine) -> Callable[[LocalCall, FactorShard], KernelRun]:
     """A scan of each shard, combined with the total of all shards before it."""
 
-    def run(call: LocalCall, cut: Cut) -> KernelRun:
+    def run(call: LocalCall, shard: FactorShard) -> KernelRun:
         scanned = call.run()
-        lasts = yield Gather(_last(call, scanned, cut, start))
-        if cut.piece == 0 or not cut.held:
+        lasts = yield Gather(_last(call, scanned, shard, start))
+        if shard.piece == 0 or not shard.held:
             return scanned
         before = lasts[0]
-        for last in lasts[1 : cut.piece]:
+        for last in lasts[1 : shard.piece]:
             before = combine(before, last)
         return combine(before, scanned).to(call.dtypes[0])
 
@@ -73,22 +73,22 @@ def _takes_over(new: Tensor, old: Tensor, largest: bool) -> Tensor:
     return better | (new != new) if new.dtype.is_floating_point else better
 
 
-def cumulate_extreme(largest: bool) -> Callable[[LocalCall, Cut], KernelRun]:
+def cumulate_extreme(largest: bool) -> Callable[[LocalCall, FactorShard], KernelRun]:
     """Running extremes and their indices."""
 
     def merge(before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         wins = _takes_over(after[0], before[0], largest)
         return torch.where(wins, after[0], before[0]), torch.where(wins, after[1], before[1])
 
-    def run(call: LocalCall, cut: Cut) -> KernelRun:
+    def run(call: LocalCall, shard: FactorShard) -> KernelRun:
         values, places = call.run()
-        places = places + cut.start
-        lasts = _last(call, values, cut, 0), _last(call, places, cut, 0)
+        places = places + shard.start
+        lasts = _last(call, values, shard, 0), _last(call, places, shard, 0)
         last_values, last_places = yield from gather_both(*lasts)
         found = values, places
-        if cut.held and cut.piece:
-            before = last_values[0], last_places[0]  # the first piece of a cut is never empty
-            for piece, (start, stop) in enumerate(cut.bounds[1 : cut.piece], 1):
+        if shard.held and shard.piece:
+            before = last_values[0], last_places[0]  # the first piece is never empty
+            for piece, (start, stop) in enumerate(shard.bounds[1 : shard.piece], 1):
                 if start < stop:
                     before = merge(before, (last_values[piece], last_places[piece]))
             found = merge(before, found)

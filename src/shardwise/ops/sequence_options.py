@@ -59,7 +59,7 @@ def sequence_mode() -> SequenceMode:
 
 @contextmanager
 def attention_over_sequence(method: Method | None = None, zigzag: bool | None = None) -> Iterator[None]:
-    """Inside, attention of DTensors that are sharded by position runs by this method; None leaves it as it is.
+    """Set the method of attention over positions that are sharded, inside the block; None leaves it unchanged.
 
     With `zigzag` the sequences are in the head-tail order that `zigzag` brings them to, and a causal mask follows the
     positions that tokens have in the text. Where activations are recomputed, call backward inside, too.

@@ -11,7 +11,7 @@ from .._torch.decompositions import pytorch_decomposition
 from ..notation.build import dims_text, join
 from ..sharding.layout import Run
 from .call import Call
-from .kernel import Cut, Fetch, Kernel, KernelRun, LocalCall
+from .kernel import FactorShard, Fetch, Kernel, KernelRun, LocalCall
 from .op import Local
 from .registry import definitions_in
 from .views import MOVES
@@ -28,7 +28,7 @@ def _list(value: int | Sequence[int]) -> list[int]:
 
 
 def along_dims(call: Call) -> str:
-    """An op along several dims, any one of which may be sharded with the kernel."""
+    """The rule of an op along several dims; with the kernel, any one of them may be sharded."""
     ndim = call.ndim(0)
     dims = sorted({dim % ndim for dim in _list(call.arg("dims"))}) if ndim else []
     if not dims and call.op._schema.name.startswith("aten::roll"):
@@ -40,7 +40,7 @@ def along_dims(call: Call) -> str:
     return join(f"{text} -> {text}", MOVES, f"kernel {kernels}" if dims else "")
 
 
-def roll(call: LocalCall, cut: Cut) -> KernelRun:
+def roll(call: LocalCall, shard: FactorShard) -> KernelRun:
     """A rank's shard of the rolled dim is one run of rows, or two where it goes over the end."""
     dim, ndim = call.sharded_dim, call["self"].dim()
     pairs = [(by, axis % ndim) for by, axis in zip(_list(call["shifts"]), _list(call["dims"]), strict=True)]
@@ -50,18 +50,18 @@ def roll(call: LocalCall, cut: Cut) -> KernelRun:
     if others and local.numel():
         local = local.roll(*map(list, zip(*others, strict=True)))
     wanted = []
-    for start, stop in cut.bounds:
-        first = (start - by) % max(1, cut.size)
+    for start, stop in shard.bounds:
+        first = (start - by) % max(1, shard.size)
         last = first + stop - start
-        wanted.append([(first, min(last, cut.size)), (0, last - cut.size)])
-    return (yield Fetch(local, dim, cut.bounds, wanted))
+        wanted.append([(first, min(last, shard.size)), (0, last - shard.size)])
+    return (yield Fetch(local, dim, shard.bounds, wanted))
 
 
-def flip(call: LocalCall, cut: Cut) -> KernelRun:
+def flip(call: LocalCall, shard: FactorShard) -> KernelRun:
     """The rows from the other end."""
     dim = call.sharded_dim
-    wanted = [(cut.size - stop, cut.size - start) for start, stop in cut.bounds]
-    rows = yield Fetch(call["self"], dim, cut.bounds, wanted)
+    wanted = [(shard.size - stop, shard.size - start) for start, stop in shard.bounds]
+    rows = yield Fetch(call["self"], dim, shard.bounds, wanted)
     return rows.flip(call["dims"])
 
 
@@ -89,15 +89,15 @@ def pad_rule(call: Call) -> str:
     return join(f"{text} -> {text}", linear, f"kernel {kernels}" if padded else "")
 
 
-def pad(call: LocalCall, cut: Cut) -> KernelRun:
+def pad(call: LocalCall, shard: FactorShard) -> KernelRun:
     """A rank's shard of the padded dim: rows of the tensor, and padding where it reaches over the ends."""
     dim, pads = call.sharded_dim, list(call["pad"])
     at = 2 * (call["self"].dim() - 1 - dim)
-    target = cut.of(call.shapes[0][dim])
+    target = shard.of(call.shapes[0][dim])
     shifted = [(start - pads[at], stop - pads[at]) for start, stop in target.bounds]
-    wanted = [_clipped(run, cut.size) for run in shifted]
-    rows = yield Fetch(call["self"], dim, cut.bounds, wanted)
-    (low, high), (first, last) = shifted[cut.piece], wanted[cut.piece]
+    wanted = [_clipped(run, shard.size) for run in shifted]
+    rows = yield Fetch(call["self"], dim, shard.bounds, wanted)
+    (low, high), (first, last) = shifted[shard.piece], wanted[shard.piece]
     pads[at : at + 2] = (first - low, high - last) if last > first else (high - low, 0)
     return aten.constant_pad_nd.default(rows, pads, call["value"])
 

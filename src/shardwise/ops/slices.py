@@ -1,7 +1,7 @@
 """Slices, single rows and splits along a sharded dim: only the rows that a rank lacks move.
 
 The result is sharded evenly again, as `torch.chunk` divides its size; `Fetch` brings each rank its rows. Interleaved
-dims that are cut at the edges of their blocks stay interleaved, and nothing moves (`blocks`).
+dims that are sliced at the edges of their blocks stay interleaved, and nothing moves (`blocks`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..sharding.layout import Run
 from . import blocks
 from .above_autograd import where_distributed
 from .call import Call, Kwargs
-from .kernel import Cut, Fetch, Kernel, KernelRun, LocalCall, no_summand, without_communication
+from .kernel import FactorShard, Fetch, Kernel, KernelRun, LocalCall, no_summand, without_communication
 from .op import Write
 from .registry import definitions_in
 from .views import MOVES, RESULT, copy_of
@@ -70,12 +70,12 @@ def slice_rule(call: Call) -> str:
     return join(f"{text} -> {text}", MOVES, "kernel k")
 
 
-def slice_rows(call: LocalCall, cut: Cut) -> KernelRun:
+def slice_rows(call: LocalCall, shard: FactorShard) -> KernelRun:
     """Each rank slices its shard, then the slice is balanced."""
-    dim, rows = call.sharded_dim, Slice(call, cut.size)
-    local = rows.of(call["self"], dim, cut.bounds[cut.piece])
-    held = [rows.within(bounds) for bounds in cut.bounds]
-    return (yield Fetch(local, dim, held, cut.of(rows.rows).bounds))
+    dim, rows = call.sharded_dim, Slice(call, shard.size)
+    local = rows.of(call["self"], dim, shard.bounds[shard.piece])
+    held = [rows.within(bounds) for bounds in shard.bounds]
+    return (yield Fetch(local, dim, held, shard.of(rows.rows).bounds))
 
 
 def put_slice(given: Kwargs) -> Write:
@@ -92,13 +92,13 @@ def slice_backward_rule(call: Call) -> str:
     return join(f"{text} -> {text}", "linear 0", f"input_sizes=({sizes})", "kernel k")
 
 
-def slice_backward(call: LocalCall, cut: Cut) -> KernelRun:
+def slice_backward(call: LocalCall, shard: FactorShard) -> KernelRun:
     """The rows of the gradient go to where they were taken from."""
     dim = call.sharded_dim
     size = call.shapes[0][dim]
-    rows, target = Slice(call, size), cut.of(size)
+    rows, target = Slice(call, size), shard.of(size)
     wanted = [rows.within(bounds) for bounds in target.bounds]
-    local = yield Fetch(call["grad_output"], dim, cut.bounds, wanted)
+    local = yield Fetch(call["grad_output"], dim, shard.bounds, wanted)
     result = local.new_zeros(call.local_shape())
     rows.of(result, dim, target.bounds[target.piece]).copy_(local)
     return result
@@ -117,13 +117,13 @@ def slice_scatter_rule(call: Call) -> str:
     return join(f"{text}, {text} -> {text}", "linear 0+1", "kernel k")
 
 
-def slice_scatter(call: LocalCall, cut: Cut) -> KernelRun:
+def slice_scatter(call: LocalCall, shard: FactorShard) -> KernelRun:
     """A slice is replaced by the rows of another tensor."""
-    dim, rows = call.sharded_dim, Slice(call, cut.size)
-    wanted = [rows.within(bounds) for bounds in cut.bounds]
-    local = yield Fetch(call["src"], dim, cut.of(rows.rows).bounds, wanted)
+    dim, rows = call.sharded_dim, Slice(call, shard.size)
+    wanted = [rows.within(bounds) for bounds in shard.bounds]
+    local = yield Fetch(call["src"], dim, shard.of(rows.rows).bounds, wanted)
     result = call["self"].clone()
-    rows.of(result, dim, cut.bounds[cut.piece]).copy_(local)
+    rows.of(result, dim, shard.bounds[shard.piece]).copy_(local)
     return result
 
 
@@ -155,25 +155,25 @@ def row_rule(result: str) -> Callable[[Call], str]:
     return rule
 
 
-def _row(tensor: Tensor, dim: int, index: int, cut: Cut) -> Tensor:
+def _row(tensor: Tensor, dim: int, index: int, shard: FactorShard) -> Tensor:
     """The row of this global index on the rank that holds it; nothing that changes a sum on the others."""
-    if cut.start <= index < cut.stop:
-        return tensor.select(dim, index - cut.start).clone(memory_format=torch.contiguous_format)
+    if shard.start <= index < shard.stop:
+        return tensor.select(dim, index - shard.start).clone(memory_format=torch.contiguous_format)
     shape = list(tensor.shape)
     del shape[dim]
     return no_summand(tensor, shape)
 
 
 @without_communication
-def select(call: LocalCall, cut: Cut) -> Tensor:
+def select(call: LocalCall, shard: FactorShard) -> Tensor:
     """The row, as a sum over ranks."""
-    return _row(call["self"], call.sharded_dim, call["index"] % cut.size, cut)
+    return _row(call["self"], call.sharded_dim, call["index"] % shard.size, shard)
 
 
 @without_communication
-def unbind(call: LocalCall, cut: Cut) -> list[Tensor]:
+def unbind(call: LocalCall, shard: FactorShard) -> list[Tensor]:
     """Every row, each as a sum over ranks."""
-    return [_row(call["self"], call.sharded_dim, index, cut) for index in range(cut.size)]
+    return [_row(call["self"], call.sharded_dim, index, shard) for index in range(shard.size)]
 
 
 def put_row(given: Kwargs) -> Write:
@@ -191,12 +191,12 @@ def select_backward_rule(call: Call) -> str:
 
 
 @without_communication
-def select_backward(call: LocalCall, cut: Cut) -> Tensor:
+def select_backward(call: LocalCall, shard: FactorShard) -> Tensor:
     """The rank that holds the row takes the gradient."""
     result: Tensor = call["grad_output"].new_zeros(call.local_shape())
-    index = call["index"] % cut.size
-    if cut.start <= index < cut.stop:
-        result.select(call.out_dims[0] or 0, index - cut.start).copy_(call["grad_output"])
+    index = call["index"] % shard.size
+    if shard.start <= index < shard.stop:
+        result.select(call.out_dims[0] or 0, index - shard.start).copy_(call["grad_output"])
     return result
 
 
@@ -209,12 +209,12 @@ def select_scatter_rule(call: Call) -> str:
 
 
 @without_communication
-def select_scatter(call: LocalCall, cut: Cut) -> Tensor:
+def select_scatter(call: LocalCall, shard: FactorShard) -> Tensor:
     """The rank that holds the row replaces it."""
     result: Tensor = call["self"].clone()
-    index = call["index"] % cut.size
-    if cut.start <= index < cut.stop:
-        result.select(call.sharded_dim, index - cut.start).copy_(call["src"])
+    index = call["index"] % shard.size
+    if shard.start <= index < shard.stop:
+        result.select(call.sharded_dim, index - shard.start).copy_(call["src"])
     return result
 
 
@@ -245,17 +245,17 @@ def split_rule(call: Call) -> str:
     return join(f"{text} -> {{{text}}}", MOVES, "kernel k")
 
 
-def split(call: LocalCall, cut: Cut) -> KernelRun:
+def split(call: LocalCall, shard: FactorShard) -> KernelRun:
     """Every result is balanced; the rows of all of them travel together."""
     dim = call.sharded_dim
     sizes = [shape[dim] for shape in call.shapes]
     starts = starts_of(sizes)
     wanted = [
         [(start + low, start + high) for start, (low, high) in zip(starts, bounds, strict=True)]
-        for bounds in zip(*(cut.of(size).bounds for size in sizes), strict=True)
+        for bounds in zip(*(shard.of(size).bounds for size in sizes), strict=True)
     ]
-    rows = yield Fetch(call["self"], dim, cut.bounds, wanted)
-    parts = rows.split([stop - start for start, stop in wanted[cut.piece]], dim)
+    rows = yield Fetch(call["self"], dim, shard.bounds, wanted)
+    parts = rows.split([stop - start for start, stop in wanted[shard.piece]], dim)
     return [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..notation import dims_text, reduction
 from ..notation.build import join, normalized
 from .call import Call
-from .kernel import Cut, Gather, Kernel, KernelRun, LocalCall, Reduce, Steps
+from .kernel import FactorShard, Gather, Kernel, KernelRun, LocalCall, Reduce, Steps
 from .reduce import merged, over, wide
 from .registry import definitions_in
 
@@ -41,7 +41,7 @@ def exponents(x: Tensor, dims: Sequence[int]) -> Steps[tuple[Tensor, Tensor]]:
     return top, total
 
 
-def logsumexp(call: LocalCall, cut: Cut) -> KernelRun:
+def logsumexp(call: LocalCall, shard: FactorShard) -> KernelRun:
     """Compute the logarithm of the merged sum."""
     dims = over(call)
     x = call["self"].to(wide(call.dtypes[0]))
@@ -58,25 +58,25 @@ def _exponents_of(call: LocalCall) -> Steps[tuple[Tensor, Tensor, Tensor]]:
     return x - _finite(top), torch.where(top.isfinite(), total, torch.nan), top
 
 
-def softmax(call: LocalCall, cut: Cut) -> KernelRun:
+def softmax(call: LocalCall, shard: FactorShard) -> KernelRun:
     """Divide the exponentials by their sum over all ranks."""
     above, total, _ = yield from _exponents_of(call)
     return (above.exp() / total).to(call.dtypes[0])
 
 
-def log_softmax(call: LocalCall, cut: Cut) -> KernelRun:
+def log_softmax(call: LocalCall, shard: FactorShard) -> KernelRun:
     """Subtract the logarithm of the sum of exponentials over all ranks."""
     above, total, _ = yield from _exponents_of(call)
     return (above - total.log()).to(call.dtypes[0])
 
 
-def safe_softmax(call: LocalCall, cut: Cut) -> KernelRun:
+def safe_softmax(call: LocalCall, shard: FactorShard) -> KernelRun:
     """Like `softmax`, but rows of nothing but -inf give zeros, not NaN."""
     above, total, top = yield from _exponents_of(call)
     return torch.where(top == -torch.inf, 0.0, above.exp() / total).to(call.dtypes[0])
 
 
-def softmax_backward(call: LocalCall, cut: Cut) -> KernelRun:
+def softmax_backward(call: LocalCall, shard: FactorShard) -> KernelRun:
     """Compute the gradient; one sum for each row is reduced."""
     gradient, output = call["grad_output"], call["output"]
     inner = gradient.to(wide(gradient.dtype)) * output
@@ -84,7 +84,7 @@ def softmax_backward(call: LocalCall, cut: Cut) -> KernelRun:
     return (inner - output * total).to(call.dtypes[0])
 
 
-def log_softmax_backward(call: LocalCall, cut: Cut) -> KernelRun:
+def log_softmax_backward(call: LocalCall, shard: FactorShard) -> KernelRun:
     """Compute the gradient; one sum for each row is reduced."""
     gradient, output = call["grad_output"], call["output"]
     gradient = gradient.to(wide(gradient.dtype))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..notation.build import dims_text, normalized, replicated_dims
 from .call import Call
-from .kernel import Cut, Kernel, KernelRun, LocalCall
+from .kernel import FactorShard, Kernel, KernelRun, LocalCall
 from .registry import definitions_in
 from .scan import gather_both, slab
 
@@ -26,14 +26,14 @@ def topk_rule(call: Call) -> str:
     return f"{operand} -> {result}, {result}" + (" ; reduce none ; kernel k" if dims else "")
 
 
-def topk(call: LocalCall, cut: Cut) -> KernelRun:
+def topk(call: LocalCall, shard: FactorShard) -> KernelRun:
     """The k largest of all ranks' k largest."""
     x, dim, k, largest = call["self"], call.dims[0] or 0, call["k"], call["largest"]
-    held = [min(k, stop - start) for start, stop in cut.bounds]
+    held = [min(k, stop - start) for start, stop in shard.bounds]
     most = max(held)
-    values, places = x.topk(min(k, cut.held), dim, largest)
+    values, places = x.topk(min(k, shard.held), dim, largest)
     room = slab(call, most - values.shape[dim])
-    places = places + cut.start
+    places = places + shard.start
     padded = [torch.cat([found, found.new_zeros(room)], dim) for found in (values, places)]
     every_value, every_place = yield from gather_both(*padded)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .call import Call
-from .kernel import Cut, Gather, Kernel, KernelRun, LocalCall, Steps
+from .kernel import FactorShard, Gather, Kernel, KernelRun, LocalCall, Steps
 from .reduce import counts, merged, over, wide
 from .registry import definitions_in
 
@@ -21,7 +21,7 @@ def _squared(x: Tensor) -> Tensor:
     return x * x.conj_physical() if x.is_complex() else x * x
 
 
-def moments(x: Tensor, dims: list[int], everywhere: int, cut: Cut) -> Steps[tuple[Tensor, Tensor]]:
+def moments(x: Tensor, dims: list[int], everywhere: int, shard: FactorShard) -> Steps[tuple[Tensor, Tensor]]:
     """The global mean along `dims`, over `everywhere` elements, and the sum of squares about it; dims are kept.
 
     Each rank's mean and squares about its own mean are gathered and merged (Chan et al.), since a sum of
@@ -33,8 +33,8 @@ def moments(x: Tensor, dims: list[int], everywhere: int, cut: Cut) -> Steps[tupl
     apart = x - center
     squares = _squared(apart).sum(dims, True) if here else x.new_zeros(shape)
     parts = yield Gather(torch.stack([center, squares]))
-    held = [stop - start for start, stop in cut.bounds]
-    weights = x.real.new_tensor([n * (everywhere // max(1, cut.size)) for n in held]).view(-1, *[1] * x.dim())
+    held = [stop - start for start, stop in shard.bounds]
+    weights = x.real.new_tensor([n * (everywhere // max(1, shard.size)) for n in held]).view(-1, *[1] * x.dim())
     centers, squared = parts.unbind(1)
     center = (centers * (weights / max(1, everywhere))).sum(0)
     apart = centers - center
@@ -49,10 +49,10 @@ def _correction(call: LocalCall) -> float:
 def variance(root: bool, with_mean: bool) -> Kernel:
     """The kernel of a variance, or of its root, the standard deviation; with the mean as a second result."""
 
-    def run(call: LocalCall, cut: Cut) -> KernelRun:
+    def run(call: LocalCall, shard: FactorShard) -> KernelRun:
         x, dims = call["self"], over(call)
         everywhere = counts(call, dims, x)[1]
-        center, squares = yield from moments(x.to(wide(x.dtype)), dims, everywhere, cut)
+        center, squares = yield from moments(x.to(wide(x.dtype)), dims, everywhere, shard)
         if everywhere == 0:
             center, squares = torch.full_like(center, math.nan), torch.full_like(squares, math.nan)
         spread = squares.real / max(0.0, everywhere - _correction(call))

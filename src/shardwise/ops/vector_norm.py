@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .call import Call
-from .kernel import Cut, Kernel, KernelRun, LocalCall, Reduce, Steps
+from .kernel import FactorShard, Kernel, KernelRun, LocalCall, Reduce, Steps
 from .reduce import merged, over, wide
 from .registry import definitions_in
 
@@ -47,7 +47,7 @@ def norm_rule(call: Call) -> str:
     return merged(call.ndim(0), call.arg("dim", None), call.arg("keepdim", False))
 
 
-def norm(call: LocalCall, cut: Cut) -> KernelRun:
+def norm(call: LocalCall, shard: FactorShard) -> KernelRun:
     """The norm of a tensor."""
     x, order = call["self"], _order(call)
     local = _local_norm(x, order, over(call), bool(call.arguments.get("keepdim")), call.dtypes[0])
@@ -62,7 +62,7 @@ def distance_rule(call: Call) -> str:
     return f"{', '.join(sides)} -> ; reduce none" + (f" ; kernel {', '.join(dims)}" if dims else "")
 
 
-def distance(call: LocalCall, cut: Cut) -> KernelRun:
+def distance(call: LocalCall, shard: FactorShard) -> KernelRun:
     """The norm of a difference."""
     apart, order = call["self"] - call["other"], _order(call)
     local = _local_norm(apart, order, list(range(apart.dim())), False, call.dtypes[0])

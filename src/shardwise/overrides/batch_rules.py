@@ -15,7 +15,7 @@ from ..sharding.base import DTensorBase
 
 
 def batched_taking_plain_as_replicated(func: OpOverload) -> Callable[..., object]:
-    """PyTorch's rule, with the plain tensors that it makes taken as replicated if all its arguments are distributed."""
+    """Wrap PyTorch's batching rule: plain tensors it creates count as replicated if all arguments are distributed."""
     rule = batch_rule(func)
 
     def kernel(keys: Keys, *args: object, **kwargs: object) -> object:

@@ -1,4 +1,4 @@
-"""Functions in C++ that PyTorch composes of other ops, and that make plain tensors on their way.
+"""Functions in C++ that PyTorch composes of other ops, and that create plain tensors in between.
 
 `torch.combinations(x)` builds a mask from the size of x. Such a tensor is the same on all ranks, unlike one that the
 user brings. Autograd decomposes the function before a tensor class sees it, so a kernel above autograd runs it with
@@ -24,9 +24,9 @@ from ..sharding.base import DTensorBase
 
 
 def taking_plain_as_replicated(func: OpOverload) -> Callable[..., object]:
-    """The kernel that runs a composite function with the plain tensors that it makes taken as replicated.
+    """Return a kernel that runs a composite function, and treats plain tensors created in it as replicated.
 
-    A result that it makes from sizes alone, such as the integral of nothing, is replicated, too.
+    A result that depends on sizes alone, such as the integral over an empty dim, is replicated, too.
     """
 
     def run(keys: Keys, *args: object, **kwargs: object) -> object:

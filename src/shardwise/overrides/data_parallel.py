@@ -21,7 +21,7 @@ _replaced = Replaced()
 
 
 def install_data_parallel() -> None:
-    """Let the wrapper refuse what it would break."""
+    """Make `DistributedDataParallel` raise an error for distributed parameters that it would treat as plain."""
     _replaced.replace([Place(nn.parallel.DistributedDataParallel, "__init__")], _checking)
 
 

@@ -1,4 +1,4 @@
-"""Ops whose derivative formulas make plain tensors: the nodes of autograd that they record are marked.
+"""Ops whose derivative formulas create plain tensors: their autograd nodes are marked.
 
 See `dispatch.formulas` for what a mark does.
 """
@@ -22,7 +22,7 @@ from ..sharding.base import DTensorBase
 
 
 def marking_formulas(func: OpOverload) -> Callable[..., object]:
-    """The kernel that runs an op and marks the nodes that autograd records for it."""
+    """Return a kernel that runs an op and marks the autograd nodes that it records."""
     in_place = func._schema.name.endswith("_")
     takes_lists = any("List[" in str(argument.type) for argument in func._schema.arguments)
     makes_new_tensors = not any(argument.alias_info is not None for argument in func._schema.arguments)
@@ -49,7 +49,7 @@ def marking_formulas(func: OpOverload) -> Callable[..., object]:
 
 
 def _marking_views(func: OpOverload) -> Callable[..., object]:
-    """The same for ops that return views of their first argument, such as `split`: they save no tensor."""
+    """Return such a kernel for ops that return views of their first argument, such as `split`: they save no tensor."""
 
     def kernel(keys: Keys, *args: object, **kwargs: object) -> object:
         result = call_with_autograd(func, keys, *args, **kwargs)
@@ -62,7 +62,7 @@ def _marking_views(func: OpOverload) -> Callable[..., object]:
 
 
 def _mark(result: object, in_place: bool) -> None:
-    """Mark the node of the results of a call: they have one."""
+    """Mark the node that the results of a call share."""
     for tensor in result if isinstance(result, (tuple, list)) else (result,):
         if isinstance(tensor, Tensor):
             base = tensor._base if in_place else None
@@ -73,7 +73,7 @@ def _mark(result: object, in_place: bool) -> None:
 
 
 def _unpacking_outside_formulas() -> AbstractContextManager[object]:
-    """Inside, a user's unpack hook for tensors that are saved will not count as part of the formula that calls it."""
+    """Keep a user's unpack hook for saved tensors from counting as part of the formula that calls it."""
     hooks = saved_tensor_hooks()
     if hooks is None:
         return nullcontext()

@@ -1,4 +1,4 @@
-"""Code for plain tensors, run for each simulated rank, with gradients."""
+"""Run code for plain tensors on each simulated rank, with gradients."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..world import RankTensor
 
 
 class ForEachRank(torch.autograd.Function):
-    """A function of the plain tensors of each simulated rank, differentiated rank by rank."""
+    """An autograd function that calls a function of plain tensors on each simulated rank."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Sequence[Tensor]], ranks: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run the function for every rank, and keep its graphs."""
+        """Run the function for every rank, and save its graphs."""
         wanted = ctx.needs_input_grad[2:]
         ctx.graphs = []
         for rank in range(ranks):
@@ -31,7 +31,7 @@ class ForEachRank(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: RankTensor | None) -> tuple[RankTensor | None, ...]:
-        """The gradient of each rank's tensors from the gradients of its results."""
+        """Return the gradients of each rank's tensors from those of its results."""
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
         columns: list[list[Tensor]] = [[] for _ in wanted]
         for rank, (given, results) in enumerate(ctx.graphs):

@@ -32,7 +32,7 @@ _replaced = Replaced()
 def install_flex_attention() -> None:
     """Let the functions of `torch.nn.attention.flex_attention` take distributed tensors.
 
-    Programs call them by name, and may have imported the names before: these are replaced, too.
+    Names that modules have imported from there before are replaced, too.
     """
     for name, wrapped in (("flex_attention", _attending), ("create_block_mask", _gathering_captured)):
         if Place(pytorch, name) not in _replaced:
@@ -61,7 +61,7 @@ def _attending(original: Function) -> Function:
 class RankBlockMask(pytorch.BlockMask):
     """A block mask for the queries of one rank and all keys.
 
-    With such a mask, attention of plain tensors on a CPU has gradients, which PyTorch's lacks there.
+    With such a mask, attention of plain tensors on a CPU has gradients, unlike PyTorch's.
     """
 
 
@@ -97,7 +97,7 @@ def _flex_attention(
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: pytorch.BlockMask | None, enable_gqa: bool) -> None:
-    """Raise an error for arguments that one device has an error for."""
+    """Raise an error for arguments that are errors on one device, too."""
     given = {"query": query, "key": key, "value": value}
     if not all(isinstance(tensor, DTensorBase) == isinstance(query, DTensorBase) for tensor in given.values()):
         plain = [name for name, tensor in given.items() if not isinstance(tensor, DTensorBase)]
@@ -137,7 +137,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: pytorch.BlockM
 
 
 def _gathering_captured(original: Function) -> Function:
-    """`create_block_mask`, for functions that hold distributed tensors: the mask then holds them in full."""
+    """Wrap `create_block_mask`: distributed tensors that a mask function captures are gathered."""
 
     @functools.wraps(original)
     def create_block_mask(mask_mod: Callable[..., Tensor], *args: object, **kwargs: object) -> object:
@@ -149,7 +149,7 @@ def _gathering_captured(original: Function) -> Function:
 
 
 def _full(tensor: Tensor) -> Tensor:
-    """A plain tensor with the global values, which are the same on all ranks."""
+    """Return the global tensor as a plain one, equal on all ranks."""
     if isinstance(tensor, DTensorBase):
         spec = tensor._spec
         if spec.mesh_info.outside:

@@ -56,7 +56,7 @@ class FlexOptions(NamedTuple):
     def with_captured(
         self, replace: Callable[[Tensor], Tensor]
     ) -> tuple[Callable[..., Tensor] | None, Callable[..., Tensor] | None]:
-        """The functions of scores and of the mask, holding other tensors."""
+        """Return the score and mask functions with other captured tensors."""
         return tuple(f and with_captured(f, replace) for f in (self.score_mod, self.mask_mod))  # type: ignore[return-value]
 
 
@@ -64,7 +64,7 @@ class FlexOptions(NamedTuple):
 
 
 def flex_of_distributed(query: Any, key: Any, value: Any, options: FlexOptions) -> FlexResult:
-    """Attention of DTensors of any placements; the results are sharded as the queries, and differentiable."""
+    """Return the attention of DTensors with any placements, sharded like the queries, and differentiable."""
     specs: tuple[DTensorSpec, ...] = query._spec, key._spec, value._spec
     mesh_info = specs[0].mesh_info
     if any(spec.mesh_info is not mesh_info for spec in specs):
@@ -87,7 +87,7 @@ def flex_of_distributed(query: Any, key: Any, value: Any, options: FlexOptions) 
 
 
 def _method(query: DTensorBase, key: DTensorBase, value: DTensorBase) -> str:
-    """By heads if it is asked for, or costs less; a ring of blocks is not among the ways, keys are gathered instead."""
+    """Return the method that was asked for, or the cheaper of "heads" and "gather"; there is no ring."""
     specs: list[DTensorSpec] = [query._spec, key._spec, value._spec]
     asked = sequence_mode().method
     if asked is None:
@@ -102,7 +102,7 @@ def _method(query: DTensorBase, key: DTensorBase, value: DTensorBase) -> str:
 
 
 def _by_position(layout: Layout, axes: tuple[int, ...]) -> Layout:
-    """The way back of `over_heads`, for outputs and for numbers of each query."""
+    """Undo `over_heads`, for outputs and for per-query values."""
     dims = list(layout.dims)
     kept = tuple(axis for axis in dim_axes(dims[HEADS]) if axis not in axes)
     dims[HEADS] = (Factor(layout.shape[HEADS], kept),)
@@ -111,7 +111,7 @@ def _by_position(layout: Layout, axes: tuple[int, ...]) -> Layout:
 
 
 def _on_gathered(tensors: Sequence[DTensorBase], options: FlexOptions, zigzag: int) -> FlexResult:
-    """Attention with the keys and values that the queries of a rank may see gathered there."""
+    """Return attention computed with gathered keys and values."""
     specs = [tensor._spec for tensor in tensors]
     layouts, mesh_info = flex_layouts(*specs), specs[0].mesh_info
     targets = layouts.query, layouts.key, layouts.value
@@ -139,7 +139,7 @@ def _on_gathered(tensors: Sequence[DTensorBase], options: FlexOptions, zigzag: i
 
 
 def _result_specs(specs: Sequence[DTensorSpec], layouts: FlexLayouts) -> list[DTensorSpec]:
-    """The specs of the output, the logsumexp and the largest scores."""
+    """Return the specs of the output, the logsumexp and the largest scores."""
     dtype, mesh_info = specs[0].dtype, specs[0].mesh_info
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     made = (layouts.output, dtype), (layouts.logsumexp, precise), (layouts.logsumexp, precise)
@@ -180,7 +180,7 @@ def _refuse_if_explicit(specs: Sequence[DTensorSpec], targets: Sequence[Layout])
 
 
 def _local_captured(tensor: Tensor, mesh_info: MeshInfo, layouts: FlexLayouts) -> Tensor:
-    """A tensor that a function holds, in full on every rank; its gradient is a sum over ranks that share the work."""
+    """Return a captured tensor replicated over all ranks; its gradient is a sum over the ranks that share the work."""
     if isinstance(tensor, DTensorBase):
         if tensor._spec.mesh_info is not mesh_info:
             raise MeshError(
@@ -188,9 +188,11 @@ def _local_captured(tensor: Tensor, mesh_info: MeshInfo, layouts: FlexLayouts) -
                 f"{mesh_info!r}",
                 "distribute it on the mesh of the queries",
             )
-        whole = Layout.make(mesh_info.sizes, [(Factor(size, ()),) for size in tensor.shape])
-        gradient = Layout.make(mesh_info.sizes, whole.dims, tuple((axis, "sum") for axis in sorted(layouts.split_axes)))
-        local: Tensor = _to_layout(tensor, whole).to_local(grad_placements=_placements(tensor, gradient))
+        replicated = Layout.make(mesh_info.sizes, [(Factor(size, ()),) for size in tensor.shape])
+        gradient = Layout.make(
+            mesh_info.sizes, replicated.dims, tuple((axis, "sum") for axis in sorted(layouts.split_axes))
+        )
+        local: Tensor = _to_layout(tensor, replicated).to_local(grad_placements=_placements(tensor, gradient))
         return local
     if tensor.requires_grad and torch.is_grad_enabled():
         raise InputError(
@@ -209,7 +211,7 @@ def _local_captured(tensor: Tensor, mesh_info: MeshInfo, layouts: FlexLayouts) -
 def _on_each_rank(
     mesh_info: MeshInfo, at_rank: Callable[..., FlexResult], tensors: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    """The results of `at_rank(coordinate, *local tensors)`. Differentiable."""
+    """Return the results of `at_rank(coordinate, *local tensors)`. Differentiable."""
     if not mesh_info.simulated:
         return at_rank(mesh_info.coordinate, *tensors)
     coordinates = mesh_info.coordinates
@@ -217,7 +219,7 @@ def _on_each_rank(
 
 
 def flex_of_ranks(query: Tensor, key: Tensor, value: Tensor, options: FlexOptions) -> FlexResult:
-    """Attention of plain local tensors: of this rank, or of all simulated ranks, with their own masks and functions."""
+    """Return attention of plain local tensors: of this rank, or of all simulated ranks, each with its own mask."""
     captured = captured_tensors(options.score_mod, options.mask_mod)
     blocks = options.blocks
 

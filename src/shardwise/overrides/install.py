@@ -1,7 +1,7 @@
-"""Puts the overrides in place.
+"""Install and uninstall all overrides.
 
-Functions in Python are wrapped at once, so that who imports one by name after shardwise gets the wrapped one. Kernels
-take a while to register, and `torch.distributed.checkpoint` to import, so they wait for the first mesh.
+Functions in Python are wrapped at once, so that code that imports one by name after shardwise gets the wrapped one.
+Kernels take a while to register, and `torch.distributed.checkpoint` to import, so they wait for the first mesh.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _overrides = Overrides()
 
 
 def install_overrides() -> None:
-    """Let PyTorch's functions that need it run on distributed tensors. Installing twice is the same as once."""
+    """Override the PyTorch functions that need it to run on distributed tensors. A second call does nothing."""
     if not len(_overrides):
         _add_kernels()
     install_python_functions()
@@ -39,7 +39,7 @@ def install_overrides() -> None:
 
 
 def uninstall_overrides() -> None:
-    """Restore PyTorch's own functions. Distributed tensors then lack those that need an override."""
+    """Restore PyTorch's own functions. Those that need an override then fail on distributed tensors."""
     _overrides.remove()
     uninstall_python_functions()
     _flex_attention().uninstall_flex_attention()
@@ -49,7 +49,7 @@ def uninstall_overrides() -> None:
 
 
 def _flex_attention() -> ModuleType:
-    """The module that needs PyTorch's flex_attention, which takes a while to import."""
+    """Return the module that imports PyTorch's flex_attention, on first use: that import is slow."""
     return importlib.import_module(f"{__package__}.flex_attention")
 
 
@@ -72,7 +72,7 @@ def _add_kernels() -> None:
 
 
 def _first_of(kernel: Callable[..., object], otherwise: Callable[..., object]) -> Callable[..., object]:
-    """The kernel that runs another one where this one returns NotImplemented."""
+    """Return a kernel that falls back to the second one if the first returns NotImplemented."""
 
     def run(*args: object, **kwargs: object) -> object:
         found = kernel(*args, **kwargs)

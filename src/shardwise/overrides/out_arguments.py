@@ -21,7 +21,7 @@ from ..ops.above_autograd import where_distributed
 
 
 def copying_into_out(func: OpOverload) -> Callable[..., object]:
-    """The kernel that runs a function without `out=`, and copies its results into the tensors given."""
+    """Return a kernel that runs a function without `out=`, and copies its results into the given tensors."""
     names = [argument.name for argument in func._schema.arguments if argument.is_out]
 
     def run(keys: Keys, *args: object, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:

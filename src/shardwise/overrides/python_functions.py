@@ -1,4 +1,4 @@
-"""PyTorch's functions in Python that make plain tensors on their way.
+"""PyTorch's Python functions that create plain tensors in between.
 
 `nn.LSTM` makes its first state, `F.embedding_bag` its offsets. On distributed tensors these are the same on all ranks,
 so such a function runs with plain tensors taken as replicated, unless it is given a plain tensor: that one may differ.
@@ -46,7 +46,7 @@ def _wrapped(original: Function) -> Function:
 
 
 def _is_given_distributed_tensors_alone(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-    """Whether there are distributed tensors among the arguments, and no plain one but for numbers."""
+    """Return whether there are distributed tensors among the arguments, and no plain ones of several elements."""
     found = False
     for tensor in _tensors((args, kwargs)):
         if isinstance(tensor, DTensorBase):
@@ -57,7 +57,7 @@ def _is_given_distributed_tensors_alone(args: tuple[object, ...], kwargs: dict[s
 
 
 def _tensors(values: object) -> Iterator[Tensor]:
-    """All tensors among these values, with the parameters and buffers of modules."""
+    """Yield all tensors among these values, with the parameters and buffers of modules."""
     for value in pytree.tree_leaves(values):
         if isinstance(value, Tensor):
             yield value

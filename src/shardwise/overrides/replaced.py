@@ -1,4 +1,4 @@
-"""Functions in Python that are replaced, and put back."""
+"""Replace Python functions, and restore them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .._torch.python_functions import Function, Place
 
 
 class Replaced:
-    """The original functions at the places where another one was put."""
+    """The original functions, by the places where they were replaced."""
 
     def __init__(self) -> None:
         self._originals: dict[Place, Function] = {}
@@ -17,7 +17,7 @@ class Replaced:
         return place in self._originals
 
     def replace(self, places: list[Place], wrapped: Callable[[Function], Function]) -> None:
-        """Put `wrapped(original)` at these places: one for all the places of a function. Twice is the same as once."""
+        """Put `wrapped(original)` at these places, one object for all of them. A second call does nothing."""
         wrappers: dict[Function, Function] = {}
         for place in places:
             if place not in self._originals:

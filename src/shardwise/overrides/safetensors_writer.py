@@ -29,7 +29,7 @@ _replaced = Replaced()
 
 
 def install_safetensors_writer() -> None:
-    """Let `HuggingFaceStorageWriter` merge blocks, and refuse what it would lose."""
+    """Make `HuggingFaceStorageWriter` merge blocks, and raise an error where it would lose data."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
     _replaced.replace([Place(HuggingFaceStorageWriter, "prepare_global_plan")], _checking)
@@ -80,7 +80,7 @@ class _MergingPlanner:
         self.planner, self.merged = planner, merged
 
     def resolve_data(self, item: WriteItem) -> object:
-        """The data of an item of a plan."""
+        """Return the data of an item of a plan."""
         items = self.merged.get(item.index.fqn)
         if items is None:
             return self.planner.resolve_data(item)
@@ -99,7 +99,7 @@ class _MergingPlanner:
 
 
 def _by_name(items: Iterable[WriteItem]) -> dict[str, list[WriteItem]]:
-    """The tensors among the items of a plan, by name."""
+    """Return the tensor items of a plan, by name."""
     found: dict[str, list[WriteItem]] = {}
     for item in items:
         if item.tensor_data is not None:
@@ -113,7 +113,7 @@ def _block(item: WriteItem) -> ChunkStorageMetadata:
 
 
 def _merged_item(items: list[WriteItem]) -> WriteItem:
-    """The item that stands for several of one name."""
+    """Return the item that replaces several of one name."""
     first = items[0]
     assert first.tensor_data is not None
     box = _merged_block(first.index.fqn, [_block(item) for item in items])
@@ -122,7 +122,7 @@ def _merged_item(items: list[WriteItem]) -> WriteItem:
 
 
 def _merged_block(name: str, blocks: list[ChunkStorageMetadata]) -> ChunkStorageMetadata:
-    """The block that distinct blocks are together, or an error if they leave something out."""
+    """Return the block that these blocks form together, or raise an error if they leave gaps."""
     starts = [min(column) for column in zip(*(block.offsets for block in blocks), strict=True)]
     ends = [[start + size for start, size in zip(b.offsets, b.sizes, strict=True)] for b in blocks]
     sizes = [max(column) - start for column, start in zip(zip(*ends, strict=True), starts, strict=True)]

@@ -24,7 +24,7 @@ _NO_DTENSOR = object()
 
 
 def install_state_dict_functions() -> None:
-    """Let PyTorch gather and distribute state dicts of distributed tensors. Imports `torch.distributed.checkpoint`."""
+    """Make PyTorch gather and distribute state dicts of distributed tensors. Imports `torch.distributed.checkpoint`."""
     _replaced.replace(gathering_functions(), _gathering)
     _replaced.replace(distributing_functions(), _distributing)
 
@@ -66,12 +66,12 @@ def _distributing(original: Function) -> Function:
 
 
 def _full(tensor: DTensorBase) -> Tensor:
-    """The global tensor, on every rank."""
+    """Return the global tensor, on every rank."""
     return redistribute_local(tensor._local_tensor, tensor._spec, tensor._spec.replicated())
 
 
 def _sharded(full: Tensor, like: DTensorBase) -> DTensorBase:
-    """A tensor that every rank has in full, sharded like another one. It shares no memory with what it is made from."""
-    whole = as_replicated(full, like)
-    spec = like._spec.with_meta(whole._spec.tensor_meta)
-    return type(like).concrete.wrap(redistribute_local(whole._local_tensor, whole._spec, spec).clone(), spec)
+    """Return a tensor that every rank has in full, sharded like another one. It shares no memory with the input."""
+    replicated = as_replicated(full, like)
+    spec = like._spec.with_meta(replicated._spec.tensor_meta)
+    return type(like).concrete.wrap(redistribute_local(replicated._local_tensor, replicated._spec, spec).clone(), spec)

@@ -53,7 +53,7 @@ class InputConverter:
         self.key = (id(axis.mesh_info), layout, desired, use_local)
 
     def __call__(self, value: object) -> object:
-        """Return what the module gets; values that are no tensors unchanged."""
+        """Return the input for the module; values that are not tensors are unchanged."""
         return convert_input(self, value) if isinstance(value, Tensor) else value
 
     def convert(self, value: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class OutputConverter:
         self.targets: dict[DTensorSpec, DTensorSpec] = {}
 
     def __call__(self, value: object) -> object:
-        """Return what the caller gets; values that are no tensors unchanged."""
+        """Return the output for the caller; values that are not tensors are unchanged."""
         return convert_output(self, value) if isinstance(value, Tensor) else value
 
     def convert(self, value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One call of experts whose tokens are routed: local inputs, a route, what the module computes on, the output.
+"""One call of experts whose tokens are routed: local inputs, the route, local arguments, and the output.
 
 | tokens over the axis | what happens | output over the axis |
 |---|---|---|
@@ -46,7 +46,7 @@ class Arguments(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """For each mesh axis: what inputs are brought to, what their local gradients are, and what local outputs are."""
+    """Placements for each mesh axis: of the inputs, of their local gradients, and of local outputs."""
 
     inputs: tuple[Placement, ...]
     gradients: tuple[Placement, ...]
@@ -123,7 +123,7 @@ class ExpertCall:
 
 
 class Runner:
-    """One call under way."""
+    """One call in progress."""
 
     def __init__(
         self, call: ExpertCall, given: Arguments, placed: Placed | None, caller: DTensor | None, read_counts: bool
@@ -176,7 +176,7 @@ class Runner:
 
     @property
     def inner_arguments(self) -> tuple[object, ...]:
-        """What the module's own code is called with."""
+        """Return the arguments for the module's own code."""
         route = self.route
         if route.sizes is not None:
             return self.rows, route.sizes

@@ -178,7 +178,7 @@ class _RoutedExperts:
 
 @contextmanager
 def _local_experts(module: nn.Module, runner: Runner, experts: ExpertAxis) -> Iterator[None]:
-    """Inside, the module has local parameters and the number of local experts."""
+    """Give the module local parameters, and the number of local experts, inside the block."""
     parameters = LocalParameters(dict.fromkeys((name for name, _ in module.named_parameters()), runner.local_parameter))
     numbers = [name for name in _NAMES_OF_COUNTS if getattr(module, name, None) == experts.experts]
     try:
@@ -193,7 +193,7 @@ def _local_experts(module: nn.Module, runner: Runner, experts: ExpertAxis) -> It
 
 
 _NAMES_OF_COUNTS = ("num_experts", "num_local_experts", "n_experts", "n_routed_experts")
-"""Attributes that tell a module's code how many experts it has: while it runs, the number of local ones."""
+"""Attributes with the number of experts of a module; while it runs, they hold the number of local ones."""
 
 
 def _arguments(module: nn.Module, args: Args, kwargs: Kwargs) -> Arguments:

@@ -150,7 +150,7 @@ class _Local:
 
 
 class _LocalTokens(_Local):
-    """The same for tokens that are sharded over other axes, too: each rank computes its own tokens.
+    """Local inputs and parameters for tokens that are sharded over other axes: each rank computes its own tokens.
 
     Tokens do not depend on each other, so that nothing need be known of those of other ranks.
     """

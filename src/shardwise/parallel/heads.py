@@ -2,7 +2,7 @@
 
 With 8 query heads, 2 key heads and 4 ranks, a rank has 2 query heads, and the key projection's output is sharded into
 half heads. So each key head is repeated for the 2 ranks that need it. A rank's local output is then one key head, for
-both of its query heads; the attention module, which expands key heads for groups of 4, is told that a group has 2.
+both of its query heads; the attention module, which expands key heads for groups of 4, gets a group size of 2.
 
 This concerns attention modules as model hubs write them, with the attributes `head_dim` and `num_key_value_groups`, on
 local tensors. Distributed outputs need no such care.

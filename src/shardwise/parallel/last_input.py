@@ -38,7 +38,7 @@ class LastInput:
         self._entry: _Entry | None = None
 
     def find(self, source: Tensor, key: object) -> Tensor | None:
-        """What was made of this tensor under this key, if that was last and neither was written since."""
+        """Return the cached result for this tensor and key, unless either was written since."""
         entry = self._entry
         if entry is None or entry.source() is not source or entry.key != key:
             return None
@@ -46,7 +46,7 @@ class LastInput:
         return None if written or not all(watch.unchanged(local) for watch, local in entry.watched) else entry.result
 
     def keep(self, source: Tensor, key: object, result: Tensor) -> None:
-        """Remember this in the place of what was before, if no write to either can go unseen."""
+        """Cache this result, replacing the present entry, if writes to both are counted."""
         watched = None if result is source else _watched(source, result)
         if watched is None or result.is_inference():
             self._entry = None
@@ -63,7 +63,7 @@ LAST_INPUT = WorldState(LastInput)
 
 
 def _watched(source: Tensor, result: Tensor) -> list[tuple[Watch, Tensor]] | None:
-    """The local shards to watch for writes; None if what is made from this tensor is not kept.
+    """Return the local shards to watch for writes; None if results for this tensor are not cached.
 
     What is made from a parameter should not outlive the call, writes to inference tensors are not counted, and what
     is traced belongs to one graph.

@@ -132,7 +132,7 @@ class OwnedParameters:
             self.local.setdefault(owner, {})[name] = lambda parameter: axis.to_local(parameter, grad)
 
     def use_local_shards(self, except_for: list[nn.Module]) -> None:
-        """Let the owners run on local shards, except those with a style of their own, which knows what to do."""
+        """Make the owners run on local shards, except those with a style of their own."""
         for owner, parameters in self.local.items():
             if not any(owner is module for module in except_for):
                 LocalParameters(parameters).register(owner)

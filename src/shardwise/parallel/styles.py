@@ -43,7 +43,7 @@ def _of_module(layouts: Layouts, own: Placement) -> Layouts:
 
 
 class _ShardingStyle(ParallelStyle):
-    """The common part of the styles that shard a module's weight.
+    """The base class of styles that shard a module's weight.
 
     `_linear` are the layouts of inputs and outputs for an nn.Linear, the defaults of the arguments.
     """
@@ -159,7 +159,7 @@ class PackedColwiseParallel(_ShardingStyle):
 
 
 class PackedRowwiseParallel(_ShardingStyle):
-    """Row-wise for an input that consists of two blocks, each of which is sharded."""
+    """Row-wise for an input of two blocks, both of them sharded."""
 
     _partition = staticmethod(lambda module: partition.packed(partition.rowwise(module)))
     _linear = (InterleavedShard(-1, 2), Replicate())

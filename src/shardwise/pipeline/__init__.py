@@ -1,4 +1,4 @@
-"""Pipelines: a model in stages, each on its own part of the mesh, with other parallelism inside the stages.
+"""Pipelines: a model in stages, each on its own submesh, with other parallelism inside the stages.
 
 stages      stage_meshes: the mesh of each stage
 schedule    schedule: in which order the stages run microbatches forward and backward

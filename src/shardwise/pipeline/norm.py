@@ -14,7 +14,7 @@ __all__ = ["clip_by_norm", "norm_of_all"]
 
 
 def norm_of_all(gradients: Iterable[Tensor], norm_type: float) -> Tensor:
-    """The norm of all gradients as one vector, as a plain tensor. They may be on several meshes."""
+    """Return the norm of all gradients together, as a plain tensor. They may be on several meshes."""
     by_mesh: dict[object, list[Tensor]] = {}
     for gradient in gradients:
         by_mesh.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)

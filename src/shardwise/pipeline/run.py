@@ -87,7 +87,7 @@ class Pipeline(nn.Module):
         """Run the batch forward and backward, and return its loss on every rank.
 
         Gradients are added to `.grad`, as by `loss.backward()`. The batch is split along dim 0 into microbatches, whose
-        losses count by their rows: where `loss_fn` is a mean over rows, the result is the mean over the batch.
+        losses count by their rows: if `loss_fn` is a mean over rows, the result is the mean over the batch.
         """
         return _Step(self, args, target, loss_kwargs).run(train=True)
 
@@ -98,7 +98,10 @@ class Pipeline(nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> NoReturn:
         """Raise an error: no rank has the outputs of all stages."""
-        raise InputError("a call of a Pipeline", "use pipeline.step(x, target=y), or pipeline.evaluate(x, target=y)")
+        raise InputError(
+            "a Pipeline was called, but no rank has the outputs of all stages",
+            "use pipeline.step(x, target=y), or pipeline.evaluate(x, target=y)",
+        )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all stages so that their common norm is at most `max_norm`; return the norm."""
@@ -119,7 +122,7 @@ class Pipeline(nn.Module):
 
 
 class _Step:
-    """One batch on its way through the stages."""
+    """One batch that passes through the stages."""
 
     def __init__(
         self, pipeline: Pipeline, args: Sequence[Tensor], target: object, loss_kwargs: dict[str, object]
@@ -187,7 +190,7 @@ class _Step:
             self.courier.send_gradients(Action(True, stage - 1, microbatch), found)
 
     def _reduce_gradients_of(self, stage: int, last: bool) -> None:
-        """Reduce the gradients of all microbatches at once, where the module of a stage can put that off."""
+        """Reduce the gradients of all microbatches at once, if the module of a stage can defer that."""
         put_off = getattr(self.pipeline.get_submodule(str(stage)), "set_requires_gradient_sync", None)
         if put_off is not None:
             put_off(last)
@@ -199,7 +202,7 @@ class _Step:
         return pytree.tree_map_only(Tensor, lambda x: distribute_tensor(x, mesh, placements, src_data_rank=None), value)
 
     def _loss(self) -> Tensor:
-        """The loss of the batch, from the ranks of the last stage."""
+        """Return the loss of the batch, received from the ranks of the last stage."""
         pipeline = self.pipeline
         device = torch.device(pipeline.mesh.device_type)
         total = torch.zeros((), device=device)
@@ -212,13 +215,13 @@ class _Step:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The value of a tensor that is the same on all ranks of its mesh, as a plain tensor."""
+    """Return a tensor that is replicated over its mesh as a plain tensor."""
     local = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return local.shards[0] if isinstance(local, RankTensor) else local
 
 
 def _split(value: T, count: int) -> list[T]:
-    """A batch in microbatches: its tensors split along dim 0."""
+    """Return a batch as microbatches: its tensors split along dim 0."""
     leaves, tree = pytree.tree_flatten(value)
     pieces = []
     for leaf in leaves:

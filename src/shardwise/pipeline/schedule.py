@@ -1,4 +1,4 @@
-"""Schedules: in which order the stages of a pipeline run the microbatches forward and backward.
+"""Schedules: the order of forward and backward passes of a pipeline's stages over microbatches.
 
 >>> schedule("1f1b", ranks=2, stages=2, microbatches=3)
 [F0.0, F0.1, F1.0, B1.0, B0.0, F1.1, F0.2, B1.1, B0.1, F1.2, B1.2, B0.2]
@@ -37,10 +37,11 @@ def schedule(kind: str, *, ranks: int, stages: int, microbatches: int) -> list[A
     that it holds the activations of few microbatches; with several stages a rank it is the interleaved schedule.
     """
     if kind not in SCHEDULES:
-        raise InputError(f"schedule {kind!r}", f"use one of {', '.join(SCHEDULES)}")
+        raise InputError(f"there is no pipeline schedule {kind!r}", f"use one of {', '.join(SCHEDULES)}")
     if stages % ranks or stages < ranks:
         raise InputError(
-            f"{stages} stages on {ranks} ranks of the pipeline", "give every rank the same number of stages"
+            f"{stages} stages cannot be divided among {ranks} ranks of the pipeline",
+            f"pass {ranks} stages, or a multiple of it",
         )
     queues = [_Rank(kind, rank, ranks, stages, microbatches) for rank in range(ranks)]
     done: dict[Action, int] = {}
@@ -58,20 +59,21 @@ def schedule(kind: str, *, ranks: int, stages: int, microbatches: int) -> list[A
 
 
 class _Rank:
-    """What one rank of the pipeline has still to do, each direction in its order."""
+    """The remaining actions of one rank of the pipeline, in order, for each direction."""
 
     def __init__(self, kind: str, rank: int, ranks: int, stages: int, microbatches: int) -> None:
         chunks = stages // ranks
         self.forward = list(_in_turns(rank, ranks, range(chunks), microbatches, backward=False))
         self.backward = list(_in_turns(rank, ranks, range(chunks - 1, -1, -1), microbatches, backward=True))
-        # How many passes forward may wait for their pass backward: as many as it takes until the first one comes back.
+        # How many forward passes may run before the first backward pass: as many as it takes until its gradient
+        # arrives.
         waiting = ranks - rank if chunks == 1 else 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1
         self.limit = len(self.forward) if kind == "gpipe" else waiting
         self.forward_first = kind == "gpipe"
         self.in_flight = 0
 
     def take(self, done: dict[Action, int], stages: int, patient: bool = True) -> Action | None:
-        """The next action whose inputs are there, removed from what is to do; None if there is none."""
+        """Remove and return the next action whose inputs are ready, or None."""
         queues = [self.backward, self.forward]
         for queue in reversed(queues) if self.forward_first else queues:
             if not queue or not all(need in done for need in _needs(queue[0], stages)):
@@ -86,7 +88,7 @@ class _Rank:
 
 
 def _in_turns(rank: int, ranks: int, chunks: range, microbatches: int, *, backward: bool) -> Iterator[Action]:
-    """The actions of a rank in one direction: groups of as many microbatches as ranks, through each of its stages."""
+    """Return the actions of a rank in one direction: groups of as many microbatches as ranks, stage by stage."""
     for first in range(0, microbatches, ranks):
         for chunk in chunks:
             for microbatch in range(first, min(first + ranks, microbatches)):

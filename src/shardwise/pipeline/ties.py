@@ -24,14 +24,14 @@ __all__ = ["Ties", "separate", "ties_between"]
 
 
 class Place(NamedTuple):
-    """Where a stage has a parameter."""
+    """The place of a shared parameter in a stage."""
 
     stage: int
     name: str
 
 
 def ties_between(stages: Sequence[nn.Module]) -> list[list[Place]]:
-    """The parameters that several of the stages have, each with its places, in the order of the stages."""
+    """Return the parameters that several stages share, each with its places, in the order of the stages."""
     places: dict[int, dict[int, Place]] = {}
     for index, stage in enumerate(stages):
         for name, parameter in stage.named_parameters():
@@ -62,7 +62,7 @@ class Ties:
         self._earlier: dict[Place, Tensor | None] = {}
 
     def copies(self) -> Iterator[nn.Parameter]:
-        """The parameters of this process that another stage has, too, and that come first there."""
+        """Yield the parameters of this process that are copies of an earlier stage's."""
         for tie in self.ties:
             for place in tie[1:]:
                 parameter = self._parameter(place)
@@ -70,14 +70,14 @@ class Ties:
                     yield parameter
 
     def begin(self) -> None:
-        """Put gradients of earlier steps aside: they are sums already."""
+        """Set aside gradients of earlier steps, which are summed already."""
         for place, parameter in self._kept():
             self._earlier[place], parameter.grad = parameter.grad, None
 
     def sum_gradients(self, first_number: int) -> None:
-        """Give each copy the sum of the gradients of all, and what was put aside.
+        """Set the gradient of each copy to the sum over all copies, plus the gradients set aside.
 
-        `first_number` is the first number of a microbatch that no message has: ties take those from there on.
+        `first_number` is the first microbatch number that no message uses; ties use those from there on.
         """
         for index, tie in enumerate(self.ties):
             own = {place: parameter for place, parameter in self._kept() if place in tie}
@@ -98,7 +98,7 @@ class Ties:
         shares: dict[tuple[Place, Place], Tensor],
         number: int,
     ) -> None:
-        """Bring the gradients of two copies to each other; the earlier stage sends first."""
+        """Exchange the gradients of two copies; the earlier stage sends first."""
         for source, target in ((one, other), (other, one)):
             action, key = Action(True, target.stage, number), ("tied", source, target)
             across = source.stage - target.stage
@@ -137,7 +137,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _placed_as(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient of another stage's copy, with the placements that this one has."""
+    """Return the gradient of another stage's copy with the placements of this one."""
     if isinstance(parameter, DTensor) != isinstance(gradient, DTensor):
         raise InputError(
             f"a parameter of shape {list(parameter.shape)} that is a DTensor in one of the stages that share it, and "
@@ -151,7 +151,7 @@ def _placed_as(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _sum(gradients: Sequence[Tensor], earlier: Tensor | None) -> Tensor:
-    """The sum, in the order of the stages: bit by bit the same for all copies."""
+    """Return the sum in the order of the stages, bitwise equal for all copies."""
     total = gradients[0] + gradients[1]
     for gradient in gradients[2:]:
         total = total + gradient

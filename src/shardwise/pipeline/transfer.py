@@ -1,4 +1,4 @@
-"""What one stage hands to the next: activations forward, their gradients backward, each rank to its counterpart.
+"""Transfers between stages: activations forward, gradients backward, from each rank to its counterpart.
 
 Stages have meshes of one shape. A distributed tensor goes over as the local shards of its ranks, to the ranks at the
 same coordinates, and is there the same tensor on the mesh of the other stage.
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Described:
-    """A tensor without its data: what the receiver of its local shard has to know."""
+    """The metadata of a tensor that the receiver of its local shard needs."""
 
     shape: tuple[int, ...]
     """Of the local tensor, as are stride and dtype."""
@@ -46,7 +46,7 @@ class Described:
     global_stride: tuple[int, ...] = ()
 
     def wrapped(self, local: Tensor, mesh: DeviceMesh) -> Tensor:
-        """The tensor of this description with a local tensor on the mesh of a stage."""
+        """Return the tensor with this metadata and a local tensor on the mesh of a stage."""
         if self.placements is not None:
             given = {"shape": self.global_shape, "stride": self.global_stride}
             local = DTensor.from_local(local, mesh, self.placements, **given)  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ class Described:
 
 
 def described(tensor: Tensor) -> Described:
-    """The description of a tensor."""
+    """Return the metadata of a tensor."""
     if not isinstance(tensor, DTensor):
         return Described(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, None)
     local, spec = tensor._local_tensor, tensor._spec
@@ -63,13 +63,13 @@ def described(tensor: Tensor) -> Described:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The local tensor that travels."""
+    """Return the local tensor that is sent."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def without_partial(value: T) -> T:
-    """A stage's outputs, with those that are Partial reduced: their gradients then have the placements they have."""
+    """Return a stage's outputs with Partial ones reduced, so that gradients have the placements of the outputs."""
 
     def reduced(tensor: DTensor) -> DTensor:
         if not any(isinstance(placement, Partial) for placement in tensor.placements):
@@ -86,8 +86,8 @@ _receive = new_op("receive(Tensor local, str group, int tag) -> ()", lambda loca
 class Mailbox:
     """Hands tensors from stage to stage in a simulated world, where one process runs all stages.
 
-    Each tensor goes through two ops of our own, in the place of those that send and receive between processes: a mode
-    that counts communication sees them.
+    Each tensor goes through two ops of our own, which stand for send and receive, so that modes that count
+    communication see them.
     """
 
     def __init__(self, mesh_of: Callable[[int], DeviceMesh], mesh: DeviceMesh, axis: str) -> None:
@@ -97,7 +97,7 @@ class Mailbox:
         self.group = info.groups[info.axis_index(axis),]
 
     def send(self, to: Action, value: object, key: object) -> None:
-        """Leave what an action of another stage needs."""
+        """Store the input of an action of another stage."""
         mesh, tag = self.mesh_of(to.stage), _tag(to, 0)
 
         def sent(tensor: Tensor) -> Tensor:
@@ -106,11 +106,11 @@ class Mailbox:
         self.held[to] = pytree.tree_map_only(Tensor, sent, value)
 
     def crosses(self, stage: int, other: int) -> bool:
-        """Whether two stages are on different meshes."""
+        """Return whether two stages are on different meshes."""
         return self.mesh_of(stage) is not self.mesh_of(other)
 
     def receive(self, to: Action, key: object, came_from: int = -1) -> Any:
-        """Take what was left for an action, by the stage at this distance."""
+        """Return the input of an action, from the stage at this distance."""
         found = self.held.pop(to)
         for leaf in pytree.tree_leaves(found):
             if isinstance(leaf, Tensor):
@@ -118,23 +118,23 @@ class Mailbox:
         return found
 
     def send_gradients(self, to: Action, gradients: Sequence[Tensor]) -> None:
-        """Leave the gradients of what a stage sent."""
+        """Store the gradients of the tensors that a stage sent."""
         self.send(to, list(gradients), None)
 
     def receive_gradients(self, to: Action, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Take the gradients of what a stage sent."""
+        """Return the gradients of the tensors that a stage sent."""
         gradients: list[Tensor] = self.receive(to, None)
         return gradients
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: sends in one process are complete at once."""
 
 
 class Courier:
     """Sends tensors from stage to stage between processes, and receives them.
 
-    Sends are not waited for before the end of a step. What the receiver has to know besides the data travels once for
-    each `key`, the shapes of a microbatch, and is kept. Forward and backward have a process group each, so that
+    Sends are waited for at the end of a step. Metadata is sent once for each `key`, the shapes of a microbatch, and
+    cached. Forward and backward have a process group each, so that
     communicators that run in order (NCCL) do not wait for each other in a circle.
     """
 
@@ -154,7 +154,7 @@ class Courier:
         self.under_way: list[tuple[Any, Tensor]] = []
 
     def send(self, to: Action, value: object, key: object) -> None:
-        """Start to send what an action of another stage needs."""
+        """Start to send the input of an action of another stage."""
         if (to.stage, key) not in self.known:
             about = self.known[to.stage, key] = pytree.tree_map_only(Tensor, described, value)
             # Not by send_object_list: it waits, and two ranks that send to each other would wait for ever.
@@ -164,11 +164,11 @@ class Courier:
         self._send(to, [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)])
 
     def crosses(self, stage: int, other: int) -> bool:
-        """Whether two stages are on different ranks."""
+        """Return whether two stages are on different ranks."""
         return (stage - other) % len(self.line) != 0
 
     def receive(self, to: Action, key: object, came_from: int = -1) -> Any:
-        """Wait for what an action needs, from the stage at this distance."""
+        """Receive the input of an action, from the stage at this distance."""
         if (to.stage, key) not in self.known:
             length = torch.empty(1, dtype=torch.int64, device=self.device)
             self._receive_one(to, length, came_from, _LENGTH).wait()
@@ -181,15 +181,15 @@ class Courier:
         return pytree.tree_map_only(Described, lambda _: next(found), about)
 
     def send_gradients(self, to: Action, gradients: Sequence[Tensor]) -> None:
-        """Start to send the gradients of what a stage sent."""
+        """Start to send the gradients of the tensors that a stage sent."""
         self._send(to, gradients)
 
     def receive_gradients(self, to: Action, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Wait for the gradients of what a stage sent."""
+        """Receive the gradients of the tensors that a stage sent."""
         return self._receive(to, [replace(described(output), requires_grad=False) for output in outputs], +1)
 
     def finish(self) -> None:
-        """Wait for everything that was sent."""
+        """Wait for all sends."""
         for work, _ in self.under_way:
             work.wait()
         self.under_way.clear()
@@ -223,12 +223,12 @@ class Courier:
 
 
 def is_of_backward(tag: int) -> bool:
-    """Whether a message with this tag carries gradients."""
+    """Return whether a message with this tag carries gradients."""
     return bool(tag >> 18 & 1)
 
 
 def _tag(to: Action, index: int) -> int:
-    """A number that tells messages between two ranks apart."""
+    """Return a tag that is unique among the messages between two ranks."""
     if to.stage >= 1 << 10 or to.microbatch >= 1 << 12 or index > _TEXT:
         raise InputError(
             f"{to!r} with {index + 1} tensors in a pipeline",

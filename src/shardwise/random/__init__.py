@@ -17,6 +17,6 @@ and a call advances the generator by the same amount on all ranks, whatever they
 """
 
 from .agreement import manual_seed, set_generator_check
-from .draw import WHOLE_UP_TO, Draw, exact, is_exact
+from .draw import GLOBAL_DRAW_LIMIT, Draw, exact, is_exact
 
-__all__ = ["WHOLE_UP_TO", "Draw", "exact", "is_exact", "manual_seed", "set_generator_check"]
+__all__ = ["GLOBAL_DRAW_LIMIT", "Draw", "exact", "is_exact", "manual_seed", "set_generator_check"]

@@ -30,7 +30,7 @@ from .bits import Key, mixed
 from .box import box_of
 from .fill import Arguments, fill
 
-WHOLE_UP_TO = 1 << 16
+GLOBAL_DRAW_LIMIT = 1 << 16
 """Tensors of up to this many elements are drawn by PyTorch, as the global tensor on every rank."""
 
 _exact = ThreadValue("random.exact", False)
@@ -129,7 +129,7 @@ class Draw:
     @property
     def key(self) -> Key | None:
         """The key from which elements are computed by index; None where the global tensor is drawn."""
-        if self._key is None and self._has_data and not is_exact() and math.prod(self._meta.shape) > WHOLE_UP_TO:
+        if self._key is None and self._has_data and not is_exact() and math.prod(self._meta.shape) > GLOBAL_DRAW_LIMIT:
             self._key = draw_key(self._generator, self._drawn_on)
         return self._key
 

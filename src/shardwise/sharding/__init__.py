@@ -1,4 +1,4 @@
-"""How a tensor is sharded: pure values, and what is known of a mesh and its world.
+"""How a tensor is sharded, as pure values; mesh information, and the runtime of a world.
 
 placement         Shard, Replicate, Partial, InterleavedShard, OrderedShard, P
 layout            which elements each rank holds, as arithmetic

@@ -14,13 +14,13 @@ from .spec import DTensorSpec
 
 
 class LocalSource(Protocol):
-    """Where the local shard of a tensor comes from: a collective that is under way, or a view that is replayed."""
+    """Where the local shard of a tensor comes from: a collective in flight, or a view that is replayed."""
 
     def local(self, tensor: DTensorBase) -> Tensor:
-        """The local shard of `tensor`, up to date."""
+        """Return the up-to-date local shard of `tensor`."""
 
     def write_back(self, tensor: DTensorBase) -> None:
-        """Carry a write to the local shard of `tensor` to where the data belongs."""
+        """Propagate a write to the local shard of `tensor` to the tensor that owns the data."""
 
 
 class DTensorBase(Tensor):
@@ -51,7 +51,7 @@ class DTensorBase(Tensor):
         self._shard = local
 
     def alias(self) -> DTensorBase:
-        """Another name of this tensor, that keeps its data when this one is given other data (`x.data = y`)."""
+        """Return an alias of this tensor that keeps its data when this one gets other data (`x.data = y`)."""
         local = self._local_tensor  # a collective that is under way ends here
         other = self.wrap(local, self._spec)
         if self._source is not None:
@@ -61,10 +61,10 @@ class DTensorBase(Tensor):
 
     @staticmethod
     def wrap(local: Tensor, spec: DTensorSpec, offset: int | None = None) -> DTensorBase:
-        """The distributed tensor with this local shard and this spec. Nothing is checked or copied."""
+        """Return the distributed tensor with this local shard and this spec. Nothing is checked or copied."""
         raise NotImplementedError
 
     @classmethod
     def wrap_view(cls, local: Tensor, spec: DTensorSpec, base: Any, replay: Any, offset: int) -> Self:
-        """The same for a view of `base`; `replay` makes it again where it shares no memory with the base's shard."""
+        """Return a view of `base` with this local shard; `replay` recomputes a shard with its own memory."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""A cache bounded in bytes that forgets what was used least recently.
+"""An LRU cache bounded in bytes.
 
 >>> cache = Cache(max_bytes=1 << 20, size_of=lambda key, value: len(value))
 >>> cache["a"] = b"12345"

@@ -13,11 +13,11 @@ class Drawn:
     __slots__ = ()
 
     def _repr_html_(self: object) -> str | None:
-        """The drawing, for a notebook; None where nothing draws."""
+        """Return the drawing for a notebook, or None without a drawing function."""
         return None if _draw is None else _draw(self)
 
 
 def draw_in_notebooks(draw: Callable[[object], str]) -> None:
-    """Let values draw themselves by this function."""
+    """Set the function that draws values in notebooks."""
     global _draw
     _draw = draw

@@ -1,4 +1,4 @@
-"""What dtypes have in common."""
+"""Properties of pairs of dtypes."""
 
 import torch
 

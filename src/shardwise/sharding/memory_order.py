@@ -1,4 +1,4 @@
-"""How a tensor lies in memory: its strides, and the order of its dims from outermost to innermost."""
+"""The memory order of a tensor: its strides, and its dims from outermost to innermost."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def in_memory_order(tensor: torch.Tensor, order: MemoryOrder | None) -> torch.Te
 
 
 def lies_as(local: torch.Tensor, meta: TensorMeta) -> bool:
-    """Whether a local shard lies in memory as the global tensor does.
+    """Return whether a local shard has the memory order of the global tensor.
 
     Then the views that are legal for the global tensor are legal for the shard, with the same meaning: dims have the
     same order, neighbours without a gap between them have none in the shard, and the same dims are expanded.

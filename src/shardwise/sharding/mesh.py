@@ -1,4 +1,4 @@
-"""What shardwise knows of a `DeviceMesh`: axis sizes and names, and the coordinate of every rank.
+"""Information about a `DeviceMesh`: axis sizes and names, and the coordinate of every rank.
 
 `DeviceMesh` and `init_device_mesh` are PyTorch's own. A submesh such as `mesh["tp"]` has several parallel instances
 in the world, one for each coordinate on the axes left out; a rank belongs to one of them. A `MeshInfo` knows them
@@ -188,7 +188,7 @@ def mesh_of_group(name: str) -> tuple[MeshInfo, Axes] | None:
 
 
 def names_text(names: Sequence[str]) -> str:
-    """Axis names as they are printed: `dp`, or `(dp, tp)`."""
+    """Return axis names as text: `dp`, or `(dp, tp)`."""
     return names[0] if len(names) == 1 else f"({', '.join(names)})"
 
 
@@ -199,7 +199,7 @@ MeshDescription = tuple[str, torch.Tensor, tuple[str, ...] | None]
 
 
 def mesh_description(mesh: DeviceMesh) -> MeshDescription:
-    """What is saved of a mesh."""
+    """Return the description by which a mesh is saved."""
     return mesh.device_type, mesh.mesh, mesh.mesh_dim_names
 
 

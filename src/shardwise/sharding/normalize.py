@@ -1,4 +1,4 @@
-"""Placements as users write them, checked and brought to one form."""
+"""Check placements as users write them, and normalize them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .placement import (
 def normalize_placements(
     mesh_info: MeshInfo, placements: Placements | None, ndim: int, order: ShardOrder | None = None
 ) -> tuple[tuple[Placement, ...], ShardOrder]:
-    """One checked placement for each mesh axis, with dims >= 0, and the shard order. None means replicated.
+    """Return one checked placement for each mesh axis, with dims >= 0, and the shard order. None means replicated.
 
     >>> normalize_placements(mesh_info, [Shard(-1), Replicate()], ndim=2)
     ((Shard(dim=1), Replicate()), (ShardOrderEntry(tensor_dim=1, mesh_dims=(0,)),))

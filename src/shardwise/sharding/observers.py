@@ -1,4 +1,4 @@
-"""Observers: how profilers and debug tools follow what the library does.
+"""Observers: hooks for profilers and debug tools.
 
 Each kind of event has one `Observers`, declared where the event happens:
 
@@ -43,7 +43,7 @@ class Observers(Generic[Event, Returned]):
         self._lock = threading.RLock()
 
     def on_change(self, update: Callable[[], object]) -> None:
-        """Call this function whenever an observer comes or goes: it swaps the code of the event."""
+        """Call this function whenever an observer is added or removed: it swaps the code of the event."""
         self._updates.append(update)
 
     def add(self, observer: Callable[Event, Returned]) -> Callable[[], None]:

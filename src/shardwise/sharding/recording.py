@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 class Recorder(Protocol):
-    """What writes down the ops of this thread."""
+    """Records the ops of this thread."""
 
     def call(self, fn: Callable[..., T], args: tuple[object, ...]) -> T:
-        """Run a function of tensors and constants, and write it down as one op."""
+        """Run a function of tensors and constants, and record it as one op."""
 
 
 recorder: ThreadValue[Recorder | None] = ThreadValue("recorder", None)

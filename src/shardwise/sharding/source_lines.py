@@ -1,4 +1,4 @@
-"""Which line of the user's program is running."""
+"""Find the line of the user's program that is running."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def is_library(path: str) -> bool:
 
 
 def called_by_user(*, directly: bool = False) -> bool:
-    """Whether the user's code called the function that asks, directly or else through PyTorch, and not shardwise."""
+    """Return whether the user's code called the present function, directly or through PyTorch, and not shardwise."""
     frame = sys._getframe(2)
     while not directly and frame.f_back is not None and _is_torch(frame.f_code.co_filename):
         if frame.f_code.co_filename == _MESH:

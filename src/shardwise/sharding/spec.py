@@ -331,9 +331,9 @@ class DTensorSpec(Drawn):
         return self if self.dense and not self.layout.partial else self.derived("cotangent", lambda: _cotangent(self))
 
     def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:
-        """For Dynamo, where this is the spec of `torch.distributed.tensor`: whether a graph is right for both.
+        """Return whether a graph is valid for both; Dynamo calls it on specs of `torch.distributed.tensor`.
 
-        Shapes count in any case: those of local shards, which Dynamo looks at, do not tell them.
+        Global shapes are compared always: they do not follow from the local shapes that Dynamo guards.
         """
         return self is other
 

@@ -35,7 +35,7 @@ def to_spec(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Any:
-    """The same tensor under another spec, of its mesh or another one. Differentiable."""
+    """Return a tensor redistributed to another spec, on its mesh or another one. Differentiable."""
     if exporting() and target._placements is not None:
         return _redistribution(tensor, target, forward_dtype, backward_dtype)
     return _to_spec(tensor, target, async_op, forward_dtype, backward_dtype)
@@ -90,7 +90,7 @@ def _redistributed(tensor: DTensorBase, target: DTensorSpec, async_op: bool, dty
 
 
 class Redistribute(QuickFunction):
-    """From one spec to another; the gradient goes back to the cotangent of the source."""
+    """Redistribute to another spec; the gradient is redistributed to the cotangent of the source."""
 
     @staticmethod
     def forward(
@@ -117,7 +117,7 @@ class Redistribute(QuickFunction):
 
 
 def as_distributed_gradient(grad: Tensor, spec: DTensorSpec) -> DTensorBase:
-    """A gradient as a distributed tensor. A plain one is accepted if it is zero, or inside `implicit_replication`.
+    """Return a gradient as a DTensor. A plain one is accepted if it is zero, or inside `implicit_replication`.
 
     The derivative of a constant function is zero, and PyTorch's formulas may return plain zeros for it, of the global
     shape, on all ranks alike. Other plain gradients come from hooks or functions of the user, or from plain tensors
@@ -145,7 +145,7 @@ def _require_zero(plain: Tensor, spec: DTensorSpec) -> None:
 
 
 class FromLocal(QuickFunction):
-    """`data` is the local tensor on the mesh: the same, a copy on its device, or one for each simulated rank."""
+    """Wrap a local tensor. `data` is the tensor, a copy on the mesh's device, or one for each simulated rank."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, data: Tensor, spec: DTensorSpec, grad_spec: DTensorSpec) -> DTensorBase:
@@ -155,7 +155,7 @@ class FromLocal(QuickFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """The local shard of the gradient; none for a rank outside the mesh."""
+        """Return the local shard of the gradient; None on a rank outside the mesh."""
         if ctx.grad_spec.mesh_info.outside:
             return None, None, None, None
         distributed = as_distributed_gradient(grad, ctx.grad_spec)
@@ -164,9 +164,9 @@ class FromLocal(QuickFunction):
 
 
 def grad_spec_of_local(spec: DTensorSpec, grad_placements: Placements | None) -> DTensorSpec:
-    """The spec in which the gradient of a tensor is handed to the local tensors it was made from.
+    """Return the spec of the gradient whose local shards go to the local tensors that a DTensor was made from.
 
-    Operands of a sum or an average get the gradient of the tensor itself, as in PyTorch: `to_local` takes it back so.
+    As in PyTorch, the local tensors of a Partial tensor get the gradient of the global tensor.
     """
     mesh_info = spec.mesh_info
     if grad_placements is None:
@@ -190,11 +190,11 @@ def grad_spec_of_local(spec: DTensorSpec, grad_placements: Placements | None) ->
 
 
 class ToLocal(QuickFunction):
-    """From a distributed tensor to its local shard; `grad_spec` says what the local gradients are shards of."""
+    """Return the local shard; `grad_spec` is the spec of the gradient whose shards the local gradients are."""
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensorBase, grad_spec: DTensorSpec) -> Tensor:
-        """The local shard."""
+        """Return the local shard."""
         ctx.grad_spec = grad_spec
         if count_modes():
             made = call_in_graph(hand_out_new, tensor)

@@ -1,8 +1,8 @@
 """Ops that change the shape of a tensor in place: `t_`, `unsqueeze_` and others.
 
 After a write PyTorch makes the views of a DTensor again from their base, to find their gradient functions (see
-`_torch.view_history`). If the base has another shape by then, `x[0]` is another row. So these ops tell autograd how the
-views that exist follow from the tensor in its new shape:
+`_torch.view_history`). If the base has another shape by then, `x[0]` is another row. So these ops record for autograd
+how the views that exist follow from the tensor in its new shape:
 
 >>> row = x[0]
 >>> x.t_()          # to autograd, `row` is x.t()[0] from now on
@@ -23,7 +23,7 @@ from ..sharding.base import DTensorBase
 
 
 class Geometry(NamedTuple):
-    """Where the elements of a tensor lie in memory."""
+    """Shape, strides and offset of a tensor."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -62,7 +62,7 @@ def _method(name: str, undo: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _change_base(tensor: DTensorBase, change: Change) -> Tensor:
-    """Change a tensor that is no view, and let autograd know its views as views of the changed tensor."""
+    """Change a tensor that is not a view, and record its views as views of the changed tensor."""
     views = _views(tensor)
     changed = _tried(tensor, change) if views else tensor
     _make_again(views, tensor)
@@ -81,7 +81,7 @@ def _change_base(tensor: DTensorBase, change: Change) -> Tensor:
 
 
 def _change_view(tensor: DTensorBase, change: Change) -> Tensor:
-    """Change a view: to autograd it is then a view of the view that it was."""
+    """Change a view, and record it as a view of the view that it was."""
     base: Any = tensor._base
     if _is_leaf_of_its_own(tensor, base):
         return change.in_place(tensor)
@@ -101,7 +101,7 @@ def _change_view(tensor: DTensorBase, change: Change) -> Tensor:
 
 
 def _tried(tensor: DTensorBase, change: Change) -> Tensor:
-    """The tensor after the change, as another one, or the error of the op: before anything is changed."""
+    """Return the changed tensor as a new one, or raise the op's error, before anything is changed."""
     if torch.is_grad_enabled() and tensor.is_leaf and tensor.requires_grad:
         change.in_place(tensor)  # raises the error of autograd
     found: Tensor = change.view(tensor.detach())
@@ -114,12 +114,12 @@ def _views(base: DTensorBase) -> list[DTensorBase]:
 
 
 def _is_leaf_of_its_own(view: Tensor, base: Tensor) -> bool:
-    """Whether a view of a tensor that needs no gradient was made to require one."""
+    """Return whether a view of a tensor without gradient was made to require one."""
     return view.requires_grad and not base.requires_grad
 
 
 def _make_again(views: Sequence[DTensorBase], base: Tensor) -> None:
-    """Make views from their base, the last first, so that none is held by another one that was made from it."""
+    """Replay views on their base, the last first, so that none is held by a view made from it."""
     remaining = list(views)
     while free := [view for view in remaining if not is_held(view)]:
         for view in free:
@@ -128,7 +128,7 @@ def _make_again(views: Sequence[DTensorBase], base: Tensor) -> None:
 
 
 def _become(view: DTensorBase, make: Callable[[Tensor], Tensor]) -> None:
-    """Let a view be to autograd what `make(view)` is."""
+    """Give a view the autograd history of `make(view)`."""
     allows_writes = is_recorded(view)
     with torch.set_grad_enabled(not was_made_without_grad(view)):
         become(view, make(view))

@@ -1,4 +1,4 @@
-"""Saving: what `torch.distributed.checkpoint` asks of a distributed tensor.
+"""The chunks of distributed tensors that `torch.distributed.checkpoint` saves and loads.
 
 A checkpoint stores chunks, each with its global offset. A local shard is one chunk, or several where the sharding is
 interleaved; a tensor loads on any mesh, since the reader looks chunks up by offset. In the simulated world this process
@@ -31,7 +31,7 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(local: Tensor, spec: DTensorSpec) -> list[Chunk]:
-    """The chunks that this process holds. Ranks without data have none, except that an empty tensor has one."""
+    """Return the chunks that this process holds. Ranks without data have none, except that an empty tensor has one."""
     return [chunk for chunks in chunks_by_rank(local, spec).values() for chunk in chunks]
 
 
@@ -66,7 +66,7 @@ def _chunks_at(spec: DTensorSpec, at: Coordinate, local: Tensor) -> list[Chunk]:
 
 
 def _local_starts(runs: tuple[tuple[int, int], ...]) -> list[tuple[int, int, int]]:
-    """For each run: where it begins locally, where it begins globally, its length."""
+    """Return for each run its local start, its global start and its length."""
     result, begin = [], 0
     for start, stop in runs:
         result.append((begin, start, stop - start))
@@ -75,7 +75,7 @@ def _local_starts(runs: tuple[tuple[int, int], ...]) -> list[tuple[int, int, int
 
 
 def write_items(name: str, local: Tensor, spec: DTensorSpec) -> list[WriteItem]:
-    """What to write; replicas write the same chunk once."""
+    """Return the items to write; of replicas, one writes a chunk."""
     items, seen = [], set()
     for index, chunk in enumerate(chunks_of(local, spec)):
         if chunk.offset in seen:
@@ -91,12 +91,12 @@ def write_items(name: str, local: Tensor, spec: DTensorSpec) -> list[WriteItem]:
 
 
 def chunk_list(local: Tensor, spec: DTensorSpec) -> list[ChunkStorageMetadata]:
-    """The boxes that this process wants when loading; each replica is listed, so that each is filled."""
+    """Return the boxes that this process loads, those of each replica included."""
     return [ChunkStorageMetadata(offsets=chunk.offset, sizes=chunk.size) for chunk in chunks_of(local, spec)]
 
 
 def shard_at(index: MetadataIndex, local: Tensor, spec: DTensorSpec) -> Tensor:
-    """The view of a local shard that a checkpoint index names."""
+    """Return the view of a local shard at a checkpoint index."""
     chunks = chunks_of(local, spec)
     if index.index is not None and index.index < len(chunks) and chunks[index.index].offset == index.offset:
         return chunks[index.index].data

@@ -1,4 +1,4 @@
-"""Making distributed tensors: from a global tensor, or filled shard by shard without ever building it.
+"""Create distributed tensors: from a global tensor, or shard by shard without building it.
 
 >>> x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
 >>> w = zeros(1 << 20, 1 << 10, device_mesh=mesh, placements=[Shard(0)])
@@ -145,7 +145,7 @@ def _scatter_from(local: Tensor, spec: DTensorSpec, source: int) -> Tensor:
 
 
 def _to_partial(local: Tensor, spec: DTensorSpec) -> Tensor:
-    """From the spec with its Partial axes still replicated to the spec itself."""
+    """Redistribute from the spec with Partial axes replicated to the spec itself."""
     return redistribute_local(local, spec.cotangent(), spec)
 
 
@@ -304,7 +304,7 @@ def _made(spec: DTensorSpec, make: Callable[[], Tensor], requires_grad: bool) ->
 
 
 def _wrapped(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """The tensor with this local shard; in a program that is being exported, the result of an op."""
+    """Return the tensor with this local shard; in a program that is being exported, the result of an op."""
     if not exporting():
         return DTensor(local, spec, requires_grad=False)
     shape, stride, _ = spec.tensor_meta
@@ -332,7 +332,7 @@ def _new_spec(
 
 
 def _device(mesh_info: MeshInfo) -> torch.device:
-    """The device that this process works on."""
+    """Return the device that this process uses."""
     if mesh_info.device_type in ("cpu", "meta"):
         return torch.device(mesh_info.device_type)
     return torch.device(mesh_info.device_type, torch.get_device_module(mesh_info.device_type).current_device())

@@ -85,7 +85,7 @@ class DTensor(ChangingShape, GlobalValues, Hooks):
 
     @staticmethod
     def __new__(cls, local_tensor: Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
-        """Make the tensor that has this spec and, on this rank, this local shard. Nothing is checked or copied.
+        """Return the tensor with this spec and, on this rank, this local shard. Nothing is checked or copied.
 
         A class that derives from DTensor may define `__torch_dispatch__`, and call this one. Results are DTensors.
         """
@@ -101,7 +101,7 @@ class DTensor(ChangingShape, GlobalValues, Hooks):
 
     @staticmethod
     def wrap(local: Tensor, spec: DTensorSpec, offset: int | None = None, kind: type[DTensor] | None = None) -> DTensor:
-        """The distributed tensor with this local shard and this spec. Nothing is checked or copied.
+        """Return the distributed tensor with this local shard and this spec. Nothing is checked or copied.
 
         `offset` is the `storage_offset()` of a view.
         """
@@ -115,7 +115,7 @@ class DTensor(ChangingShape, GlobalValues, Hooks):
     def wrap_view(
         cls, local: Tensor, spec: DTensorSpec, base: DTensor, replay: ViewCall | None, offset: int
     ) -> DTensor:
-        """The same for a view of `base`; `replay` makes it again where it shares no memory with the base's shard."""
+        """Return a view of `base` with this local shard; `replay` recomputes a shard with its own memory."""
         if torch.is_inference_mode_enabled() and not base.is_inference():
             with outside_inference_mode():  # a view of a normal tensor is one, too
                 return cls.wrap_view(local, spec, base, replay, offset)
@@ -136,12 +136,12 @@ class DTensor(ChangingShape, GlobalValues, Hooks):
         stride: Sequence[int] | None = None,
         grad_placements: Placements | None = None,
     ) -> DTensor:
-        """Make the distributed tensor whose shard on this rank is `local_tensor`. Differentiable.
+        """Return the distributed tensor whose shard on this rank is `local_tensor`. Differentiable.
 
-        Without `shape`, the shards of all ranks are taken to be alike, and nothing is communicated. With
-        `run_check=True` the ranks compare shapes, dtypes and requires_grad, so that uneven shards are put together
-        right, and copy the first rank's data along replicated axes. `grad_placements` are those of the gradient that
-        goes back to `local_tensor`.
+        Without `shape`, the shards of all ranks are assumed to be of equal size, and nothing is communicated. With
+        `run_check=True` the ranks compare shapes, dtypes and requires_grad, so that the global shape is right for
+        uneven shards, and copy the first rank's data along replicated axes. `grad_placements` are those of the gradient
+        that goes back to `local_tensor`.
         """
         if exporting():
             mesh = device_mesh if device_mesh is not None else current_mesh()
@@ -231,7 +231,7 @@ class DTensor(ChangingShape, GlobalValues, Hooks):
         Between meshes, each rank of the target receives exactly what it lacks. All ranks of both meshes call this; a
         rank that is in one of them alone has an empty local tensor on the other.
 
-        With `async_op=True` the last collective is still under way on return, and is waited for on first use.
+        With `async_op=True` the last collective is still in flight on return, and is waited for on first use.
         `forward_dtype` is the dtype of the communication and of the result, `backward_dtype` that of the communication
         of the gradient, which then takes this tensor's dtype.
         """
@@ -305,7 +305,7 @@ class DTensor(ChangingShape, GlobalValues, Hooks):
             self._leaf_gradient.change(other._spec)
 
     def _distributed_data(self, plain: Tensor) -> DTensor:
-        """A plain tensor with the placements of this one, where plain tensors are known to be replicated."""
+        """Return a plain tensor with the placements of this one, if plain tensors are known to be replicated."""
         if not modes.implicit_replication:
             raise InputError(
                 "the data of a DTensor was set to a plain tensor",
@@ -369,7 +369,7 @@ CollectedGradient.kind = _CollectedGradient
 def plan(
     source: DTensor | DTensorSpec, target: DTensorSpec | Placements, *, device_mesh: DeviceMesh | None = None
 ) -> SpecPlan | MeshChange:
-    """What it would take to redistribute a tensor: `print(plan(x, [Replicate()]))` shows steps and bytes.
+    """Return the plan of a redistribution: `print(plan(x, [Replicate()]))` shows steps and bytes.
 
     With `device_mesh`, the target is on that mesh.
     """
@@ -396,7 +396,7 @@ def _rebuild(local: Tensor, spec: DTensorSpec, requires_grad: bool, is_param: bo
 
 
 def _load(local: Tensor, spec: DTensorSpec, requires_grad: bool, is_param: bool, saved_at: Coordinate) -> DTensor:
-    """A tensor from its pickled form; `saved_at` is the coordinate of the rank that pickled it."""
+    """Return a tensor from its pickled form; `saved_at` is the coordinate of the rank that pickled it."""
     return _rebuild(loaded_shard(local, spec, saved_at), spec, requires_grad, is_param)
 
 

@@ -1,4 +1,4 @@
-"""What the compiler keeps of a DTensor besides its local tensor, and how it makes one again.
+"""Flatten and unflatten a DTensor for the compiler: its local tensor, and a context without sizes.
 
 `torch.compile` takes DTensors apart at the edge of a graph (`__tensor_flatten__`), records ops on local tensors and
 collectives, and puts results together (`__tensor_unflatten__`). Between the two it keeps a `FlatContext`, and runs a
@@ -31,7 +31,7 @@ class FlatContext(NamedTuple):
     requires_grad: bool
 
     def spec(self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> DTensorSpec:
-        """The spec with these sizes; row-major without strides. A simulated world's graph is for one set of sizes."""
+        """Return the spec with these sizes; row-major without strides. Graphs of simulated worlds have fixed sizes."""
         sizes = specialized if self.mesh_info.simulated else symbolic
         meta = contiguous_meta(torch.Size(sizes(tuple(shape))), dtype)
         if stride is not None:
@@ -43,7 +43,7 @@ class FlatContext(NamedTuple):
 
 
 class PyTorchContext(NamedTuple):
-    """What Dynamo expects of the class `torch.distributed.tensor.DTensor`, whose mesh is an inner object."""
+    """The context that Dynamo expects of `torch.distributed.tensor.DTensor`, whose mesh is an inner object."""
 
     placements: tuple[Placement, ...]
     tensor_meta: TensorMeta
@@ -55,18 +55,18 @@ Context = FlatContext | PyTorchContext
 
 
 class _Form:
-    """Whether tensors are taken apart as Dynamo expects of PyTorch's own class."""
+    """Whether tensors are flattened as Dynamo expects of PyTorch's own class."""
 
     pytorch: bool = False
 
 
 def use_form_of_pytorch(enabled: bool) -> None:
-    """Take tensors apart as Dynamo expects of `torch.distributed.tensor.DTensor`, or in the form of this file."""
+    """Set whether tensors are flattened as Dynamo expects of `torch.distributed.tensor.DTensor`."""
     _Form.pytorch = enabled
 
 
 def flatten(spec: DTensorSpec, requires_grad: bool) -> tuple[list[str], Context]:
-    """The names of the inner objects of a tensor, and what else the compiler keeps of it."""
+    """Return the names of the inner objects of a tensor, and its context."""
     if _Form.pytorch:
         if spec._placements is None:
             break_graph("a tensor whose sharding no list of placements describes")
@@ -76,7 +76,7 @@ def flatten(spec: DTensorSpec, requires_grad: bool) -> tuple[list[str], Context]
 
 
 def context_on(mesh_info: MeshInfo | None, context: Context) -> FlatContext:
-    """The context, on the mesh that is an inner object in PyTorch's form."""
+    """Return the context, on the mesh that is an inner object in PyTorch's form."""
     if isinstance(context, FlatContext):
         return context
     assert mesh_info is not None, "in PyTorch's form the mesh is an inner object"
@@ -84,9 +84,9 @@ def context_on(mesh_info: MeshInfo | None, context: Context) -> FlatContext:
 
 
 def relate_sizes(context: FlatContext, local: Tensor, shape: Sequence[int]) -> None:
-    """Guard a graph that has symbols for global and local sizes: a global size is so many times the local one.
+    """Guard a graph with symbolic global and local sizes: a global size is a fixed multiple of the local one.
 
-    Where it is not, because shards are uneven, the graph is for these sizes.
+    If shards are uneven, the graph is specialized to these sizes.
     """
     if not has_symbols((tuple(local.shape), tuple(shape))):
         return

@@ -32,7 +32,7 @@ from .local_shapes import LocalShapes
 
 
 def check_plain_tensor(tensor: object, caller: str) -> Tensor:
-    """Refuse what cannot be distributed: other objects, and layouts other than strided."""
+    """Raise an error for objects that cannot be distributed: non-tensors, and layouts other than strided."""
     if not isinstance(tensor, Tensor):
         raise InputError(f"{caller} got a {type(tensor).__name__}", "pass a torch.Tensor")
     if tensor.layout != torch.strided:
@@ -41,7 +41,7 @@ def check_plain_tensor(tensor: object, caller: str) -> Tensor:
 
 
 def check_reductions(placements: Sequence[Placement], dtype: torch.dtype) -> None:
-    """Refuse Partial placements that have no meaning for a dtype."""
+    """Raise an error for Partial placements that have no meaning for a dtype."""
     for placement in placements:
         if isinstance(placement, Partial):
             check_reducible(dtype, placement.reduce_op)
@@ -49,12 +49,12 @@ def check_reductions(placements: Sequence[Placement], dtype: torch.dtype) -> Non
 
 @cache
 def _device_type(device: torch.device) -> str:
-    """Its type, which PyTorch makes anew each time."""
+    """Return the type of a device, cached: PyTorch creates a new string each time."""
     return device.type
 
 
 def on_mesh(tensor: Tensor, mesh_info: MeshInfo) -> Tensor:
-    """The tensor on the mesh's device type; in the simulated world, one copy for every rank of the mesh."""
+    """Return the tensor on the mesh's device type; in the simulated world, one copy for every rank of the mesh."""
     if _device_type(tensor.device) not in (mesh_info.device_type, "meta"):
         tensor = tensor.to(mesh_info.device_type)
     if not mesh_info.simulated:
@@ -67,7 +67,7 @@ def on_mesh(tensor: Tensor, mesh_info: MeshInfo) -> Tensor:
 
 
 def of_members(tensor: Tensor, mesh_info: MeshInfo) -> Tensor:
-    """In the simulated world, of a tensor of all ranks the shards of the ranks of the mesh; else the tensor itself."""
+    """Return the shards of the mesh's ranks from a tensor of all simulated ranks; else the tensor itself."""
     if not (mesh_info.simulated and isinstance(tensor, RankTensor)):
         return tensor
     of_all = len(tensor.shards) == mesh_info.world_size > len(mesh_info.ranks)
@@ -112,7 +112,7 @@ _DETACHABLE = frozenset((Tensor, Parameter, RankTensor))
 
 
 def copy_to_replicas(local: Tensor, spec: DTensorSpec) -> Tensor:
-    """Along every replicated axis, what its first rank holds."""
+    """Copy the first rank's data along every replicated axis."""
     mesh_info, sent = spec.mesh_info, local
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, Replicate) and mesh_info.sizes[axis] > 1:
@@ -125,7 +125,7 @@ def copy_to_replicas(local: Tensor, spec: DTensorSpec) -> Tensor:
 
 
 class _Given(NamedTuple):
-    """What a caller of from_local says about the global tensor."""
+    """The arguments of from_local that describe the global tensor."""
 
     placements: Placements | None
     shape: Sequence[int] | None
@@ -158,7 +158,7 @@ class _Observed:
         self._specs = specs
 
     def get(self, key: object) -> DTensorSpec | None:
-        """The spec of a local tensor, if it is known."""
+        """Return the cached spec of a local tensor, or None."""
         found = self._specs.get(key)
         if found is not None:
             LOCAL_TENSORS.notify(found)
@@ -190,7 +190,7 @@ def spec_of_local(
     run_check: bool,
     source: Tensor,
 ) -> DTensorSpec:
-    """The spec of the global tensor whose shard each rank holds; `source` is that shard before it was detached."""
+    """Return the spec of the global tensor; `source` is the local shard of this rank before it was detached."""
     if type(placements) is list:
         placements = tuple(placements)
     if type(shape) is list:
@@ -249,7 +249,7 @@ def _checked_shape(local: Tensor, given: _Given) -> torch.Size | None:
 
 
 def _fingerprint(local: Tensor) -> int:
-    """A number that differs for different data."""
+    """Return a hash of a tensor's data."""
     if local.is_meta or is_fake(local):
         return 0
     data = as_bytes(local.detach().cpu().resolve_conj().resolve_neg())

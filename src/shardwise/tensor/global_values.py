@@ -1,4 +1,4 @@
-"""Methods that need the values of the whole tensor, or memory, which a distributed tensor does not have."""
+"""Methods that need the values of the global tensor, or memory, which a distributed tensor does not have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..sharding.base import DTensorBase
 
 
 class GlobalValues(DTensorBase):
-    """The methods of a tensor that return values as Python objects gather them; those that share memory raise."""
+    """Methods that return values as Python objects, and gather them; those that share memory raise an error."""
 
     def tolist(self) -> Any:
         """Return the global tensor as nested lists."""
@@ -52,7 +52,7 @@ class GlobalValues(DTensorBase):
 
     @property
     def fsdp_pre_all_gather(self) -> NoReturn:
-        """Raises an error: PyTorch's `fully_shard` looks for it in local shards, and has taken this tensor as one."""
+        """Raise an error: PyTorch's `fully_shard` looks for this method in local shards, not in DTensors."""
         raise InputError(
             f"PyTorch's fully_shard got the parameter {self._spec!r}, and knows its own class of DTensors only",
             "call shardwise.install() before all other imports, or start the program with python -m shardwise.run; or "

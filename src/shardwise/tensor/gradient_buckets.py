@@ -1,4 +1,4 @@
-"""Gradients of leaves that are reduced together while their backward pass goes on.
+"""Gradient buckets: gradients of leaves are reduced together during the backward pass.
 
 A gradient that needs a reduction waits in a bucket. A full bucket is sent at once, by one collective that runs while
 the pass continues; the others are sent when the pass ends, which waits for all of them. Until then `.grad` is a tensor
@@ -59,19 +59,19 @@ class bucket_gradients:
         _size.set(bytes_of(size))
 
     def __enter__(self) -> None:
-        """Nothing: the size is set when the object is made."""
+        """Do nothing: the size is set by the constructor."""
 
     def __exit__(self, *_: object) -> None:
         _size.set(self._before)
 
 
 def bucket_size() -> int:
-    """The bytes of a bucket in this thread; 0 if gradients are reduced one by one."""
+    """Return the bytes of a bucket in this thread; 0 if gradients are reduced one by one."""
     return _size.get()
 
 
 def bytes_of(size: int | str | None, asked_by: str = "bucket_gradients") -> int:
-    """A number of bytes from a text: `"25 MiB"`."""
+    """Return the number of bytes of a text such as `"25 MiB"`."""
     if isinstance(size, str):
         parsed = re.fullmatch(r"\s*([0-9.]+)\s*([KMG]i?B|B)\s*", size)
         if parsed is None:
@@ -99,13 +99,13 @@ class Collected:
         self._names: list[ref[DTensorBase]] = []
 
     def named(self, tensor: DTensorBase, spec: DTensorSpec) -> DTensorBase:
-        """The tensor, just made, as one with this spec and the data of this source."""
+        """Give a new tensor this spec, and this source for its data."""
         tensor._spec, tensor._source = spec, self
         self._names.append(ref(tensor))
         return tensor
 
     def complete(self) -> None:
-        """Send the bucket, if it was not, wait for it, and give the tensors their data."""
+        """Send the bucket unless it was sent, wait for it, and set the data of its tensors."""
         with self._bucket.lock:
             if self._local is None:
                 self._local = self._bucket.results()[self._index]
@@ -115,7 +115,7 @@ class Collected:
             self._names.clear()
 
     def local(self, tensor: DTensorBase) -> Tensor:
-        """The reduced gradient."""
+        """Return the reduced gradient."""
         self.complete()
         self._settle(tensor)
         return tensor._shard
@@ -127,7 +127,7 @@ class Collected:
             tensor.__class__ = DTensorBase.concrete
 
     def write_back(self, tensor: DTensorBase) -> None:
-        """Nothing: reading the shard to write it made the tensor an ordinary one."""
+        """Do nothing: reading the shard to write it removed the source."""
 
 
 class AddedLater:
@@ -140,7 +140,7 @@ class AddedLater:
         self._lock = threading.RLock()
 
     def local(self, tensor: DTensorBase) -> Tensor:
-        """The sum, in the memory of the earlier gradient."""
+        """Return the sum, in the memory of the earlier gradient."""
         with self._lock:
             if tensor._source is self:  # no other thread was quicker
                 with torch.no_grad():
@@ -149,18 +149,18 @@ class AddedLater:
         return tensor._local_tensor
 
     def write_back(self, tensor: DTensorBase) -> None:
-        """Nothing: reading the shard to write it made the tensor an ordinary one."""
+        """Do nothing: reading the shard to write it removed the source."""
 
 
 class CollectedGradient:
-    """How ops treat a gradient that is in a bucket, on its way from the hook of a leaf to its `.grad`."""
+    """How ops treat a gradient in a bucket, between the hook of a leaf and its `.grad`."""
 
     kind: type[DTensorBase]
     """The class of such gradients, derived from the class of all distributed tensors where that is defined."""
 
     @staticmethod
     def torch_dispatch(func: OpOverload, types: Iterable[type], args: Args = (), kwargs: Any = None) -> object:
-        """`__torch_dispatch__` of the class: autograd takes the gradient as it is; other ops need its data."""
+        """`__torch_dispatch__` of the class: autograd takes the gradient unchanged; other ops need its data."""
         if func is SET_GRAD and isinstance(source := args[0]._source, Collected):
             return source.named(_wrapper(DTensorBase.concrete, args[0]._spec, args[0].device), args[0]._spec)
         if func is ADD_TO_GRAD and not kwargs and _add_later(*args):
@@ -172,7 +172,7 @@ class CollectedGradient:
 
 
 def _add_later(grad: DTensorBase, gradient: DTensorBase) -> bool:
-    """Add a collected gradient to the `.grad` of a leaf when its pass ends, if it can be done so."""
+    """Add a collected gradient to the `.grad` of a leaf when its pass ends, if that is possible."""
     leaf = accumulated_leaf(current_node())
     buckets = _passes.get(current_pass())
     if leaf is None or leaf.grad is not grad or buckets is None or type(gradient) is not CollectedGradient.kind:
@@ -207,7 +207,7 @@ class GradientBuckets:
         """Gradients of earlier passes that are added to."""
 
     def collect(self, grad: DTensorBase, target: DTensorSpec, reduction: Reduction, size: int) -> DTensorBase:
-        """The gradient with the target's placements. Its data comes at the end of the pass, or when it is read."""
+        """Return the gradient with the target's placements; its data is set at the end of the pass, or when read."""
         device = grad.device
         source = Collected(*self._put(reduction, grad._local_tensor, device, size))
         self._collected.append(source)
@@ -231,7 +231,7 @@ class GradientBuckets:
         return bucket, index
 
     def finish(self) -> None:
-        """Send what is left, and wait for everything."""
+        """Send the remaining buckets, and wait for all."""
         for bucket in self._open.values():
             bucket.start()
         for source in self._collected:
@@ -246,7 +246,7 @@ _passes: WeakValueDictionary[int, GradientBuckets] = WeakValueDictionary()
 
 
 def reduced(grad: DTensorBase, target: DTensorSpec, size: int | None = None) -> DTensorBase:
-    """The gradient of a leaf, in a backward pass, with the target's placements: now, or with others in a bucket.
+    """Return the gradient of a leaf with the target's placements, reduced now or in a bucket with others.
 
     `size` is that of the bucket, in the place of that of `bucket_gradients`. Now if the gradient gets a graph of its
     own, which is made in the order of calls. And in recordings: tracers see no end of a pass, and an erased step joins
@@ -262,7 +262,7 @@ def reduced(grad: DTensorBase, target: DTensorSpec, size: int | None = None) -> 
 
 
 def _buckets() -> GradientBuckets:
-    """The buckets of the backward pass that runs in this thread."""
+    """Return the buckets of the backward pass that runs in this thread."""
     number = current_pass()
     found = _passes.get(number)
     if found is None:

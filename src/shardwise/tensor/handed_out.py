@@ -1,4 +1,4 @@
-"""Local shards in the user's hands: a write to one counts as a write to its distributed tensor.
+"""Local shards exposed to the user: a write to one counts as a write to its distributed tensor.
 
 >>> y = x * x
 >>> with torch.no_grad():
@@ -36,7 +36,7 @@ class _HandedOut(NamedTuple):
 
 
 def hand_out(tensor: DTensorBase) -> Tensor:
-    """The local shard of a tensor, for the user: the same object each time, as long as the tensor has that shard."""
+    """Return the local shard of a tensor for the user: the same object each time, as long as the shard is."""
     try:
         local = tensor._shard
     except AttributeError:  # it comes from a source
@@ -48,7 +48,7 @@ def hand_out(tensor: DTensorBase) -> Tensor:
 
 
 def hand_out_new(tensor: DTensorBase) -> Tensor:
-    """The local shard of a tensor, for the user, as an object that nobody else has: autograd records a node for it.
+    """Return the local shard of a tensor for the user, as a new object, for which autograd records a node.
 
     A tensor that hands out its shard a second time will do so again and again, as parameters do: from then on, it keeps
     the alias that others are quickly made from.
@@ -90,7 +90,7 @@ def exposed(tensor: Any) -> Tensor:
 def _can_be_counted(tensor: DTensorBase, local: Tensor) -> bool:
     """Whether an alias of the local shard can share the version counter of the tensor.
 
-    Inference tensors have no versions, modes and compilers would see an op that is none, and tensors of other classes
+    Inference tensors have no versions, modes and compilers would see an op that is not one, and tensors of other classes
     may not survive a copy.
     """
     return (

@@ -1,4 +1,4 @@
-"""What PyTorch's compiler and `torch.distributed.checkpoint` call of a distributed tensor."""
+"""The methods that PyTorch's compiler and `torch.distributed.checkpoint` call on a distributed tensor."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 class Hooks(DTensorBase):
-    """The methods by which the compiler takes a tensor apart, and checkpoints find its shards."""
+    """The methods by which the compiler flattens a tensor, and checkpoints find its shards."""
 
     # ---- the compiler: see tensor/flat.py -----------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], Context]:
-        """The inner tensor, and what else it takes to build this one (sizes come separately)."""
+        """Return the names of inner tensors, and the context to rebuild this one (sizes come separately)."""
         return flatten(self._spec, self.requires_grad)
 
     @staticmethod
     def __tensor_unflatten__(
         inner_tensors: dict[str, Any], context: Context, outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> DTensorBase:
-        """Back from `__tensor_flatten__`."""
+        """Rebuild a tensor from `__tensor_flatten__`."""
         local, mesh = inner_tensors["_local_tensor"], inner_tensors.get("device_mesh")
         made = context_on(mesh_info_of(mesh) if mesh is not None else None, context)
         relate_sizes(made, local, outer_size)
@@ -52,25 +52,25 @@ class Hooks(DTensorBase):
 
     @classmethod
     def __metadata_guard__(cls, traced: Context, given: Context) -> bool:
-        """Whether a graph that was traced with one context is right for another."""
+        """Return whether a graph that was traced with one context is valid for another."""
         return traced == given
 
     # ---- torch.distributed.checkpoint ---------------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        """For torch.distributed.checkpoint: what this process writes."""
+        """Return what this process writes, for torch.distributed.checkpoint."""
         from .checkpoint import write_items  # with all of torch.distributed.checkpoint, half a second of importing
 
         return write_items(fqn, self._local_tensor, self._spec)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """For torch.distributed.checkpoint: what this process reads."""
+        """Return what this process reads, for torch.distributed.checkpoint."""
         from .checkpoint import chunk_list
 
         return chunk_list(self._local_tensor, self._spec)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """For torch.distributed.checkpoint: the shard that an index names."""
+        """Return the shard at an index, for torch.distributed.checkpoint."""
         from .checkpoint import shard_at
 
         return shard_at(index, self._local_tensor, self._spec)

@@ -66,7 +66,7 @@ class LeafGradient:
         """The last spec of each other shape that the leaf has had."""
 
     def change(self, spec: DTensorSpec) -> None:
-        """Note that the leaf has another spec. Its shape may differ: `x.unsqueeze_(0)`, `x.data = y`."""
+        """Record that the leaf has another spec. Its shape may differ: `x.unsqueeze_(0)`, `x.data = y`."""
         if spec.shape != self.spec.shape:
             self.earlier[self.spec.shape] = self.spec
         self.spec = spec
@@ -76,7 +76,7 @@ class LeafGradient:
         return self.spec if shape == self.spec.shape else self.earlier.get(shape, self.spec)
 
     def hook(self, grad: Tensor | None) -> Tensor | None:
-        """The tensor hook of the leaf: the gradient with the leaf's placements, or None if it has them already."""
+        """Return the gradient with the leaf's placements, or None if it has them; the tensor hook of the leaf."""
         if grad is None:
             return None
         if not isinstance(grad, DTensorBase):
@@ -139,7 +139,7 @@ def leaf_without_reduction(leaf: DTensor, target: DTensorSpec) -> DTensor:
 
 
 def reduce_gradient_of(leaf: DTensor) -> None:
-    """Let the gradient of a leaf be reduced to the leaf's own placements when it arrives."""
+    """Register the hook that reduces the gradient of a leaf to the leaf's own placements when it arrives."""
     if leaf._leaf_gradient is not None:  # it was frozen for a while, and has its hook
         leaf._leaf_gradient.change(leaf._spec)
         return

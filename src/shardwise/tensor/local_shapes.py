@@ -1,4 +1,4 @@
-"""The local shapes of the ranks: asked for, checked against a global shape, and put together to one.
+"""The local shapes of the ranks: exchanged, checked against a global shape, or combined into one.
 
 A process knows the shape of its own shard only. It asks the other ranks (one small collective, and a host read) when
 the user says so, with `run_check=True` or inside `debug.check_local_tensors()`. A simulated world has all at hand.
@@ -84,7 +84,7 @@ class LocalShapes:
         self.memory_order = orders[instance[0]]
 
     def check_alike(self) -> None:
-        """Refuse ranks whose dtype, number of dims, given global shape or requires_grad differs from the others'."""
+        """Raise an error if dtype, number of dims, given global shape or requires_grad differ between ranks."""
         kinds = {rank: f"{self.dtypes[rank]} of {len(shape)} dims" for rank, shape in self.shapes.items()}
         if len(set(kinds.values())) > 1:
             raise ShapeError(
@@ -119,7 +119,7 @@ class LocalShapes:
         return len(self.shapes) > 1
 
     def check_replicas(self, placements: Sequence[Placement]) -> None:
-        """Refuse local tensors that differ along an axis on which they are said to be replicated."""
+        """Raise an error if local tensors differ along an axis on which they should be replicated."""
         mesh_info = self.mesh_info
         for axis, placement in enumerate(placements):
             for ranks in mesh_info.rank_groups((axis,)) if isinstance(placement, Replicate) else ():
@@ -143,7 +143,7 @@ class LocalShapes:
         return tuple(packed[self.memory_order.index(dim)] for dim in range(len(shape)))
 
     def check(self, shape: torch.Size, placements: tuple[Placement, ...], order: ShardOrder, assumed: bool) -> None:
-        """Refuse local shapes that these placements of this global shape do not give.
+        """Raise an error for local shapes that do not follow from these placements and this global shape.
 
         `assumed`: nobody gave the shape; it follows from one shard, if the others are like it.
         """

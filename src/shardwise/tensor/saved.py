@@ -1,4 +1,4 @@
-"""What a pickled tensor holds, and whether it may be loaded here.
+"""Load pickled tensors, and check that this rank may load them.
 
 A file of `torch.save` holds the shard of the rank that wrote it, together with the coordinate of that rank. It loads on
 every rank that has the same shard: the one that wrote it, and those that replicate it. Elsewhere loading is refused,
@@ -19,7 +19,7 @@ _FIX = "save with torch.distributed.checkpoint, or save x.full_tensor(), or one 
 
 
 def loaded_shard(local: Tensor, spec: DTensorSpec, saved_at: Coordinate) -> Tensor:
-    """The local shard of a tensor that was saved by the rank at this coordinate. An error where that is not its shard.
+    """Return the local shard of a tensor saved by the rank at this coordinate, or raise an error if it is not ours.
 
     A file of a simulated world holds the shards of all ranks, so every process finds its own in it.
     """

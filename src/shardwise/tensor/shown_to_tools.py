@@ -1,4 +1,4 @@
-"""What PyTorch's profiler and its `DebugMode` show of distributed tensors.
+"""Show ops on distributed tensors in PyTorch's profiler and `DebugMode`.
 
 In a profile: `shardwise::mm f32[8@dp, 4], f32[4, 4]` around the local op, and
 `shardwise::redistribute f32[8@dp, 4] -> f32[8, 4] (all-gather over dp)` around its collectives. In the list of a
@@ -38,7 +38,7 @@ class _Profilers:
         self._active: list[ExitStack] = []
 
     def begin(self) -> None:
-        """A profiler has started."""
+        """Add the observers when a profiler starts."""
         stack = ExitStack()
         if not self._active:
             stack.enter_context(OPS.observing(_profiled_op))
@@ -46,7 +46,7 @@ class _Profilers:
         self._active.append(stack)
 
     def end(self) -> None:
-        """A profiler has stopped."""
+        """Remove the observers when the last profiler stops."""
         if self._active:
             self._active.pop().close()
 
@@ -58,7 +58,7 @@ class _DebugModes:
         self._active: list[ExitStack] = []
 
     def begin(self, mode: DebugMode) -> None:
-        """A mode was entered."""
+        """Add the observers of a mode that was entered."""
 
         def op(func: OpOverload, args: Args, kwargs: Kwargs) -> AbstractContextManager[object]:
             return shows_op(mode, func, args, kwargs)
@@ -73,7 +73,7 @@ class _DebugModes:
         self._active.append(stack)
 
     def end(self, mode: DebugMode) -> None:
-        """The mode that was entered last was left."""
+        """Remove the observers of the mode that was entered last."""
         if self._active:
             self._active.pop().close()
 
@@ -91,7 +91,7 @@ def _profiled_redistribution(source: DTensorSpec, target: DTensorSpec, local: Te
 
 
 def _placements(spec: DTensorSpec) -> str:
-    """The placements as PyTorch's tools write them: `S(0)R`."""
+    """Return placements as PyTorch's tools write them: `S(0)R`."""
     try:
         return "".join(map(_short, spec.placements))
     except ShardwiseError:  # a layout that no list of placements can say

@@ -1,4 +1,4 @@
-"""Where the local shard of a DTensor comes from when it is not simply there.
+"""Sources of local shards that are not available yet, or must be recomputed.
 
 A tensor without a source holds its local shard. One with a source has an empty slot instead, and reading it asks the
 source: `Pending` waits for a collective that is under way, `Replayed` makes a view again after its root has changed.
@@ -23,13 +23,13 @@ from ..sharding.spec import DTensorSpec
 
 
 def set_local(tensor: DTensorBase, local: Tensor) -> None:
-    """Make this the local shard of a tensor, from now on without a source."""
+    """Set the local shard of a tensor, and remove its source."""
     tensor._shard = local
     tensor.__dict__.pop("_source", None)
 
 
 class Pending:
-    """The last collective of a redistribution, still under way. On first use the tensor waits for it and keeps the
+    """The last collective of a redistribution, still in flight. On first use the tensor waits for it and keeps the
     result."""
 
     def __init__(self, tensor: DTensorBase, complete: Callable[[], Tensor]) -> None:
@@ -37,18 +37,18 @@ class Pending:
         self.complete = weakref.finalize(tensor, complete)
 
     def local(self, tensor: DTensorBase) -> Tensor:
-        """The result of the collective."""
+        """Wait for the collective, and return its result."""
         found = self.complete()
         assert found is not None, "a pending result is taken once"
         set_local(tensor, found)
         return found
 
     def write_back(self, tensor: DTensorBase) -> None:
-        """Nothing: reading the shard to write it made the tensor an ordinary one."""
+        """Do nothing: reading the shard to write it removed the source."""
 
 
 def pending(complete: Callable[[], Tensor], device: torch.device, spec: DTensorSpec) -> DTensorBase:
-    """The tensor whose local shard `complete()` returns."""
+    """Return a tensor whose local shard is `complete()`, called on first use."""
     shape, stride, dtype = spec.tensor_meta
     tensor: DTensorBase = make_wrapper(DTensorBase.concrete, shape, stride, dtype=dtype, device=device)
     tensor._spec = spec
@@ -71,7 +71,7 @@ class Replayed:
         self.seen = self._writes()
 
     def local(self, tensor: DTensorBase) -> Tensor:
-        """The local shard, made again if the root was written since."""
+        """Return the local shard, recomputed if the root was written since."""
         if self.seen is None or self.seen != self._writes():
             fresh = self.view.of(self.view.root)
             source = fresh._source
@@ -103,7 +103,7 @@ class Replayed:
         self.seen = self._writes()
 
     def _put_into_gathered(self, tensor: DTensorBase) -> DTensorBase:
-        """The root with the view's value in its place, by way of the gathered root."""
+        """Write the view's value into the gathered root, and return that."""
         gathered = self.view.root._spec.replicated(row_major=True)
         root_value = self._gathered_root()
         _write(self.view.of(root_value), self._gathered_value(tensor))
@@ -131,7 +131,7 @@ class Replayed:
         return redistribute_local(self.cached, tensor._spec, tensor._spec.replicated(row_major=True))
 
     def _writes(self) -> State:
-        """How often the local shard was written that the view is made from in the end."""
+        """Return how often the local shard of the outermost root was written."""
         source = self.view.root._source
         if isinstance(source, Replayed):
             return source._writes()
@@ -139,7 +139,7 @@ class Replayed:
         return None if written is None else (*written, writes_through(self.counters))
 
     def shard(self) -> Tensor:
-        """The local shard that the view is made from in the end."""
+        """Return the local shard of the outermost root."""
         root = self.view.root
         return root._source.shard() if isinstance(root._source, Replayed) else root._local_tensor
 
@@ -155,7 +155,7 @@ def _write(view: Tensor, value: Tensor) -> None:
 
 
 def replayed(view: ViewCall, local: Tensor, spec: DTensorSpec, offset: int) -> DTensorBase:
-    """The tensor that the view call makes, with the local shard it has now."""
+    """Return the view that a view call makes, with its present local shard."""
     tensor = DTensorBase.concrete.wrap(local, spec, offset)
     del tensor._shard
     tensor._source = Replayed(view, local)

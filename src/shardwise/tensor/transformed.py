@@ -27,7 +27,7 @@ Options = dict[str, Any]
 
 
 def from_local_transformed(local: Tensor, mesh: DeviceMesh, options: Options) -> Any:
-    """`from_local` while a transform is active: a distributed tensor, in the wrappers that the local one is in."""
+    """Return `from_local` while a transform is active: a distributed tensor in the wrappers of the local one."""
     if is_wrapped(local):
         return _FromLocal.apply(local, mesh, options)
     with outside_transforms():

@@ -29,7 +29,7 @@ from ..dispatch.arguments import Argument
 from ..dispatch.bind_call import BoundCall, Place, bind_call
 from ..dispatch.result_meta import NoRule
 from ..errors import ShardwiseError
-from ..notation import Bound, Passing, cut_layout, passes, summands, tensor_arguments
+from ..notation import Bound, Passing, passes, sharded_layout, summands, tensor_arguments
 from ..ops.registry import rule_for
 from ..sharding.layout import Factor, Layout
 from ..sharding.mesh import MeshInfo
@@ -150,7 +150,7 @@ def allowed(
 
 def layouts(found: BoundCall, mesh_sizes: tuple[int, ...], chosen: Sequence[Option]) -> list[Layout]:
     """Return the layout of each operand when the axes do this."""
-    cuts = tuple((axis, option) for axis, option in enumerate(chosen) if isinstance(option, int))
+    shardings = tuple((axis, option) for axis, option in enumerate(chosen) if isinstance(option, int))
     result = []
     for operand in found.operands:
         partial: list[tuple[int, str]] = []
@@ -159,7 +159,7 @@ def layouts(found: BoundCall, mesh_sizes: tuple[int, ...], chosen: Sequence[Opti
                 partial.append((axis, option[0]))
             elif isinstance(option, int) and operand.position in summands(found.bound, option):
                 partial.append((axis, "sum"))
-        result.append(cut_layout(operand.tensor, found.bound, mesh_sizes, cuts, tuple(partial)))
+        result.append(sharded_layout(operand.tensor, found.bound, mesh_sizes, shardings, tuple(partial)))
     return result
 
 

@@ -17,10 +17,10 @@ Way = tuple[str, int]
 """`concat` along a dim; or `sum`, `max`, `min`, or the `same` for all pieces, each with 0."""
 
 
-def ways_of_results(whole: list[list[Tensor]], pieces: Sequence[list[list[Tensor]] | None]) -> list[set[Way]]:
+def ways_of_results(expected: list[list[Tensor]], pieces: Sequence[list[list[Tensor]] | None]) -> list[set[Way]]:
     """Return for each result all ways in which it follows from the results of pieces."""
     ways: list[set[Way]] = []
-    for index, tensors in enumerate(whole):
+    for index, tensors in enumerate(expected):
         parts = [piece[index] if piece is not None and index < len(piece) else None for piece in pieces]
         fitting = tensors and all(part is not None and len(part) == len(tensors) for part in parts)
         each = [
@@ -31,28 +31,28 @@ def ways_of_results(whole: list[list[Tensor]], pieces: Sequence[list[list[Tensor
     return ways
 
 
-def ways_of_tensor(whole: Tensor, pieces: Sequence[Tensor]) -> Iterator[Way]:
+def ways_of_tensor(expected: Tensor, pieces: Sequence[Tensor]) -> Iterator[Way]:
     """Yield all ways in which a tensor follows from pieces."""
-    if all(_same(piece, whole) for piece in pieces):
+    if all(_same(piece, expected) for piece in pieces):
         yield "same", 0
-    if any(piece.dim() != whole.dim() or piece.dtype != whole.dtype for piece in pieces):
+    if any(piece.dim() != expected.dim() or piece.dtype != expected.dtype for piece in pieces):
         return
-    for dim in range(whole.dim()):
+    for dim in range(expected.dim()):
         others = {(*piece.shape[:dim], *piece.shape[dim + 1 :]) for piece in pieces}
-        if len(others) == 1 and whole.shape[dim] and _same(torch.cat(list(pieces), dim), whole):
+        if len(others) == 1 and expected.shape[dim] and _same(torch.cat(list(pieces), dim), expected):
             yield "concat", dim
-    if any(piece.shape != whole.shape for piece in pieces) or not whole.numel():
+    if any(piece.shape != expected.shape for piece in pieces) or not expected.numel():
         return
-    truth = whole.dtype is torch.bool
+    truth = expected.dtype is torch.bool
     stacked = torch.stack([piece.to(torch.uint8) if truth else piece for piece in pieces])
     for name, reduce in REDUCTIONS.items():
-        if (name == "sum" and truth) or (name != "sum" and whole.is_complex()):
+        if (name == "sum" and truth) or (name != "sum" and expected.is_complex()):
             continue
         try:
-            reduced = reduce(stacked, 0).to(whole.dtype)
+            reduced = reduce(stacked, 0).to(expected.dtype)
         except NotImplementedError:
             continue  # unsigned integers, for example
-        if _same(reduced, whole):
+        if _same(reduced, expected):
             yield name, 0
 
 

@@ -3,9 +3,9 @@
 >>> print(discover(torch.ops.mylib.scale_rows.default, [(torch.randn(5, 4), torch.randn(5))]))
 a b, a -> a b
 
-Probing can refute a rule but not prove it: see `cuts` for what is tried. What it finds is verified like any other rule
-before it is returned. It takes seconds, and runs in a child process, since some ops crash on pieces of their inputs. It
-is for authors of rules; dispatch never uses it.
+Probing can refute a rule but not prove it: see `split_dims` for what is tried. A rule that it finds is verified like
+any other before it is returned. It takes seconds, and runs in a child process, since some ops crash on pieces of
+their inputs. It is for authors of rules; dispatch never uses it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ..ops.generated import Line
 from ..ops.registry import register
 from .calls import Failure, try_call
 from .children import Lost, in_children
-from .cuts import factors_of
 from .lines import Group, kind_of, lines_of, reductions_agree
 from .passing import refuted
 from .probe_call import ProbeCall
 from .recording import Recorded
+from .split_dims import factors_of
 
 MESHES = ((2,), (3,), (2, 2))
 KINDS = 60  # kinds of calls of one op that are tried
@@ -123,11 +123,17 @@ def _groups(calls: Sequence[Recorded], seed: int, gentle: bool) -> list[Group]:
         kinds.setdefault(repr(kind_of(setup)), []).append(setup)
     groups = []
     for setups in list(kinds.values())[:KINDS]:
-        tried = [(setup, cuts) for setup in setups[:SAMPLES] if (cuts := factors_of(setup, seed, gentle)) is not None]
+        tried = [
+            (setup, splits) for setup in setups[:SAMPLES] if (splits := factors_of(setup, seed, gentle)) is not None
+        ]
         if not tried:
             continue
-        every = dict.fromkeys(cut for _, cuts in tried for cut in cuts)
-        common = [cut for cut in every if all(cut in cuts or setup.size(*cut.dims[0]) == 1 for setup, cuts in tried)]
+        every = dict.fromkeys(split for _, splits in tried for split in splits)
+        common = [
+            split
+            for split in every
+            if all(split in splits or setup.size(*split.dims[0]) == 1 for setup, splits in tried)
+        ]
         while not reductions_agree(common):
             common.pop()
         groups.append(Group(setups[:SAMPLES], common, *kind_of(setups[0])))

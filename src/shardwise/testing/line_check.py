@@ -8,8 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..notation import BindError, Bound, BoundTensor, RuleError, bind, parse
-from .cuts import Cut
 from .probe_call import ProbeCall
+from .split_dims import SplitDims
 
 
 def ranks_were_tried(text: str, calls: Sequence[ProbeCall]) -> bool:
@@ -33,8 +33,8 @@ def _tensors_at(setup: ProbeCall, position: int) -> list[Tensor]:
     return results[position] if position < len(results) else []
 
 
-def says(text: str, setup: ProbeCall, cuts: Sequence[Cut]) -> bool:
-    """Return whether a line allows exactly these cuts in a call."""
+def says(text: str, setup: ProbeCall, splits: Sequence[SplitDims]) -> bool:
+    """Return whether a line allows exactly these splits in a call."""
     results = setup.run()
     if results is None:
         return True
@@ -51,7 +51,7 @@ def says(text: str, setup: ProbeCall, cuts: Sequence[Cut]) -> bool:
         bound = bind(rule, shapes, outputs, sizes or None)
     except (BindError, RuleError, KeyError):
         return False
-    return _allowed(bound) == {_Allowed(cut.dims, _places(cut), _reductions(cut)) for cut in cuts}
+    return _allowed(bound) == {_Allowed(split.dims, _places(split), _reductions(split)) for split in splits}
 
 
 def _shape(value: object) -> object:
@@ -66,12 +66,12 @@ class _Allowed(NamedTuple):
     reduced: tuple[tuple[int, str], ...]
 
 
-def _places(cut: Cut) -> tuple[tuple[int, int], ...]:
-    return tuple((i, dim) for i, (way, dim) in enumerate(cut.ways) if way == "concat")
+def _places(split: SplitDims) -> tuple[tuple[int, int], ...]:
+    return tuple((i, dim) for i, (way, dim) in enumerate(split.ways) if way == "concat")
 
 
-def _reductions(cut: Cut) -> tuple[tuple[int, str], ...]:
-    return tuple((i, way) for i, (way, _) in enumerate(cut.ways) if way != "concat")
+def _reductions(split: SplitDims) -> tuple[tuple[int, str], ...]:
+    return tuple((i, way) for i, (way, _) in enumerate(split.ways) if way != "concat")
 
 
 def _allowed(bound: Bound) -> set[_Allowed]:

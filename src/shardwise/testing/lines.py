@@ -1,4 +1,4 @@
-"""From cuts to lines of the table: as few lines as possible that say of every call what was found.
+"""Turn split dims into lines of the rule table: as few lines as possible that describe every call that was tried.
 
 >>> lines_of("aten::ormqr.default", groups)
 [Line(op='aten::ormqr.default', ranks=(), arguments=(), rule='b.. _ _, b.. _, b.. _ _ -> b.. _ _')]
@@ -16,9 +16,9 @@ from typing import NamedTuple
 from ..notation import parse
 from ..notation.schema import KINDS, operands_of
 from ..ops.generated import Line, as_literal, ranks_of
-from .cuts import Cut
 from .line_check import ranks_were_tried, says
 from .probe_call import ProbeCall
+from .split_dims import SplitDims
 
 Tokens = list[list[str]]
 """The words of the pattern of each operand or result."""
@@ -29,10 +29,10 @@ OF_NEW_TENSORS = ("dtype", "out_dtype", "layout", "device", "pin_memory", "memor
 
 
 class Group(NamedTuple):
-    """Calls of one kind (operands of the same ranks, the same other arguments), and the cuts that all of them allow."""
+    """Calls of one kind (operands of the same ranks, equal other arguments), and the splits that all of them allow."""
 
     calls: list[ProbeCall]
-    cuts: list[Cut]
+    splits: list[SplitDims]
     ranks: tuple[str, ...]
     statics: dict[str, object]
 
@@ -71,16 +71,16 @@ def tokens(group: Group) -> tuple[Tokens, Tokens, list[str]]:
     reduce = ["sum"] * len(results)
     sizes: dict[str, list[str]] = {}
     names = iter("abcdefghijklmnopqrstuvwxyz")
-    for cut in sorted(group.cuts, key=lambda cut: cut.dims):
+    for split in sorted(group.splits, key=lambda split: split.dims):
         name = next(names)
-        for operand, dim in cut.dims:
+        for operand, dim in split.dims:
             operands[operand][dim] = name
-        for result, (way, dim) in enumerate(cut.ways):
+        for result, (way, dim) in enumerate(split.ways):
             if way == "concat":
                 results[result][dim] = name
             else:
                 reduce[result] = way
-        for argument, index in cut.sizes:
+        for argument, index in split.sizes:
             value = setup.arguments[argument]
             entries = sizes.setdefault(argument, ["_"] * (1 if index is None else len(value)))
             entries[index or 0] = name
@@ -90,9 +90,9 @@ def tokens(group: Group) -> tuple[Tokens, Tokens, list[str]]:
     return operands, results, clauses
 
 
-def reductions_agree(cuts: Sequence[Cut]) -> bool:
+def reductions_agree(splits: Sequence[SplitDims]) -> bool:
     """Return whether each result is reduced by one op: a rule has one for each result."""
-    for ways in zip(*(cut.ways for cut in cuts), strict=True):
+    for ways in zip(*(split.ways for split in splits), strict=True):
         if len({way for way, _ in ways if way != "concat"}) > 1:
             return False
     return True
@@ -185,7 +185,7 @@ def _is_varied(name: str, groups: Sequence[Group]) -> bool:
     Of a flag both values; of a dim every one, for every rank; of a size that is split any; of other arguments three.
     """
     values = [group.statics[name] for group in groups]
-    if all(any(size == name for cut in group.cuts for size, _ in cut.sizes) for group in groups):
+    if all(any(size == name for split in group.splits for size, _ in split.sizes) for group in groups):
         return True
     if name.startswith(("dim", "axis")):
         seen: dict[int, set[int]] = {}
@@ -209,7 +209,7 @@ def _with_conditions(op: str, groups: Sequence[Group], ranked: bool, names: tupl
         parts.setdefault(repr((group.ranks if ranked else (), [group.statics[n] for n in names])), []).append(group)
     lines = []
     for part in parts.values():
-        if not any(group.cuts for group in part):
+        if not any(group.splits for group in part):
             continue
         rule = _of_all(part) if all(_is_varied(name, part) for name in others) else None
         if rule is None:
@@ -221,12 +221,12 @@ def _with_conditions(op: str, groups: Sequence[Group], ranked: bool, names: tupl
 
 def _of_all(groups: Sequence[Group]) -> str | None:
     """Return a line that says of every group exactly what was found there; None if there is none."""
-    widest = sorted(groups, key=lambda group: (-len(group.cuts), -sum(map(len, group.ranks)), group.ranks[::-1]))
+    widest = sorted(groups, key=lambda group: (-len(group.splits), -sum(map(len, group.ranks)), group.ranks[::-1]))
     tried: dict[str, None] = {}
     for group in widest[:4]:
         tried.update(dict.fromkeys(candidates(group)))
     for text in tried:
         covered = ranks_were_tried(text, [group.calls[0] for group in groups])
-        if covered and all(says(text, call, group.cuts) for group in groups for call in group.calls):
+        if covered and all(says(text, call, group.splits) for group in groups for call in group.calls):
             return text
     return None

@@ -51,7 +51,7 @@ def _passes(setup: ProbeCall, word: str, members: Sequence[int], seed: int) -> b
     runs = [one.run() for one in (setup, second, both)]
     if any(run is None for run in runs):
         return True  # the op does not accept this data
-    first, other, whole = (run for run in runs if run is not None)
+    first, other, of_both = (run for run in runs if run is not None)
     combine = torch.minimum if word == "antitone" else COMBINE[word]
     combined = [[combine(a, b) for a, b in zip(x, y, strict=True)] for x, y in zip(first, other, strict=True)]
-    return all(same_results(x, y) for x, y in zip(combined, whole, strict=True))
+    return all(same_results(x, y) for x, y in zip(combined, of_both, strict=True))

@@ -92,13 +92,13 @@ def _ways_of_one(call: Recorded, found: BoundCall, factor: int, bounds: list[int
     if not cut:
         return None
     try:
-        whole = tensors_in(call.func(*call.args, **call.kwargs))
+        expected = tensors_in(call.func(*call.args, **call.kwargs))
         pieces = [tensors_in(_on_piece(call, cut, start, stop)) for start, stop in itertools.pairwise(bounds)]
     except Exception:
         return None
-    if not whole or any(len(piece) != len(whole) for piece in pieces):
+    if not expected or any(len(piece) != len(expected) for piece in pieces):
         return None
-    return [_names(ways_of_tensor(want, [piece[i] for piece in pieces])) for i, want in enumerate(whole)]
+    return [_names(ways_of_tensor(want, [piece[i] for piece in pieces])) for i, want in enumerate(expected)]
 
 
 def _dims_to_cut(found: BoundCall, factor: int) -> dict[Place, int] | None:

@@ -90,8 +90,8 @@ def _operand_table(value: Tensor, layout: Layout, seed: int) -> dict[Key, Tensor
     for axis, op in layout.partial:
         table = {
             (*key, index): part
-            for key, whole in table.items()
-            for index, part in enumerate(operands(whole, layout.mesh_sizes[axis], op, generator, unit))
+            for key, operand in table.items()
+            for index, part in enumerate(operands(operand, layout.mesh_sizes[axis], op, generator, unit))
         }
     return table
 

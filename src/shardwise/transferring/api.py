@@ -89,9 +89,7 @@ def _known(
     if source is not None and mesh is not None:
         return described(state_dict, adopt(source), adopt(mesh))
     if state_dict is None:
-        raise InputError(
-            "a transfer without a state dict", "pass source=, the mesh of the ranks that have it, on all ranks"
-        )
+        raise InputError("transfer got no state dict", "pass source=, the mesh of the ranks that have it, on all ranks")
     others = {name: value for name, value in state_dict.items() if not isinstance(value, Tensor)}
     return specs_of(state_dict, None), others
 
@@ -111,7 +109,7 @@ def _planned(
     if into is not None:
         targets = {name: _existing(name, each, into) for name, each in made.items()}
     elif mesh is None or placements is None:
-        raise InputError("a transfer without a mesh or placements", "pass both, or `into`: tensors to write to")
+        raise InputError("transfer got no mesh or no placements", "pass both, or `into`: tensors to write to")
     else:
         mesh_info = adopt(mesh)
         targets = {name: _target(name, each, mesh_info, placements, dtype) for name, each in made.items()}

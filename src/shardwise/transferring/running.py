@@ -74,8 +74,10 @@ class TransferRun:
             return {rank: shard for (rank, _), shard in zip(places_here(spec.mesh_info), shards, strict=True)}
         if spec.layout.partial:
             if name not in self.reduced:
-                whole = [Replicate() if p.is_partial() else p for p in tensor.placements]
-                self.reduced[name] = shards_here(tensor.redistribute(placements=whole)._local_tensor, spec.mesh_info)
+                placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
+                self.reduced[name] = shards_here(
+                    tensor.redistribute(placements=placements)._local_tensor, spec.mesh_info
+                )
             return self.reduced[name]
         return shards_here(tensor._local_tensor, spec.mesh_info)
 

@@ -1,4 +1,4 @@
-"""Proving a parallel program right: its training on simulated ranks is compared with that on one device.
+"""Check a parallel program: its training on simulated ranks is compared with training on one device.
 
 verify         the public function
 program        running the program: build, distribute, train

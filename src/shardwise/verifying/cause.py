@@ -31,7 +31,7 @@ class Cause:
     text: str
     """A sentence for users, such as "2 times too large (2 is the size of tp)"."""
     axes: tuple[str, ...] = ()
-    """The axes it has to do with, as far as the values tell."""
+    """The axes it depends on, as far as the values show."""
     factor: float = 1.0
 
 
@@ -52,7 +52,7 @@ def find_cause(got: Ranks, want: Ranks, close: Close, axes: Axes) -> Cause:
 
 
 def narrowed(cause: Cause, axes: Axes) -> Cause:
-    """Return a cause that speaks of these axes alone."""
+    """Return the cause, restricted to these axes."""
     if cause.pattern != "factor":
         return cause
     return replace(cause, text=factor_text(cause.factor, axes), axes=axes.names)
@@ -130,17 +130,15 @@ def _as_missing_reduction(got: Ranks, want: Ranks, close: Close, axes: Axes) -> 
             expected = expected.along(axis, lambda line: line[0])
         count = math.prod(axes.size(axis) for axis in chosen)
         if _all_close(total, expected, close):
-            return Cause("sum", f"is each rank's own part: only the sum over {over} is the reference", chosen)
+            return Cause("sum", f"is not reduced: only the sum over {over} is the reference", chosen)
         mean = Ranks(total.axes, {at: value.double() / count for at, value in total.values.items()})
         if _all_close(mean, expected, close):
             return Cause("average", f"is each rank's own value: only the average over {over} is the reference", chosen)
         if got.first().dim() == 0 and _all_close(_root(got, chosen), expected, close):
-            return Cause("root", f"is the norm of each rank's own part: squares are not summed over {over}", chosen)
+            return Cause("root", f"is the norm of each rank's local shard: squares are not summed over {over}", chosen)
         factor = _common_factor(total, expected, close)
         if factor is not None and products(factor, axes):
-            return Cause(
-                "sum", f"is each rank's own part, and the sum over {over} {factor_text(factor, axes)}", chosen, factor
-            )
+            return Cause("sum", f"is not reduced, and the sum over {over} {factor_text(factor, axes)}", chosen, factor)
     return None
 
 

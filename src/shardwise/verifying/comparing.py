@@ -1,7 +1,7 @@
 """Comparing one tensor of a run on ranks with the same tensor of the run on one device.
 
 Some tensors must agree: the loss, gradients, norms, parameters and buffers. Activations may lie in any way that the
-program likes; they are compared as far as a simple distribution explains them, and tell where a difference begins.
+program likes; they are compared as far as a simple distribution explains them, and show where a difference begins.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Status = Literal["same", "suspect", "differs", "unknown"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Whether a tensor is the reference's, and how it differs if not."""
+    """Whether a tensor equals the reference, and how it differs if not."""
 
     status: Status
     cause: Cause | None = None
@@ -86,14 +86,14 @@ class Comparison:
     def _activation(self, got: Ranks, reference: Tensor, close: Close, *, partial: bool) -> Outcome:
         distribution = explain(got, reference, close, partial=partial)
         if distribution is not None:
-            if distribution.permuted and distribution.whole:
+            if distribution.permuted and distribution.unsharded:
                 return Outcome("suspect", Cause("permuted", "has the elements of the reference in another order"))
             if not distribution.partial:
                 return Outcome("same", None, distribution)
             total = 'Partial("sum")' in dict(distribution.placements).values()
             how = "sum" if total else "average"
             over = " and ".join(distribution.partial)
-            text = f"is each rank's own {'part' if total else 'value'}: only the {how} over {over} is the reference"
+            text = f"is not reduced: only the {how} over {over} is the reference"
             return Outcome("suspect", Cause("sum" if total else "average", text, distribution.partial), distribution)
         want = _likely(got, reference)
         if want is None:
@@ -107,7 +107,7 @@ class Comparison:
         """Return the factor that all activations' gradients of a step may have.
 
         A rank that averages its own rows has gradients as many times larger as there are such ranks, until gradients
-        of parameters are averaged. The first gradient of the step tells.
+        of parameters are averaged. The first gradient of the step decides.
         """
         if key.step not in self._scales:
             sizes = sorted({1.0, *(_product(self.axes, names) for names in _subsets(self.axes.names))})
@@ -166,8 +166,8 @@ def _indices(got: Ranks, reference: Tensor, close: Close) -> Ranks | None:
     It works for any layout, interleaved and transposed ones included, if the elements of the reference are distinct.
     """
     if all(value.shape == reference.shape and close(value, reference) for value in got.values.values()):
-        whole = torch.arange(reference.numel()).view(reference.shape)
-        return Ranks(got.axes, dict.fromkeys(got.values, whole))
+        indices = torch.arange(reference.numel()).view(reference.shape)
+        return Ranks(got.axes, dict.fromkeys(got.values, indices))
     values, order = reference.flatten().sort()
     if not len(values) or bool((values[1:] == values[:-1]).any()):
         return None

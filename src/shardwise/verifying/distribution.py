@@ -26,7 +26,7 @@ class Distribution:
 
     @property
     def partial(self) -> tuple[str, ...]:
-        """The axes over which ranks hold parts of a sum or an average."""
+        """The axes over which ranks hold operands of a sum or an average."""
         return tuple(axis for axis, how in self.placements if how.startswith("Partial"))
 
     @property
@@ -35,7 +35,7 @@ class Distribution:
         return tuple(axis for axis, how in self.placements if how == 'Partial("avg")')
 
     @property
-    def whole(self) -> bool:
+    def unsharded(self) -> bool:
         """Whether every rank holds all elements."""
         return not any(how.startswith("Shard") for _, how in self.placements)
 

@@ -1,6 +1,6 @@
 """Finding where a run on ranks first departs from the reference.
 
-Whether there is a difference is decided by tensors that must agree. Where it begins is told by activations, which may
+Whether there is a difference is decided by tensors that must agree. Where it begins is shown by activations, which may
 look different for good reasons; so one of them counts only if nothing computed from it is right again.
 """
 

@@ -32,7 +32,7 @@ class RankProgram(OwnMode):
         self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if types:  # of a class of ours, which knows of ranks
+        if types:  # of a class of ours, which handles ranks
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if tensors and func.namespace in _COLLECTIVES:

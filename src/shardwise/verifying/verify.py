@@ -71,7 +71,8 @@ def verify(
     dtype        what parameters and inputs are cast to, so that rounding is far smaller than any mistake. With None,
                  and where the model cannot run in it, they keep their own.
     distinct     whether parameters with equal elements (a bias of zeros) get some noise: they would hide mistakes.
-    isolate      whether to run again with one axis of size 1 after the other, to tell on which the difference depends.
+    isolate      whether to run again with one axis of size 1 after the other, to find out on which the difference
+    depends.
 
     Ranks run in lockstep, so the program may slice with `mesh.get_local_rank()` or `dist.get_rank()`, but not branch on
     them. Raises whatever the program raises, unless a tensor that was computed before differs.
@@ -143,7 +144,7 @@ class _Verification:
         )
 
     def _needed(self, first: Found) -> tuple[tuple[str, ...] | None, str]:
-        """Return the axes on which the difference depends, and a sentence that says so; None if runs do not tell."""
+        """Return the axes on which the difference depends (None if unknown), and a sentence that says so."""
         large = [name for name, size in zip(self.axes.names, self.axes.sizes, strict=True) if size > 1]
         steps = first.key.step + 1
         alone = self._differs(self._with_size_1(large), steps)

@@ -119,7 +119,7 @@ def _reduce(tensors: Shards, op: str) -> torch.Tensor:
     if op.lower() != "avg":
         return total
     if not (total.is_floating_point() or total.is_complex()):
-        raise WorldError(f"the average of {total.dtype} tensors", "sum them and divide, or use a float dtype")
+        raise WorldError(f"tensors of {total.dtype} cannot be averaged", "sum them and divide, or use a float dtype")
     return total.div_(len(tensors))
 
 

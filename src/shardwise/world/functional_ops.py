@@ -51,7 +51,7 @@ def parallel_groups(x: object, group: Group, group_size: int | None = None) -> G
     world = current_world()
     if not isinstance(x, RankTensor):
         raise WorldError(
-            "a plain tensor and per-rank tensors in one collective", "make it per-rank with `replicate(tensor)`"
+            "a collective of per-rank tensors got a plain tensor", "make it per-rank with `replicate(tensor)`"
         )
     if world is not None and len(x.shards) != world.size:
         places = {rank: place for place, rank in enumerate(sorted(rank for ranks in groups for rank in ranks))}

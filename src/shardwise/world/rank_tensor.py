@@ -173,9 +173,9 @@ def _shard_of(rank: int) -> Callable[[RankTensor], torch.Tensor]:
 
 def _check_shards(shards: Sequence[torch.Tensor]) -> None:
     if not shards:
-        raise WorldError("a RankTensor of no ranks", "give one tensor per rank")
+        raise WorldError("a RankTensor needs at least one tensor", "pass one tensor per rank")
     if any(isinstance(s, RankTensor) for s in shards):
-        raise WorldError("a RankTensor inside a RankTensor", "give one plain tensor per rank")
+        raise WorldError("a RankTensor got a RankTensor as the tensor of a rank", "pass one plain tensor per rank")
     for what in ("ndim", "dtype", "device"):
         found = [getattr(s, what) for s in shards]
         for rank, value in enumerate(found):

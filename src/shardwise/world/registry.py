@@ -25,7 +25,7 @@ class World:
 
     def __init__(self, size: int) -> None:
         if size < 1:
-            raise WorldError(f"a world of {size} ranks", "a world has one rank or more")
+            raise WorldError(f"simulate got {size} ranks", "pass 1 or more")
         self.size = size
         self.groups: dict[str, Groups] = {}
 

@@ -43,7 +43,7 @@ def placements(name: str, mesh: DeviceMesh, way: str) -> Any:
 
 
 def state(mesh: DeviceMesh, way: str) -> dict[str, DTensor]:
-    """All tensors, cut over a mesh."""
+    """All tensors, sharded over a mesh."""
     return {name: distribute_tensor(whole, mesh, placements(name, mesh, way)) for name, whole in WHOLE.items()}
 
 

@@ -97,7 +97,7 @@ def _axis(mesh: DeviceMesh, axis: int, nbytes: int) -> AxisCosts:
 
 
 def _bandwidth(received: float, seconds: float, latency: float) -> float:
-    """Return bytes per second without the latency, of which noise must not leave nothing."""
+    """Return bytes per second without the latency; noise must not make the time zero or negative."""
     return received / max(seconds - latency, seconds / 10, 1e-9)
 
 

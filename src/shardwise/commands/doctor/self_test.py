@@ -1,4 +1,4 @@
-"""A few calls on a mesh, compared with one device: does this machine compute what it should?"""
+"""Run a few calls on a mesh, and compare the results with one device."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ...tensor.creation import distribute_tensor, randn
 
 
 class Check(NamedTuple):
-    """One thing that was tried; `problem` is "" if it is as it should be."""
+    """One check and its outcome; `problem` is "" if it passed."""
 
     name: str
     problem: str
 
 
 def self_test(mesh: DeviceMesh) -> list[Check]:
-    """Try the mesh; every rank gets the same list, with the problems of all of them."""
+    """Run all checks on the mesh. Every rank returns the same list, with the problems of all ranks."""
     return [Check(name, _tried(mesh, check)) for name, check in _checks(mesh)]
 
 
@@ -55,7 +55,7 @@ def _all_reduce(mesh: DeviceMesh, axis: int) -> str:
 
 
 def _redistribute(mesh: DeviceMesh) -> str:
-    """Bring a tensor from each list of placements to each other one."""
+    """Redistribute a tensor from each list of placements to each other one."""
     values = torch.arange(64 * 64, dtype=torch.float32, device=mesh.device_type).reshape(64, 64)
     kinds: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Partial())
     rows = [[kind] * mesh.ndim for kind in kinds]

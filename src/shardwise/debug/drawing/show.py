@@ -41,7 +41,7 @@ class Drawing:
 
 
 def show(value: Drawable) -> Drawing:
-    """Return a drawing of a tensor, spec, plan, mesh or module: who holds what. Nothing is communicated."""
+    """Return a drawing of a tensor, spec, plan, mesh or module: which rank holds what. Nothing is communicated."""
     if isinstance(value, (DTensor, DTensorSpec, nn.Module)):
         return Drawing(html_of(value), draw(value))
     if isinstance(value, DeviceMesh):

@@ -1,4 +1,4 @@
-"""What the user calls a tensor: the path of a parameter, or a variable of the running function."""
+"""The user's name of a tensor: the path of a parameter, or a variable of the running function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Names:
         """The variable and the line by which each leaf was last read in a forward pass."""
 
     def note_leaf(self, leaf: Tensor) -> None:
-        """Note where a leaf is read."""
+        """Record where a leaf is read."""
         line = line_now()
         if line is not None and self._leaves.get(id(leaf), (None, None))[1] != line:
             self._leaves[id(leaf)] = self.variable(leaf), line

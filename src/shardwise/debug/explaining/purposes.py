@@ -1,4 +1,4 @@
-"""What the functions of shardwise communicate for.
+"""The purposes for which functions of shardwise communicate.
 
 While something is explained, the functions in the table below are swapped for ones that say so to the recorder. Nothing
 else has to know of explanations, and nothing costs time while there are none.
@@ -34,7 +34,7 @@ from .lines import line_now
 
 
 class Purpose(NamedTuple):
-    """What a function communicates for: one of `records.CAUSES`, and more about it."""
+    """Why a function communicates: one of `records.CAUSES`, and details."""
 
     cause: str
     detail: str = ""
@@ -79,14 +79,14 @@ class _Buckets:
         self._added: WeakKeyDictionary[Bucket, list[Purpose]] = WeakKeyDictionary()
 
     def add(self, bucket: Bucket, *_: object) -> Purpose:
-        """Note that the gradient of the present leaf goes into a bucket; moves before that are for the gradient."""
+        """Record that the gradient of the present leaf goes into a bucket; moves before that are for the gradient."""
         purpose = _of_leaf()
         if not bucket.started:
             self._added.setdefault(bucket, []).append(purpose)
         return purpose
 
     def start(self, bucket: Bucket) -> Purpose:
-        """What a bucket communicates for."""
+        """Return the purpose of a bucket's communication."""
         added = self._added.get(bucket, [])
         leaves = tuple(leaf for purpose in added for leaf in purpose.leaves)
         line = next((purpose.line for purpose in added if purpose.line is not None), None)
@@ -130,7 +130,7 @@ def _table() -> tuple[tuple[object, str, Find], ...]:
 
 @contextmanager
 def saying_purposes(say: Say) -> Iterator[None]:
-    """Inside, `say(purpose)` is a context around everything that communicates for a purpose."""
+    """Enter `say(purpose)` around all communication with a purpose, inside the block."""
     with ExitStack() as stack:
         for owner, name, find in _table():
             stack.enter_context(_swapped(owner, name, find, say))

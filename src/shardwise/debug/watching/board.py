@@ -1,4 +1,4 @@
-"""The notice board of the ranks: the store of the default process group, over a connection of its own.
+"""Publish and read the status of ranks: the store of the default process group, over a separate connection.
 
 Nothing here waits for a key that does not exist, so a rank that never writes holds nobody up.
 """
@@ -84,7 +84,7 @@ class Board:
 
 @cache
 def this_machine() -> str:
-    """What processes have in common that can see each other's process ids; empty where that is not known."""
+    """Return an id shared by processes that can see each other's process ids; empty if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"

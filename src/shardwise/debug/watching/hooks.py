@@ -1,4 +1,4 @@
-"""Where events come from: ops on distributed tensors, local tensors that become such, collectives, random numbers.
+"""The sources of events: ops on distributed tensors, `from_local`, collectives, random numbers.
 
 Nothing of this is in place unless a watch runs.
 """
@@ -45,7 +45,7 @@ class Hooks:
             self._undo_ops.append(LOCAL_TENSORS.add(self._op_events.local_tensor))
 
     def ignore_ops(self) -> None:
-        """Stop writing down ops. What communicates is still an event."""
+        """Stop recording ops. Communication is still an event."""
         while self._undo_ops:
             self._undo_ops.pop()()
 
@@ -125,7 +125,7 @@ class Hooks:
             self._before_end()
 
     def _draw(self, mesh_info: MeshInfo, generator: torch.Generator) -> None:
-        """Numbers are about to be drawn for a distributed tensor: the generators must be in the same state."""
+        """Check, before numbers are drawn for a distributed tensor, that generators are in the same state."""
         self.failing.check()
         if not is_compared(mesh_info):
             return

@@ -1,4 +1,4 @@
-"""What each rank did where two of them disagree: asked for once, when a difference was found."""
+"""Ask each rank what it did where ranks disagree: once, when a difference was found."""
 
 from __future__ import annotations
 

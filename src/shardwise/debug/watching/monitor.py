@@ -50,7 +50,7 @@ class Monitor(threading.Thread):
         self.board, self._port = Board(epoch), store_port()
         self.error: WatchError | None = None
         self.over = threading.Event()
-        """Set when all ranks have left, or this rank knows what went wrong."""
+        """Set when all ranks have left, or when this rank has the error."""
         self.main_knows = False
         """Whether the thread that is watched over has got the error, or is about to ask for it."""
         self.stopper = Stopper(self.make_error, (f"{__package__}.watch",))

@@ -37,7 +37,7 @@ _MAKING = (os.path.dirname(from_local.__file__) + os.sep, observers.__file__)
 _Places = dict[object, tuple[CodeType, int]]
 """The event of a call, by its offset in the caller's code, and by offset and identity of that code."""
 _Call = tuple[Ready | None, Callable[[int], None] | None, _Places | None, Any]
-"""What is left of a call, the stream to append to (None if it is no event), places, and digest and words.
+"""The hot-path entry of a call, the stream to append to (None if it is not an event), places, digest and words.
 
 If the op was met first in a library there are no places, and the last is its event.
 """
@@ -128,7 +128,7 @@ class OpEvents:
         return found[1]
 
     def local_tensor(self, spec: DTensorSpec) -> None:
-        """A local tensor becomes a distributed one: the ranks must mean the same global tensor."""
+        """Record that a local tensor becomes a distributed one: the ranks must mean the same global tensor."""
         if self._failing.failure is not None:
             self._failing.check()
         made = self._made.get(spec)

@@ -38,7 +38,7 @@ class Status:
     """Whether it has left the watch."""
 
     def as_json(self) -> dict[str, Any]:
-        """The status as it is sent."""
+        """Return the status as text to send."""
         return dict(vars(self))
 
 

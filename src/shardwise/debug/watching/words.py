@@ -1,4 +1,4 @@
-"""What went wrong, in words."""
+"""Describe in words what went wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALONE = (
 
 
 class Failure(TypedDict, total=False):
-    """What went wrong, as it is published: its kind, and the fields of that kind."""
+    """An error as ranks publish it: its kind, and the fields of that kind."""
 
     kind: Required[Literal["raised", "gone", "deadlock", "differs"]]
 

@@ -1,4 +1,4 @@
-"""Copies of what nobody reads again: the copy takes its place, and copies of copies are made once."""
+"""Remove copies of memory that is not read again, and copies of copies."""
 
 from __future__ import annotations
 

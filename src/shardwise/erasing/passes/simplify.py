@@ -1,4 +1,4 @@
-"""Passes that remove ops: unread results, results that are there already, views that change nothing."""
+"""Passes that remove ops: dead code, common subexpressions, views that change nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..effects import Memory, has_effects, is_op, written_by
 
 
 def remove_dead(graph: fx.Graph) -> int:
-    """Remove ops whose results nobody reads."""
+    """Remove ops whose results are not read."""
     removed = 0
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not has_effects(node):

@@ -29,7 +29,7 @@ def other_seeds(number: int) -> Iterator[None]:
 def same_distribution(
     plain: Sequence[Answer],
     distributed: Sequence[Answer],
-    whole: Callable[[object], Tensor],
+    full: Callable[[object], Tensor],
     again: Callable[[int], Answer],
 ) -> bool:
     """Return whether plain and distributed calls draw from the same distribution, as far as these numbers show.
@@ -41,7 +41,7 @@ def same_distribution(
         if not isinstance(first, Tensor):
             continue
         one = _pooled([answer.results[index] for answer in plain])
-        other = _pooled([whole(answer.results[index]) for answer in distributed])
+        other = _pooled([full(answer.results[index]) for answer in distributed])
         if min(len(one), len(other)) < FEWEST or distance(one, other) <= FAR:
             continue
         count = len(plain)

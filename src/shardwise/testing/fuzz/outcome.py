@@ -83,11 +83,11 @@ def _look(value: object, value_of: Callable[[Tensor], object]) -> object:
     if not isinstance(value, Tensor):
         return value
     try:
-        whole = value_of(value)
-        if not isinstance(whole, Tensor):
-            return whole
+        data = value_of(value)
+        if not isinstance(data, Tensor):
+            return data
         return Seen(
-            value.dtype, tuple(value.shape), value.stride(), int(value.storage_offset()), value.requires_grad, whole
+            value.dtype, tuple(value.shape), value.stride(), int(value.storage_offset()), value.requires_grad, data
         )
     except Exception as error:  # shards that do not fit the spec, for example
         return error

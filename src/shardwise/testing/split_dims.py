@@ -1,9 +1,9 @@
 """Which dims of an op's operands can be split together, found by trying: split them, run the op, combine the results.
 
 >>> factors_of(ProbeCall(call))          # of aten::mm
-[Cut(dims=((0, 0),), ways=(('concat', 0),), sizes=()),
- Cut(dims=((0, 1), (1, 0)), ways=(('sum', 0),), sizes=()),
- Cut(dims=((1, 1),), ways=(('concat', 1),), sizes=())]
+[SplitDims(dims=((0, 0),), ways=(('concat', 0),), sizes=()),
+ SplitDims(dims=((0, 1), (1, 0)), ways=(('sum', 0),), sizes=()),
+ SplitDims(dims=((1, 1),), ways=(('concat', 1),), sizes=())]
 
 Agreement on one input says little. These precautions keep false rules out:
 
@@ -35,7 +35,7 @@ SIZES = (7, 6, 8, 9, 10, 11, 5, 12, 13, 14)
 """Sizes that a dim is resized to before it is split; the first that no other dim has."""
 
 
-class Cut(NamedTuple):
+class SplitDims(NamedTuple):
     """Dims that can be split together, the way of each result, and the arguments that contain their size."""
 
     dims: Dims
@@ -43,7 +43,7 @@ class Cut(NamedTuple):
     sizes: tuple[Size, ...] = ()
 
 
-def factors_of(setup: ProbeCall, seed: int = 0, gentle: bool = False) -> list[Cut] | None:
+def factors_of(setup: ProbeCall, seed: int = 0, gentle: bool = False) -> list[SplitDims] | None:
     """Return the dims of one call that can be split, each at most once; None if the call has no results to compare.
 
     With `gentle`, only the sample's own data is used, for ops that crash on other data.
@@ -51,10 +51,10 @@ def factors_of(setup: ProbeCall, seed: int = 0, gentle: bool = False) -> list[Cu
     results = setup.run()
     if not results or not any(t.numel() for tensors in results for t in tensors):
         return None
-    found: list[Cut] = []
+    found: list[SplitDims] = []
     unread: list[tuple[int, int]] = []
     for dims in itertools.islice(_sets(setup), MOST_SETS):
-        if any(not set(dims).isdisjoint(cut.dims) for cut in found) or not set(dims).isdisjoint(unread):
+        if any(not set(dims).isdisjoint(split.dims) for split in found) or not set(dims).isdisjoint(unread):
             continue
         for sizes in _size_arguments(setup, dims):
             ways = _ways(setup, dims, sizes, seed, gentle)
@@ -62,21 +62,23 @@ def factors_of(setup: ProbeCall, seed: int = 0, gentle: bool = False) -> list[Cu
                 unread += dims  # no result depends on it: splitting it alone is of no use
                 break
             if ways:
-                found.append(Cut(dims, ways, sizes))
+                found.append(SplitDims(dims, ways, sizes))
                 break
-    found = [_with_unread(setup, cut, unread, seed, gentle) for cut in found]
+    found = [_with_unread(setup, split, unread, seed, gentle) for split in found]
     return _on_second_shape(setup, found, seed, gentle)
 
 
-def _with_unread(setup: ProbeCall, cut: Cut, unread: Sequence[tuple[int, int]], seed: int, gentle: bool) -> Cut:
+def _with_unread(
+    setup: ProbeCall, split: SplitDims, unread: Sequence[tuple[int, int]], seed: int, gentle: bool
+) -> SplitDims:
     """Add dims of operands that this call does not read, though another call may."""
-    size, first = setup.size(*cut.dims[0]), cut.dims[0][1]
+    size, first = setup.size(*split.dims[0]), split.dims[0][1]
     for operand, dim in sorted(unread, key=lambda place: (place[0], abs(place[1] - first))):
-        if operand not in dict(cut.dims) and setup.size(operand, dim) == size:
-            dims = tuple(sorted((*cut.dims, (operand, dim))))
-            if _ways(setup, dims, cut.sizes, seed, gentle) == cut.ways:
-                cut = cut._replace(dims=dims)
-    return cut
+        if operand not in dict(split.dims) and setup.size(operand, dim) == size:
+            dims = tuple(sorted((*split.dims, (operand, dim))))
+            if _ways(setup, dims, split.sizes, seed, gentle) == split.ways:
+                split = split._replace(dims=dims)
+    return split
 
 
 def _sets(setup: ProbeCall) -> Iterator[Dims]:
@@ -137,13 +139,13 @@ def _ways_of(setup: ProbeCall, dims: Dims, sizes: Sequence[Size], seed: int, gen
     size = setup.size(*dims[0])
     assert size, "only dims with a size are split"
     for data in [setup] if gentle else variants(setup, seed, dict(dims)):
-        whole = data.run()
-        if whole is None:
+        expected = data.run()
+        if expected is None:
             continue  # the op does not accept this data
         for bounds in ([0, size // 2, size], [0, 1, size], [0, 1, 4, size], [0, size - 2, size]):
             rows = [torch.arange(start, stop) for start, stop in itertools.pairwise(bounds)]
             pieces = [data.select(dims, part, sizes).run() for part in rows]
-            ways = ways_of_results(whole, pieces)
+            ways = ways_of_results(expected, pieces)
             left = ways if left is None else [old & new for old, new in zip(left, ways, strict=True)]
             if not all(left):
                 return ()
@@ -163,10 +165,10 @@ def _chosen(ways: set[Way], setup: ProbeCall, dims: Dims, result: int, seed: int
 
 def _is_independent(setup: ProbeCall, dims: Dims, result: int, seed: int) -> bool:
     """Return whether a result does not depend on the data that is split."""
-    whole, cut = setup.run(), {operand for operand, _ in dims}
+    expected, split = setup.run(), {operand for operand, _ in dims}
     for number, kind in enumerate(KINDS_OF_DATA * 3):
-        other = with_other_data(setup, kind, cut, generator_of(seed, kind, number)).run()
-        if other is None or whole is None or not same_results(whole[result], other[result]):
+        other = with_other_data(setup, kind, split, generator_of(seed, kind, number)).run()
+        if other is None or expected is None or not same_results(expected[result], other[result]):
             return False
     return True
 
@@ -176,13 +178,13 @@ def _accepts_no_rows(setup: ProbeCall, dims: Dims) -> bool:
     return setup.select(dims, torch.arange(0), ()).run() is not None
 
 
-def _on_second_shape(setup: ProbeCall, found: list[Cut], seed: int, gentle: bool) -> list[Cut]:
+def _on_second_shape(setup: ProbeCall, found: list[SplitDims], seed: int, gentle: bool) -> list[SplitDims]:
     """Return those that still hold when all split dims have other sizes, all different."""
     longer = setup
     taken: list[int] = []
-    for cut in found:
-        longer = _longer(longer, cut.dims, cut.sizes, seed + 1, taken)
-        taken.append(longer.size(*cut.dims[0]) or 0)
+    for split in found:
+        longer = _longer(longer, split.dims, split.sizes, seed + 1, taken)
+        taken.append(longer.size(*split.dims[0]) or 0)
     if longer.run() is None:
         return found  # the op does not accept longer dims together; each was tried alone
-    return [cut for cut in found if _ways_of(longer, cut.dims, cut.sizes, seed + 1, gentle) == cut.ways]
+    return [split for split in found if _ways_of(longer, split.dims, split.sizes, seed + 1, gentle) == split.ways]
