@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ..errors import LayoutError
-from .layout import Dim, Factor, Layout, Sizes, dim_text, divides_evenly, largest_piece, pieces
+from .layout import Dim, Factor, Layout, Sizes, dim_axes, dim_text, divides_evenly, largest_piece, pieces
 from .placement import (
     AnyShard,
     InterleavedShard,
@@ -156,11 +156,21 @@ def to_placements(layout: Layout) -> tuple[tuple[Placement, ...], ShardOrder] | 
                 axes.append(axis)
         if axes:
             order.append(ShardOrderEntry(d, tuple(axes)))
+    found = tuple(placements), tuple(order)
+    if layout.unfactored and _uses_axes_once(layout):
+        return found  # by construction
     try:
-        rebuilt = from_placements(layout.mesh_sizes, layout.shape, placements, tuple(order))
+        rebuilt = from_placements(layout.mesh_sizes, layout.shape, *found)
     except LayoutError:
         return None
-    return (tuple(placements), tuple(order)) if rebuilt is layout else None
+    return found if rebuilt is layout else None
+
+
+def _uses_axes_once(layout: Layout) -> bool:
+    axes = [axis for axis, _ in layout.partial]
+    for dim in layout.dims:
+        axes += dim_axes(dim)
+    return len(axes) == len(set(axes))
 
 
 def with_order(placements: Sequence[Placement], order: ShardOrder) -> tuple[Placement, ...] | None:
