@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from .._torch.symbols import hint
@@ -96,36 +96,13 @@ class PriceParts(NamedTuple):
         return sum(price for _, price in self.operands) + self.kernel + self.later
 
 
-class _Relevant(dict[Option, Option]):
-    """What options are to one tensor: those that change its layout map to themselves, all others to None."""
+class _Known(NamedTuple):
+    """What is known of one tensor. Most choices share the layouts of most of their tensors."""
 
-    def __init__(self, changes: Callable[[Option], bool]) -> None:
-        self._changes = changes
-
-    def __missing__(self, option: Option) -> Option:
-        found = self[option] = option if self._changes(option) else None
-        return found
-
-
-class _Prices:
-    """The layout of one tensor in each choice, its price, and the bytes of its local shard.
-
-    Most choices share the layouts of most of their tensors: what is known is kept by the options that are relevant.
-    """
-
-    __slots__ = ("_known", "_make", "_relevant")
-
-    def __init__(self, changes: Callable[[Option], bool], make: Callable[[Choice], Priced]) -> None:
-        self._relevant, self._make = _Relevant(changes).__getitem__, make
-        self._known: dict[Choice, Priced] = {}
-
-    def of(self, choice: Choice) -> Priced:
-        """What the tensor is in a choice."""
-        relevant = tuple(map(self._relevant, choice))
-        found = self._known.get(relevant)
-        if found is None:
-            found = self._known[relevant] = self._make(relevant)
-        return found
+    relevant: dict[Option, Option]
+    """The options that change its layout, each by itself."""
+    priced: dict[Choice, Priced]
+    """By what the axes do in a choice, without options that are not relevant."""
 
 
 class ShardingPropagator:
@@ -153,8 +130,9 @@ class ShardingPropagator:
         self._priced: dict[Choice, tuple[float, float]] = {}
         self._last: tuple[Choice, list[Layout], list[Layout]] | None = None
         """The choice that was priced last, with its layouts: mostly it is the one taken."""
-        self._operand_prices = list(map(self._prices_of_operand, operands))
-        self._result_prices = list(map(self._prices_of_result, results))
+        self._passes = [passing for ops in self._axes_in_use.values() for op in ops for passing in passes(bound, op)]
+        self._known_operands = [_Known(self._relevant_to_operand(operand), {}) for operand in operands]
+        self._known_results = [_Known(self._relevant_to_result(result), {}) for result in results]
 
     def choose(self) -> Decision:
         """Return the cheapest choice; of equally cheap ones, the one that needs the least memory."""
@@ -314,8 +292,8 @@ class ShardingPropagator:
             return math.inf, math.inf
         seconds = memory = output_bytes = 0.0
         operands, results = [], []
-        for operand, prices in zip(self.operands, self._operand_prices, strict=True):
-            layout, price, nbytes = prices.of(choice)
+        for index, operand in enumerate(self.operands):
+            layout, price, nbytes = self._operand(index, choice)
             operands.append(layout)
             if operand.plain and layout is not operand.layout:
                 return math.inf, math.inf
@@ -323,8 +301,8 @@ class ShardingPropagator:
             memory += nbytes
             if seconds > limit:
                 return math.inf, math.inf
-        for prices in self._result_prices:
-            layout, price, nbytes = prices.of(choice)
+        for index in range(len(self.results)):
+            layout, price, nbytes = self._result(index, choice)
             results.append(layout)
             seconds += price
             output_bytes += nbytes
@@ -346,56 +324,72 @@ class ShardingPropagator:
         """What the price of a choice is made of; None if the choice is impossible."""
         if self._price(choice)[0] == math.inf:
             return None
-        operands = [prices.of(choice)[:2] for prices in self._operand_prices]
-        results = [prices.of(choice) for prices in self._result_prices]
+        operands = [self._operand(i, choice)[:2] for i in range(len(self.operands))]
+        results = [self._result(i, choice) for i in range(len(self.results))]
         kernel = self._kernel_seconds(self._cuts(choice), sum(nbytes for _, _, nbytes in results))
         return PriceParts(choice, tuple(operands), kernel, sum(price for _, price, _ in results))
 
-    def _prices_of_operand(self, operand: Operand) -> _Prices:
-        """An operand's layout in each choice, the price of redistributing it, and the bytes of the new local tensor."""
+    def _operand(self, index: int, choice: Choice) -> Priced:
+        """An operand's layout in a choice, the price of redistributing it, and the bytes of the new local tensor."""
+        relevant, priced = self._known_operands[index]
+        key = tuple(map(relevant.get, choice))
+        found = priced.get(key)
+        if found is None:
+            found = priced[key] = self._price_operand(self.operands[index], key)
+        return found
+
+    def _price_operand(self, operand: Operand, choice: Choice) -> Priced:
         position, tensor, now, itemsize, _ = operand
-        mine = set(itertools.chain(*tensor.dims))
+        partial = self._operand_partial(position, choice)
+        layout = cut_layout(tensor, self.bound, self.mesh_sizes, self._cuts(choice), partial)
+        if layout is now:
+            return layout, 0.0, 0
+        return layout, estimate(now, layout, itemsize, self.links), layout.max_local_numel() * itemsize
 
-        def changes(option: Option) -> bool:
-            if isinstance(option, int):
-                return option in mine or position in self._summands(option)
-            return option is not None and position in option.operands
+    def _relevant_to_operand(self, operand: Operand) -> dict[Option, Option]:
+        """The options that shard it or leave it Partial, or make it one."""
+        position = operand.position
+        relevant: dict[Option, Option] = {factor: factor for dim in operand.tensor.dims for factor in dim}
+        for factor in self._may_be_sharded:
+            if position in self._summands(factor):
+                relevant[factor] = factor
+        for passing in self._passes:
+            if position in passing.operands:
+                relevant[passing] = passing
+        return relevant
 
-        def make(relevant: Choice) -> Priced:
-            partial = self._operand_partial(position, relevant)
-            layout = cut_layout(tensor, self.bound, self.mesh_sizes, self._cuts(relevant), partial)
-            if layout is now:
-                return layout, 0.0, 0
-            return layout, estimate(now, layout, itemsize, self.links), layout.max_local_numel() * itemsize
+    def _result(self, index: int, choice: Choice) -> Priced:
+        """A result's layout in a choice, the price of reducing or redistributing it later, and its bytes."""
+        relevant, priced = self._known_results[index]
+        key = tuple(map(relevant.get, choice))
+        found = priced.get(key)
+        if found is None:
+            found = priced[key] = self._price_result(self.results[index], key)
+        return found
 
-        return _Prices(changes, make)
-
-    def _prices_of_result(self, result: Result) -> _Prices:
-        """A result's layout in each choice, the price of reducing or redistributing it later, and its bytes."""
+    def _price_result(self, result: Result, choice: Choice) -> Priced:
         output, tensor, itemsize, fixed, wanted = result
-        mine, is_reduced = set(itertools.chain(*tensor.dims)), self.bound.reduce[output] not in ("none", "same")
+        cuts = self._cuts(choice)
+        passed = tuple([(axis, option.op) for axis, option in enumerate(choice) if isinstance(option, Passing)])
+        summed = output_partial(self.bound, output, cuts)
+        partial = tuple(sorted((*summed, *passed))) if passed else summed
+        layout = cut_layout(tensor, self.bound, self.mesh_sizes, cuts, partial)
+        nbytes = layout.max_local_numel() * itemsize
+        if fixed is not None:
+            price = estimate(layout, fixed, itemsize, self.links)
+        elif wanted is not None:
+            # Sums over sharded factors may be left open, as those of micro-batches are; passed ones are reduced.
+            arriving = Layout.make(self.mesh_sizes, layout.dims, passed)
+            price = estimate(arriving, wanted, itemsize, self.links) + self._deferred(summed, nbytes)
+        else:
+            price = self._deferred(partial, nbytes)
+        return layout, price, nbytes
 
-        def changes(option: Option) -> bool:
-            return is_reduced or not isinstance(option, int) or option in mine
-
-        def make(relevant: Choice) -> Priced:
-            cuts = self._cuts(relevant)
-            passed = tuple([(axis, option.op) for axis, option in enumerate(relevant) if isinstance(option, Passing)])
-            summed = output_partial(self.bound, output, cuts)
-            partial = tuple(sorted((*summed, *passed))) if passed else summed
-            layout = cut_layout(tensor, self.bound, self.mesh_sizes, cuts, partial)
-            nbytes = layout.max_local_numel() * itemsize
-            if fixed is not None:
-                price = estimate(layout, fixed, itemsize, self.links)
-            elif wanted is not None:
-                # Sums over sharded factors may be left open, as those of micro-batches are; passed ones are reduced.
-                arriving = Layout.make(self.mesh_sizes, layout.dims, passed)
-                price = estimate(arriving, wanted, itemsize, self.links) + self._deferred(summed, nbytes)
-            else:
-                price = self._deferred(partial, nbytes)
-            return layout, price, nbytes
-
-        return _Prices(changes, make)
+    def _relevant_to_result(self, result: Result) -> dict[Option, Option]:
+        """The options that shard it or make it Partial."""
+        is_reduced = self.bound.reduce[result.output] not in ("none", "same")
+        factors = self._may_be_sharded if is_reduced else itertools.chain(*result.tensor.dims)
+        return {option: option for option in (*factors, *self._passes)}
 
     def _operand_partial(self, position: int, options: Choice) -> PartialAxes:
         """The axes on which an operand is Partial: it stays so, or it is added to a sum (see `summands`)."""
@@ -428,8 +422,8 @@ class ShardingPropagator:
         if self._last is not None and self._last[0] == choice:
             _, operands, results = self._last
         else:
-            operands = [prices.of(choice)[0] for prices in self._operand_prices]
-            results = [prices.of(choice)[0] for prices in self._result_prices]
+            operands = [self._operand(i, choice)[0] for i in range(len(self.operands))]
+            results = [self._result(i, choice)[0] for i in range(len(self.results))]
         cuts = self._cuts(choice)
         summed = any(self._summands(factor) for _, factor in cuts)
         return Decision(tuple(operands), tuple(results), cuts, price, summed)

@@ -212,6 +212,8 @@ def summands(bound: Bound, factor: int) -> frozenset[int]:
     >>> summands(bound, bound.factor("k")), summands(bound, bound.factor("m"))
     (frozenset({0}), frozenset())
     """
+    if max(map(len, bound.linear), default=0) < 2:
+        return frozenset()
     outputs = zip(bound.outputs, bound.reduce, strict=True)
     if not any(output and op not in ("avg", "same") and not _has(output, factor) for output, op in outputs):
         return frozenset()
