@@ -23,7 +23,7 @@ from ..notation.schema import has_functional_variant
 from ..ops.call import Call, is_list
 from ..ops.resolve import ResolvedOp
 from ..sharding.dtypes import sums_alike
-from ..sharding.layout import Factor, Layout, Sizes
+from ..sharding.layout import Layout, Sizes, plain_dim
 from ..sharding.mesh import MeshInfo
 from ..sharding.spec import TensorMeta
 from .arguments import Argument, Where
@@ -93,7 +93,7 @@ def operand_layout(resolved: ResolvedOp, argument: Argument, mesh_sizes: Sizes) 
     if argument.spec is not None:
         layout = argument.spec.layout
         return layout.without_partial() if resolved.op.reads_shape_only else layout
-    return Layout.make(mesh_sizes, tuple((Factor(size, ()),) for size in argument.meta.shape))
+    return Layout.make(mesh_sizes, [plain_dim(size, ()) for size in argument.meta.shape])
 
 
 def element_result(

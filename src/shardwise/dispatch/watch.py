@@ -27,11 +27,13 @@ class Watch:
         self._local = weakref.ref(local)
         self._state = _state(local)
         shards = shards_of(local)
-        for shard in shards:
+        self._copies: list[Tensor | None] = [None] * len(shards)
+        for i, shard in enumerate(shards):
             notes = notes_of(shard)
             # A tuple that is replaced: other threads may read it at any moment.
             notes.watches = (*[ref for ref in notes.watches if ref() is not None], weakref.ref(self))
-        self._copies: list[Tensor | None] = [shard.clone() if notes_of(shard).exposed else None for shard in shards]
+            if notes.exposed and self._copies[i] is None:
+                self._copies[i] = shard.clone()
 
     def unchanged(self, local: Tensor) -> bool:
         """Whether this is the same memory with the same data as when it was watched first."""
@@ -61,7 +63,7 @@ def mark_exposed(local: Tensor) -> None:
 
 
 def _state(local: Tensor) -> tuple[object, ...]:
-    shards = ((id(s.untyped_storage()), s.storage_offset(), s._version) for s in shards_of(local))
+    shards = [(id(s.untyped_storage()), s.storage_offset(), s._version) for s in shards_of(local)]
     return (local._version, *shards)
 
 

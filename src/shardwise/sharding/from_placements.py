@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ..errors import LayoutError
-from .layout import Dim, Factor, Layout, Sizes, dim_axes, dim_text, divides_evenly, largest_piece, pieces
+from .layout import Dim, Factor, Layout, Sizes, dim_axes, dim_text, divides_evenly, largest_piece, pieces, plain_dim
 from .placement import (
     AnyShard,
     InterleavedShard,
@@ -58,6 +58,8 @@ def _shard_outermost(sizes: Sizes, dim: Dim, axis: int) -> Dim:
     """Chunk the local shard of a dim: shards the first factor with more than one local index."""
     i = next((i for i, f in enumerate(dim) if largest_piece(sizes, f) != 1), len(dim) - 1)
     factor = dim[i]
+    if len(dim) == 1:
+        return plain_dim(factor.size, (*factor.axes, axis))
     extended = Factor(factor.size, (*factor.axes, axis))
     rest = math.prod(largest_piece(sizes, f) for f in dim[i + 1 :])
     if rest != 1 and not divides_evenly(sizes, extended):
@@ -72,7 +74,7 @@ def from_placements(
     sizes: Sizes, shape: Sequence[int], placements: Sequence[Placement], order: ShardOrder = ()
 ) -> Layout:
     """The layout of these placements. Axes shard from left to right unless `order` says otherwise."""
-    dims: list[Dim] = [(Factor(size, ()),) for size in shape]
+    dims: list[Dim] = [plain_dim(size, ()) for size in shape]
     partial: list[tuple[int, str]] = []
     for axis in cutting_sequence(len(sizes), order):
         placement = placements[axis]

@@ -224,6 +224,12 @@ def split_factor(sizes: Sizes, factor: Factor, major: int) -> tuple[Factor, Fact
 # ---- one dim -------------------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=65536)
+def plain_dim(size: int, axes: tuple[int, ...]) -> Dim:
+    """A dim of one factor. Layouts share it: those that propagation tries differ in a dim or two."""
+    return (Factor(size, axes),)
+
+
 def dim_axes(dim: Dim) -> tuple[int, ...]:
     """All axes that shard a dim."""
     return tuple(axis for factor in dim for axis in factor.axes)
