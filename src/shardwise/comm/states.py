@@ -114,11 +114,14 @@ def lacking(mesh_sizes: Sizes, state: DistState, target: DistState) -> float:
     finest = wanted = 1
     diverges = False
     for have, want in zip(state.slots, target.slots, strict=True):
-        pieces_want = product(mesh_sizes, want) if want else 1
-        wanted *= pieces_want
         if have == want:
-            finest *= pieces_want
+            if want:
+                pieces = product(mesh_sizes, want)
+                wanted *= pieces
+                finest *= pieces
             continue
+        pieces_want = product(mesh_sizes, want)
+        wanted *= pieces_want
         shared = min(len(have), len(want))
         diverges = diverges or have[:shared] != want[:shared]
         finest *= max(product(mesh_sizes, have), pieces_want)

@@ -125,7 +125,7 @@ class ShardingPropagator:
         self._may_be_sharded = [i for i, factor in enumerate(bound.factors) if self._may_shard(i, factor.kind)]
         self._sharded_dims = _sharded_dims(operands)
         self._axes_in_use = self._find_axes_in_use()
-        self._summands_of: dict[int, frozenset[int]] = {}
+        self._summands = {factor: summands(bound, factor) for factor in self._may_be_sharded}
         self._preferred: dict[int, tuple[int, ...]] = {}
         self._priced: dict[Choice, tuple[float, float]] = {}
         self._last: tuple[Choice, list[Layout], list[Layout]] | None = None
@@ -288,7 +288,7 @@ class ShardingPropagator:
 
     def _make_price(self, choice: Choice, limit: float) -> tuple[float, float]:
         cuts = () if self.any_goes else self._cuts(choice)
-        if not self._allowed(cuts):
+        if cuts and not self._allowed(cuts):
             return math.inf, math.inf
         seconds = memory = output_bytes = 0.0
         operands, results = [], []
@@ -350,8 +350,8 @@ class ShardingPropagator:
         """The options that shard it or leave it Partial, or make it one."""
         position = operand.position
         relevant: dict[Option, Option] = {factor: factor for dim in operand.tensor.dims for factor in dim}
-        for factor in self._may_be_sharded:
-            if position in self._summands(factor):
+        for factor, positions in self._summands.items():
+            if position in positions:
                 relevant[factor] = factor
         for passing in self._passes:
             if position in passing.operands:
@@ -396,17 +396,11 @@ class ShardingPropagator:
         partial = []
         for axis, option in enumerate(options):
             if isinstance(option, int):
-                if position in self._summands(option):
+                if position in self._summands[option]:
                     partial.append((axis, "sum"))
             elif option is not None and position in option.operands:
                 partial.append((axis, _operand_op(self.bound, option)))
         return tuple(partial)
-
-    def _summands(self, factor: int) -> frozenset[int]:
-        found = self._summands_of.get(factor)
-        if found is None:
-            found = self._summands_of[factor] = summands(self.bound, factor)
-        return found
 
     def _deferred(self, partial: PartialAxes, nbytes: float) -> float:
         """The price of reducing a Partial result later, by a reduce-scatter."""
@@ -425,7 +419,7 @@ class ShardingPropagator:
             operands = [self._operand(i, choice)[0] for i in range(len(self.operands))]
             results = [self._result(i, choice)[0] for i in range(len(self.results))]
         cuts = self._cuts(choice)
-        summed = any(self._summands(factor) for _, factor in cuts)
+        summed = any(self._summands[factor] for _, factor in cuts)
         return Decision(tuple(operands), tuple(results), cuts, price, summed)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ..errors import LayoutError
-from .layout import Dim, Factor, Layout, Sizes, dim_axes, dim_text, divides_evenly, largest_piece, pieces, plain_dim
+from .layout import Dim, Factor, Layout, Sizes, dim_text, divides_evenly, largest_piece, pieces, plain_dim
 from .placement import (
     AnyShard,
     InterleavedShard,
@@ -144,35 +144,32 @@ def default_order(placements: Sequence[Placement]) -> ShardOrder:
 @lru_cache(maxsize=65536)
 def to_placements(layout: Layout) -> tuple[tuple[Placement, ...], ShardOrder] | None:
     """The placements and shard order of this layout, or None where no list of placements describes it."""
-    placements: list[Placement] = [Replicate()] * len(layout.mesh_sizes)
-    order = []
+    replicate = Replicate()
+    placements: list[Placement] = [replicate] * len(layout.mesh_sizes)
+    order, uses = [], len(layout.partial)
     for axis, op in layout.partial:
         placements[axis] = Partial(op)
     for d, dim in enumerate(layout.dims):
         axes: list[int] = []
         # From the minor factor to the major one: then `blocks` counts factors that are not sharded yet.
         for i in range(len(dim) - 1, -1, -1):
-            blocks = math.prod(factor.size for factor in dim[:i])
+            if not dim[i].axes:
+                continue
+            blocks = math.prod([factor.size for factor in dim[:i]])
             for axis in dim[i].axes:
                 placements[axis] = Shard(d) if blocks == 1 else InterleavedShard(d, blocks)
                 axes.append(axis)
         if axes:
             order.append(ShardOrderEntry(d, tuple(axes)))
+            uses += len(axes)
     found = tuple(placements), tuple(order)
-    if layout.unfactored and _uses_axes_once(layout):
-        return found  # by construction
+    if layout.unfactored and uses == len(placements) - placements.count(replicate):
+        return found  # by construction: each dim is one factor, and no axis is used twice
     try:
         rebuilt = from_placements(layout.mesh_sizes, layout.shape, *found)
     except LayoutError:
         return None
     return found if rebuilt is layout else None
-
-
-def _uses_axes_once(layout: Layout) -> bool:
-    axes = [axis for axis, _ in layout.partial]
-    for dim in layout.dims:
-        axes += dim_axes(dim)
-    return len(axes) == len(set(axes))
 
 
 def with_order(placements: Sequence[Placement], order: ShardOrder) -> tuple[Placement, ...] | None:
