@@ -100,9 +100,9 @@ class _Known(NamedTuple):
     """What is known of one tensor. Most choices share the layouts of most of their tensors."""
 
     relevant: dict[Option, Option]
-    """The options that change its layout, each by itself."""
+    """The options that change its layout map to themselves, so that `get` returns None for all others."""
     priced: dict[Choice, Priced]
-    """By what the axes do in a choice, without options that are not relevant."""
+    """By what the axes do in a choice, with None in the place of options that are not relevant."""
 
 
 class ShardingPropagator:
