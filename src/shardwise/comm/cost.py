@@ -40,8 +40,8 @@ class Rates(NamedTuple):
         if len(axes) == 1:
             axis = axes[0]
             return self.latency[axis] + self.peer_latency * peers + received / self.bandwidth[axis]
-        slowest = min([self.bandwidth[axis] for axis in axes])
-        return max([self.latency[axis] for axis in axes]) + self.peer_latency * peers + received / slowest
+        slowest = min(map(self.bandwidth.__getitem__, axes))
+        return max(map(self.latency.__getitem__, axes)) + self.peer_latency * peers + received / slowest
 
     def at_most(self, other: Rates) -> bool:
         """Whether no message costs more than at the other rates."""

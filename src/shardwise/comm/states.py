@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..sharding.layout import Dim, Factor, Layout, PartialAxes, Sizes, split_factor
+from ..sharding.layout import Dim, Factor, Layout, PartialAxes, Sizes, plain_dim, split_factor
 
 Axes = tuple[int, ...]
 
@@ -29,8 +29,12 @@ class Slots(NamedTuple):
 
     def layout(self, mesh_sizes: Sizes, state: DistState) -> Layout:
         """A state as a layout."""
-        axes = iter(state.slots)
-        dims = [tuple(Factor(size, next(axes)) for size in dim) for dim in self.sizes]
+        dims: list[Dim]
+        if len(state.slots) == len(self.sizes):
+            dims = [plain_dim(size, axes) for (size,), axes in zip(self.sizes, state.slots, strict=True)]
+        else:
+            slots = iter(state.slots)
+            dims = [tuple(Factor(size, next(slots)) for size in dim) for dim in self.sizes]
         return Layout.make(mesh_sizes, dims, state.partial)
 
 
@@ -110,11 +114,14 @@ def lacking(mesh_sizes: Sizes, state: DistState, target: DistState) -> float:
     finest = wanted = 1
     diverges = False
     for have, want in zip(state.slots, target.slots, strict=True):
-        pieces_want = product(mesh_sizes, want) if want else 1
-        wanted *= pieces_want
         if have == want:
-            finest *= pieces_want
+            if want:
+                pieces = product(mesh_sizes, want)
+                wanted *= pieces
+                finest *= pieces
             continue
+        pieces_want = product(mesh_sizes, want)
+        wanted *= pieces_want
         shared = min(len(have), len(want))
         diverges = diverges or have[:shared] != want[:shared]
         finest *= max(product(mesh_sizes, have), pieces_want)

@@ -23,7 +23,7 @@ from ..notation.schema import has_functional_variant
 from ..ops.call import Call, is_list
 from ..ops.resolve import ResolvedOp
 from ..sharding.dtypes import sums_alike
-from ..sharding.layout import Factor, Layout, Sizes
+from ..sharding.layout import Layout, Sizes, plain_dim
 from ..sharding.mesh import MeshInfo
 from ..sharding.spec import TensorMeta
 from .arguments import Argument, Where
@@ -94,7 +94,7 @@ def operand_layout(resolved: ResolvedOp, argument: Argument, mesh_sizes: Sizes) 
     if argument.spec is not None:
         layout = argument.spec.layout
         return layout.without_partial() if resolved.op.reads_shape_only else layout
-    return Layout.make(mesh_sizes, tuple((Factor(size, ()),) for size in argument.meta.shape))
+    return Layout.make(mesh_sizes, [plain_dim(size, ()) for size in argument.meta.shape])
 
 
 def element_result(
@@ -242,16 +242,19 @@ class _Binding:
         arg = self.call.arg
         sizes = {a.name: arg(a.name) for a in rule.size_arguments if arg(a.name, None) is not None}
         bound = bind(rule, shapes, outputs[: len(rule.outputs)], sizes or None)
-        return bound._replace(reduced_first=self._reduced_first()) if bound.linear else bound
+        reduced_first = self._reduced_first() if bound.linear else None
+        return bound._replace(reduced_first=reduced_first) if reduced_first else bound
 
     def _reduced_first(self) -> frozenset[int]:
         """The operands whose sums are reduced before the call, since a result has a dtype that sums differently."""
         results = {tensor.dtype for tensor in tensors_in(self.outputs)}
-        found = set()
+        found: set[int] = set()
         for position, value in enumerate(self.resolved.tensors(self.call)):
             for tensor in value if is_list(value) else (value,):
                 dtype = getattr(tensor, "dtype", None)
-                if dtype is not None and not all(sums_alike(dtype, result) for result in results):
+                if dtype is None or results == {dtype}:
+                    continue
+                if not all(sums_alike(dtype, result) for result in results):
                     found.add(position)
         return frozenset(found)
 

@@ -77,7 +77,7 @@ def _propagator(
         if factor.handled_by_kernel:
             kernel = found.resolved.kernel(factor.name)
             kernels[index] = KernelCost(kernel.rounds, kernel.traffic, kernel.joint)
-    groups = frozenset(mesh_info.groups)
+    groups = frozenset(mesh_info.groups) if kernels else None  # what is redistributed is planned with them later
     links = links_of(mesh_info)
 
     def propagator(bound: Bound, operands: Sequence[Operand], results: Sequence[Result]) -> ShardingPropagator:

@@ -85,10 +85,12 @@ class LocalCode:
 
     def _has_empty_shard(self) -> bool:
         """Whether some rank holds nothing of some operand."""
-        factors = [factor for layout in self.decision.operands for dim in layout.dims for factor in dim]
-        return any(
-            _smallest_shard(self.mesh_info, factor) == 0 if factor.axes else factor.size == 0 for factor in factors
-        )
+        for layout in self.decision.operands:
+            for dim in layout.dims:
+                for factor in dim:
+                    if (_smallest_shard(self.mesh_info, factor) if factor.axes else factor.size) == 0:
+                        return True
+        return False
 
     def _skipping_empty(self, structure: object) -> LocalRun:
         layouts, dtypes = self.decision.results, [t.dtype for t in tensors_in(self.found.outputs)]

@@ -27,7 +27,7 @@ from ..notation import (
     sharded_layout,
     summands,
 )
-from ..sharding.layout import Factor, Layout, PartialAxes, Sizes, divides_evenly
+from ..sharding.layout import Factor, Layout, PartialAxes, Sizes, dim_axes, divides_evenly
 
 _TRY_ALL = 25  # combinations up to which all are tried: two axes with a handful of options each
 _DEFERRED = 0.5  # a deferred reduction is cheaper: it may merge with another, or end as a reduce-scatter
@@ -83,11 +83,17 @@ class KernelCost(NamedTuple):
 Option = int | Passing | None
 """What one axis does: shard a factor, leave operands Partial, or nothing."""
 
+Choice = tuple[Option, ...]
+"""What each axis does."""
+
+Priced = tuple[Layout, float, float]
+"""The layout of a tensor in a choice, seconds of bringing it there, or of reducing it later, and bytes of its shard."""
+
 
 class PriceParts(NamedTuple):
     """What the price of a choice is made of."""
 
-    options: tuple[Option, ...]
+    options: Choice
     operands: tuple[tuple[Layout, float], ...]
     """The layout of each operand in the local call, and the seconds of bringing it there."""
     kernel: float
@@ -98,6 +104,15 @@ class PriceParts(NamedTuple):
     def seconds(self) -> float:
         """The price."""
         return sum(price for _, price in self.operands) + self.kernel + self.later
+
+
+class _Known(NamedTuple):
+    """What is known of one tensor. Most choices share the layouts of most of their tensors."""
+
+    relevant: dict[Option, Option]
+    """The options that change its layout map to themselves, so that `get` returns None for all others."""
+    priced: dict[Choice, Priced]
+    """By what the axes do in a choice, with None in the place of options that are not relevant."""
 
 
 class ShardingPropagator:
@@ -115,66 +130,77 @@ class ShardingPropagator:
     ) -> None:
         self.bound, self.operands, self.results = bound, operands, results
         self.mesh_sizes, self.links, self.kernels, self.groups = mesh_sizes, links, kernels, groups
-        self.any_goes = not kernels and not any(factor.even for factor in bound.factors)
+        self.any_goes = not kernels and True not in [factor.even for factor in bound.factors]
         """Whether all shardings of factors are possible together, as for most ops."""
-        self.factors_of = [frozenset(itertools.chain(*operand.tensor.dims)) for operand in operands]
-        self.factors_of_results = [frozenset(itertools.chain(*result.tensor.dims)) for result in results]
-        # Most choices share the layouts of most of their tensors.
-        self._summands_of: dict[int, frozenset[int]] = {}
+        self._may_be_sharded = [i for i, factor in enumerate(bound.factors) if self._may_shard(i, factor.kind)]
+        self._sharded_dims = _sharded_dims(operands)
+        self._axes_in_use = self._find_axes_in_use()
+        self._summands = {factor: summands(bound, factor) for factor in self._may_be_sharded}
         self._preferred: dict[int, tuple[int, ...]] = {}
-        self._priced: dict[object, tuple[float, float]] = {}
-        self._last: tuple[object, FactorShardings, tuple[Layout, ...], tuple[Layout, ...]] | None = None
+        self._priced: dict[Choice, tuple[float, float]] = {}
+        self._last: tuple[Choice, list[Layout], list[Layout]] | None = None
         """The choice that was priced last, with its layouts: mostly it is the one taken."""
-        self._priced_operands: dict[object, tuple[Layout, float, float]] = {}
-        self._priced_results: dict[object, tuple[Layout, float, float]] = {}
+        self._passes = [passing for ops in self._axes_in_use.values() for op in ops for passing in passes(bound, op)]
+        self._known_operands = [_Known(self._relevant_to_operand(operand), {}) for operand in operands]
+        self._known_results = [_Known(self._relevant_to_result(result), {}) for result in results]
 
     def choose(self) -> Decision:
         """Return the cheapest choice; of equally cheap ones, the one that needs the least memory."""
         return self.decide(self.cheapest())
 
-    def cheapest(self) -> tuple[Option, ...]:
-        """Return what each axis does in the cheapest choice."""
+    def cheapest(self) -> Choice:
+        """What each axis does in that choice."""
         options = [self.options_of(axis) for axis in range(len(self.mesh_sizes))]
-        followed = tuple(self._follow_largest(axis, choices) for axis, choices in enumerate(options))
-        if self._price(followed)[0] == 0.0:
+        followed = self._follow_largest(options)
+        price = self._price(followed)[0]
+        if price == 0.0:
             return followed  # no communication now or later: the usual case
-        if math.prod(len(choices) for choices in options) > _TRY_ALL:
+        if math.prod(map(len, options)) > _TRY_ALL:
             # One axis at a time, sums over two axes would be reduced where leaving one of them open gains nothing.
             starts = dict.fromkeys([followed, tuple(map(self._leave_open, followed, options))])
             return self._cheapest([self._sweep(options, start) for start in starts])
-        return self._cheapest(itertools.product(*options))
+        return self._cheapest(itertools.product(*options), price)
 
-    def _cheapest(self, choices: Iterable[tuple[Option, ...]]) -> tuple[Option, ...]:
-        """The choice with the lowest price; of equally cheap ones, the first with the least memory."""
-        best: tuple[Option, ...] = ()
+    def _cheapest(self, choices: Iterable[Choice], limit: float = math.inf) -> Choice:
+        """The choice with the lowest price; of equally cheap ones, the first with the least memory.
+
+        `limit` is the price of one of them in seconds: what costs more need not be priced to the end.
+        """
+        best: Choice = ()
         price = math.inf, math.inf
         for choice in choices:
-            its_price = self._price(choice, price[0])
+            its_price = self._price(choice, limit)
             if not best or its_price < price:
                 best, price = choice, its_price
+                limit = min(limit, its_price[0])
         return best
 
-    def _sweep(self, options: Sequence[Sequence[Option]], start: tuple[Option, ...]) -> tuple[Option, ...]:
+    def _sweep(self, options: Sequence[Sequence[Option]], start: Choice) -> Choice:
         """Improve a choice one axis at a time, with all other axes unchanged, in at most three sweeps."""
         chosen = start
         for _ in range(3):
             before = chosen
             for axis, choices in enumerate(options):
                 if len(choices) > 1:
-                    chosen = self._cheapest((*chosen[:axis], option, *chosen[axis + 1 :]) for option in choices)
+                    left, right = chosen[:axis], chosen[axis + 1 :]
+                    changed = [(*left, option, *right) for option in choices]
+                    chosen = self._cheapest(changed, self._price(chosen)[0])
             if chosen == before:
                 break
         return chosen
 
-    def _follow_largest(self, axis: int, choices: Sequence[Option]) -> Option:
-        """The option that keeps the layout of the largest operand that is sharded over this axis."""
-        best: tuple[int, Option] = (-1, choices[0])
-        for operand in self.operands:
-            size = hint(math.prod(operand.tensor.shape))
-            for dim, factors in zip(operand.layout.dims, operand.tensor.dims, strict=True):
-                if size > best[0] and len(factors) == 1 and any(axis in part.axes for part in dim):
-                    best = size, factors[0] if factors[0] in choices else best[1]
-        return best[1]
+    def _follow_largest(self, options: Sequence[Sequence[Option]]) -> Choice:
+        """For each axis the option that keeps the layout of the largest operand that is sharded over it."""
+        followed = [choices[0] for choices in options]
+        largest = [-1] * len(options)
+        for size, factors, axes in self._sharded_dims:
+            if len(factors) == 1:
+                for axis in axes:
+                    if size > largest[axis]:
+                        largest[axis] = size
+                        if factors[0] in options[axis]:
+                            followed[axis] = factors[0]
+        return tuple(followed)
 
     def _leave_open(self, followed: Option, choices: Sequence[Option]) -> Option:
         """The option that leaves operands Partial over an axis where nothing is sharded over it."""
@@ -184,67 +210,67 @@ class ShardingPropagator:
 
     def options_of(self, axis: int) -> list[Option]:
         """The options of an axis. If all operands are replicated over it, they stay so: slicing them gains nothing."""
-        used = [_use(operand.layout, axis) for operand in self.operands]
-        fixed = [_use(result.fixed or result.wanted, axis) for result in self.results]
         if self.mesh_sizes[axis] == 1:
             return self._single_options(axis)
-        if not any(used) and not any(fixed):
+        ops = self._axes_in_use.get(axis)
+        if ops is None:
             return [None]
-        options: list[Option] = [factor for factor in range(len(self.bound.factors)) if self._may_shard(factor)]
-        for op in dict.fromkeys(use for use in used + fixed if isinstance(use, str)):
+        options: list[Option] = [None, *self._may_be_sharded]
+        for op in ops:
             options += passes(self.bound, op)
-        return [None, *options]
+        return options
+
+    def _find_axes_in_use(self) -> dict[int, dict[str, None]]:
+        """The axes over which an operand, or what a result is brought to, is sharded or Partial; with the ops."""
+        found: dict[int, dict[str, None]] = {axis: {} for _, _, axes in self._sharded_dims for axis in axes}
+        layouts = [operand.layout for operand in self.operands]
+        for result in self.results:
+            goal = result.fixed or result.wanted
+            if goal is not None:
+                layouts.append(goal)
+                found.update({axis: {} for dim in goal.dims for axis in dim_axes(dim)})
+        for layout in layouts:
+            for axis, op in layout.partial:
+                found.setdefault(axis, {})[op] = None
+        return found
 
     def _single_options(self, axis: int) -> list[Option]:
         """The option of an axis with one rank, which is free: as the first operand sharded over it."""
-        for operand in self.operands:
-            for dim, factors in zip(operand.layout.dims, operand.tensor.dims, strict=True):
-                if len(factors) == 1 and any(axis in f.axes for f in dim) and self._may_shard(factors[0]):
-                    return [factors[0]]
+        for _, factors, axes in self._sharded_dims:
+            if axis in axes and len(factors) == 1 and factors[0] in self._may_be_sharded:
+                return [factors[0]]
         return [None]
 
-    def _may_shard(self, index: int) -> bool:
-        factor = self.bound.factors[index]
-        if factor.kind is FactorKind.KERNEL:
-            return index in self.kernels
-        return factor.kind is not FactorKind.REPLICATED
+    def _may_shard(self, factor: int, kind: FactorKind) -> bool:
+        return factor in self.kernels if kind is FactorKind.KERNEL else kind is not FactorKind.REPLICATED
 
     def _preferred_order(self, factor: int) -> tuple[int, ...]:
         """The order of the axes over which the largest operand is sharded along a factor."""
         found = self._preferred.get(factor)
         if found is None:
-            found = self._preferred[factor] = self._find_preferred_order(factor)
+            found, largest = (), -1
+            for size, factors, axes in self._sharded_dims:
+                if factor in factors and size > largest:
+                    found, largest = axes, size
+            self._preferred[factor] = found
         return found
-
-    def _find_preferred_order(self, factor: int) -> tuple[int, ...]:
-        best: tuple[int, tuple[int, ...]] = (-1, ())
-        for operand in self.operands:
-            size = hint(math.prod(operand.tensor.shape))
-            for dim, factors in zip(operand.layout.dims, operand.tensor.dims, strict=True):
-                axes = tuple(axis for part in dim for axis in part.axes)
-                if factor in factors and axes and size > best[0]:
-                    best = size, axes
-        return best[1]
 
     # ---- prices ---------------------------------------------------------------------------------------------
 
-    def _shardings(self, options: Sequence[Option]) -> FactorShardings:
+    def _shardings(self, choice: Choice) -> FactorShardings:
         """The axes that shard factors in a choice; those of one factor are in its preferred order."""
-        shardings = [(axis, option) for axis, option in enumerate(options) if isinstance(option, int)]
-        if len(shardings) < 2:
-            return tuple(shardings)
+        shardings = [(axis, option) for axis, option in enumerate(choice) if isinstance(option, int)]
+        if len(shardings) > 1:
+            shardings.sort(key=self._place)
+        return tuple(shardings)
 
-        def place(sharding: tuple[int, int]) -> tuple[int, int, int]:
-            axis, factor = sharding
-            order = self._preferred_order(factor)
-            return factor, order.index(axis) if axis in order else len(order), axis
-
-        return tuple(sorted(shardings, key=place))
+    def _place(self, sharding: tuple[int, int]) -> tuple[int, int, int]:
+        axis, factor = sharding
+        order = self._preferred_order(factor)
+        return factor, order.index(axis) if axis in order else len(order), axis
 
     def _allowed(self, shardings: FactorShardings) -> bool:
         """Whether these shardings are possible together: even if needed, one kernel, over axes with a group."""
-        if self.any_goes:
-            return True
         by_factor: dict[int, tuple[int, ...]] = {}
         for axis, factor in shardings:
             by_factor[factor] = (*by_factor.get(factor, ()), axis)
@@ -261,23 +287,23 @@ class ShardingPropagator:
             return False
         return len(kernels) <= 1 or all(kernel.joint for kernel in kernels)
 
-    def _price(self, options: tuple[Option, ...], limit: float = math.inf) -> tuple[float, float]:
+    def _price(self, choice: Choice, limit: float = math.inf) -> tuple[float, float]:
         """Seconds and bytes of a choice; infinite as soon as the seconds exceed the limit."""
-        found = self._priced.get(options)
+        found = self._priced.get(choice)
         if found is None:
-            found = self._make_price(options, limit)
+            found = self._make_price(choice, limit)
             if found[0] < math.inf:
-                self._priced[options] = found
+                self._priced[choice] = found
         return found
 
-    def _make_price(self, options: tuple[Option, ...], limit: float) -> tuple[float, float]:
-        shardings = self._shardings(options)
-        if not self._allowed(shardings):
+    def _make_price(self, choice: Choice, limit: float) -> tuple[float, float]:
+        shardings = () if self.any_goes else self._shardings(choice)
+        if shardings and not self._allowed(shardings):
             return math.inf, math.inf
         seconds = memory = output_bytes = 0.0
         operands, results = [], []
-        for i, operand in enumerate(self.operands):
-            layout, price, nbytes = self._operand(i, shardings, options)
+        for index, operand in enumerate(self.operands):
+            layout, price, nbytes = self._operand(index, choice)
             operands.append(layout)
             if operand.plain and layout is not operand.layout:
                 return math.inf, math.inf
@@ -285,18 +311,18 @@ class ShardingPropagator:
             memory += nbytes
             if seconds > limit:
                 return math.inf, math.inf
-        for i in range(len(self.results)):
-            layout, price, nbytes = self._result(i, shardings, options)
+        for index in range(len(self.results)):
+            layout, price, nbytes = self._result(index, choice)
             results.append(layout)
             seconds += price
             output_bytes += nbytes
-        self._last = options, shardings, tuple(operands), tuple(results)
+        self._last = choice, operands, results
         if self.kernels:
             seconds += self._kernel_seconds(shardings, output_bytes)
         return seconds, memory + output_bytes
 
     def _kernel_seconds(self, shardings: FactorShardings, output_bytes: float) -> float:
-        """Return the seconds of a choice's kernel, if it has one."""
+        """What the kernel of a choice communicates, if it has one."""
         axes = tuple([axis for axis, factor in shardings if factor in self.kernels])
         if not axes:
             return 0.0
@@ -304,72 +330,87 @@ class ShardingPropagator:
         latency = rounds * self.links.seconds(axes, len(axes), 0.0) if rounds else 0.0
         return latency + traffic * output_bytes / min(self.links.bandwidth[axis] for axis in axes)
 
-    def parts(self, options: tuple[Option, ...]) -> PriceParts | None:
+    def parts(self, choice: Choice) -> PriceParts | None:
         """What the price of a choice is made of; None if the choice is impossible."""
-        shardings = self._shardings(options)
-        if self._price(options)[0] == math.inf:
+        if self._price(choice)[0] == math.inf:
             return None
-        operands = [self._operand(i, shardings, options)[:2] for i in range(len(self.operands))]
-        results = [self._result(i, shardings, options) for i in range(len(self.results))]
-        kernel = self._kernel_seconds(shardings, sum(nbytes for _, _, nbytes in results))
-        return PriceParts(options, tuple(operands), kernel, sum(price for _, price, _ in results))
+        operands = [self._operand(i, choice)[:2] for i in range(len(self.operands))]
+        results = [self._result(i, choice) for i in range(len(self.results))]
+        kernel = self._kernel_seconds(self._shardings(choice), sum(nbytes for _, _, nbytes in results))
+        return PriceParts(choice, tuple(operands), kernel, sum(price for _, price, _ in results))
 
-    def _operand(
-        self, index: int, shardings: FactorShardings, options: Sequence[Option]
-    ) -> tuple[Layout, float, float]:
+    def _operand(self, index: int, choice: Choice) -> Priced:
         """An operand's layout in a choice, the price of redistributing it, and the bytes of the new local tensor."""
-        operand, mine = self.operands[index], self.factors_of[index]
-        partial = self._operand_partial(operand.position, options)
-        key = index, tuple([sharding for sharding in shardings if sharding[1] in mine]), partial
-        found = self._priced_operands.get(key)
+        relevant, priced = self._known_operands[index]
+        key = tuple(map(relevant.get, choice))
+        found = priced.get(key)
         if found is None:
-            layout = sharded_layout(operand.tensor, self.bound, self.mesh_sizes, key[1], partial)
-            price = estimate(operand.layout, layout, operand.itemsize, self.links)
-            nbytes = 0 if layout is operand.layout else layout.max_local_numel() * operand.itemsize
-            found = self._priced_operands[key] = layout, price, nbytes
+            found = priced[key] = self._price_operand(self.operands[index], key)
         return found
 
-    def _result(self, index: int, shardings: FactorShardings, options: Sequence[Option]) -> tuple[Layout, float, float]:
+    def _price_operand(self, operand: Operand, choice: Choice) -> Priced:
+        position, tensor, now, itemsize, _ = operand
+        partial = self._operand_partial(position, choice)
+        layout = sharded_layout(tensor, self.bound, self.mesh_sizes, self._shardings(choice), partial)
+        if layout is now:
+            return layout, 0.0, 0
+        return layout, estimate(now, layout, itemsize, self.links), layout.max_local_numel() * itemsize
+
+    def _relevant_to_operand(self, operand: Operand) -> dict[Option, Option]:
+        """The options that shard it or leave it Partial, or make it one."""
+        position = operand.position
+        relevant: dict[Option, Option] = {factor: factor for dim in operand.tensor.dims for factor in dim}
+        for factor, positions in self._summands.items():
+            if position in positions:
+                relevant[factor] = factor
+        for passing in self._passes:
+            if position in passing.operands:
+                relevant[passing] = passing
+        return relevant
+
+    def _result(self, index: int, choice: Choice) -> Priced:
         """A result's layout in a choice, the price of reducing or redistributing it later, and its bytes."""
-        result, mine = self.results[index], self.factors_of_results[index]
-        passed = tuple([(axis, option.op) for axis, option in enumerate(options) if isinstance(option, Passing)])
-        summed = output_partial(self.bound, result.output, shardings)
-        partial = tuple(sorted((*summed, *passed)))
-        key = index, tuple([sharding for sharding in shardings if sharding[1] in mine]), summed, passed
-        found = self._priced_results.get(key)
+        relevant, priced = self._known_results[index]
+        key = tuple(map(relevant.get, choice))
+        found = priced.get(key)
         if found is None:
-            layout = sharded_layout(result.tensor, self.bound, self.mesh_sizes, key[1], partial)
-            nbytes = layout.max_local_numel() * result.itemsize
-            if result.fixed is not None:
-                price = estimate(layout, result.fixed, result.itemsize, self.links)
-            elif result.wanted is not None:
-                # Sums over sharded factors may be left open, as those of micro-batches are; passed ones are reduced.
-                arriving = Layout.make(self.mesh_sizes, layout.dims, passed)
-                price = estimate(arriving, result.wanted, result.itemsize, self.links) + self._deferred(summed, nbytes)
-            else:
-                price = self._deferred(partial, nbytes)
-            found = self._priced_results[key] = layout, price, nbytes
+            found = priced[key] = self._price_result(self.results[index], key)
         return found
 
-    def _operand_partial(self, position: int, options: Sequence[Option]) -> PartialAxes:
+    def _price_result(self, result: Result, choice: Choice) -> Priced:
+        output, tensor, itemsize, fixed, wanted = result
+        shardings = self._shardings(choice)
+        passed = tuple([(axis, option.op) for axis, option in enumerate(choice) if isinstance(option, Passing)])
+        summed = output_partial(self.bound, output, shardings)
+        partial = tuple(sorted((*summed, *passed))) if passed else summed
+        layout = sharded_layout(tensor, self.bound, self.mesh_sizes, shardings, partial)
+        nbytes = layout.max_local_numel() * itemsize
+        if fixed is not None:
+            price = estimate(layout, fixed, itemsize, self.links)
+        elif wanted is not None:
+            # Sums over sharded factors may be left open, as those of micro-batches are; passed ones are reduced.
+            arriving = Layout.make(self.mesh_sizes, layout.dims, passed)
+            price = estimate(arriving, wanted, itemsize, self.links) + self._deferred(summed, nbytes)
+        else:
+            price = self._deferred(partial, nbytes)
+        return layout, price, nbytes
+
+    def _relevant_to_result(self, result: Result) -> dict[Option, Option]:
+        """The options that shard it or make it Partial."""
+        is_reduced = self.bound.reduce[result.output] not in ("none", "same")
+        factors = self._may_be_sharded if is_reduced else itertools.chain(*result.tensor.dims)
+        return {option: option for option in (*factors, *self._passes)}
+
+    def _operand_partial(self, position: int, options: Choice) -> PartialAxes:
         """The axes on which an operand is Partial: it stays so, or it is added to a sum (see `summands`)."""
         partial = []
-        known = self._summands_of
         for axis, option in enumerate(options):
-            if option is None:
-                continue
             if isinstance(option, int):
-                if position in (known[option] if option in known else self._summands(option)):
+                if position in self._summands[option]:
                     partial.append((axis, "sum"))
-            elif position in option.operands:
+            elif option is not None and position in option.operands:
                 partial.append((axis, _operand_op(self.bound, option)))
         return tuple(partial)
-
-    def _summands(self, factor: int) -> frozenset[int]:
-        found = self._summands_of.get(factor)
-        if found is None:
-            found = self._summands_of[factor] = summands(self.bound, factor)
-        return found
 
     def _deferred(self, partial: PartialAxes, nbytes: float) -> float:
         """The price of reducing a Partial result later, by a reduce-scatter."""
@@ -379,16 +420,17 @@ class ShardingPropagator:
         peers = math.prod(self.mesh_sizes[axis] for axis in axes)
         return _DEFERRED * self.links.seconds(axes, peers - 1, nbytes * (peers - 1) / peers)
 
-    def decide(self, options: tuple[Option, ...]) -> Decision:
-        """Return the choice in which the axes do this."""
-        if self._last is not None and self._last[0] == options:
-            _, shardings, operands, results = self._last
+    def decide(self, choice: Choice) -> Decision:
+        """Return what a choice says of the call."""
+        price = self._price(choice)[0]
+        if self._last is not None and self._last[0] == choice:
+            _, operands, results = self._last
         else:
-            shardings = self._shardings(options)
-            operands = tuple([self._operand(i, shardings, options)[0] for i in range(len(self.operands))])
-            results = tuple([self._result(i, shardings, options)[0] for i in range(len(self.results))])
-        summed = any(self._summands(factor) for _, factor in shardings)
-        return Decision(operands, results, shardings, self._price(options)[0], summed)
+            operands = [self._operand(i, choice)[0] for i in range(len(self.operands))]
+            results = [self._result(i, choice)[0] for i in range(len(self.results))]
+        shardings = self._shardings(choice)
+        summed = any(self._summands[factor] for _, factor in shardings)
+        return Decision(tuple(operands), tuple(results), shardings, price, summed)
 
 
 def _operand_op(bound: Bound, passing: Passing) -> str:
@@ -398,11 +440,12 @@ def _operand_op(bound: Bound, passing: Passing) -> str:
     return passing.op
 
 
-def _use(layout: Layout | None, axis: int) -> str | bool:
-    """How a tensor uses an axis: the op if it is Partial there, else whether it is sharded over it."""
-    if layout is None:
-        return False
-    for partial_axis, op in layout.partial:
-        if partial_axis == axis:
-            return op
-    return any(axis in factor.axes for dim in layout.dims for factor in dim)
+def _sharded_dims(operands: Sequence[Operand]) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """For each dim of an operand that is sharded now: the elements of the operand, the dim's factors, and its axes."""
+    found = []
+    for operand in operands:
+        for dim, factors in zip(operand.layout.dims, operand.tensor.dims, strict=True):
+            axes = dim[0].axes if len(dim) == 1 else dim_axes(dim)
+            if axes:
+                found.append((hint(math.prod(operand.tensor.shape)), factors, axes))
+    return found

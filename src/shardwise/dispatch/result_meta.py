@@ -6,7 +6,7 @@ operands, the result is cached in that form, so that a new batch size, or a new 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -165,7 +165,8 @@ def error_of_out(
 
     The op is called with small zeros. Tensors are given as `TensorMeta`s.
     """
-    small, named, others = pytree.tree_map(_shrunk, (list(args), kwargs, without_out), is_leaf=_is_meta)
+    small = _shrunk(list(args))
+    named, others = ({name: _shrunk(value) for name, value in given.items()} for given in (kwargs, without_out))
     if results_of_zeros(func.overloadpacket, small, others) is None:
         return None
     outs = {name: contiguous_meta((0,), named[name].dtype) for name in named.keys() - others.keys()}
@@ -190,7 +191,7 @@ def refuse_what_fails(
     # What autograd calls gets what the forward pass has saved, in the dtypes of local code.
     by_user = "backward" not in str(func)
     if by_user and torch.Tag.nondeterministic_seeded not in func.tags:
-        small, named = (args, kwargs) if few else pytree.tree_map(_shrunk, (list(args), kwargs), is_leaf=_is_meta)
+        small, named = (args, kwargs) if few else (_shrunk(args), {n: _shrunk(v) for n, v in kwargs.items()})
         tried = _call_key(small, named, on_cpu)
         if op.accepted.get(tried) is None:
             error = _own_error(func, small, named)
@@ -203,9 +204,10 @@ def refuse_what_fails(
             raise error
 
 
-def _call_key(args: Sequence[object], kwargs: dict[str, object], on_cpu: bool) -> str:
+def _call_key(args: Sequence[object], kwargs: dict[str, object], on_cpu: bool) -> Hashable:
     """What the error of an op on zeros depends on. Written out, 1 and 1.0 and True are not the same."""
-    return f"{on_cpu} {list(args)} {kwargs}"
+    values = [value if _is_meta(value) else repr(value) for value in (*args, *kwargs.values())]
+    return (on_cpu, *kwargs, *values)
 
 
 def _must_be_raised(
@@ -232,12 +234,11 @@ def _as_floats(args: Sequence[object], kwargs: dict[str, object]) -> tuple[Seque
     return found
 
 
-def _shrunk(value: object) -> object:
-    """A row-major tensor of the same dtype with sizes of at most 2; other values unchanged."""
-    if not isinstance(value, TensorMeta):
-        return value
-    shape = torch.Size([min(size, 2) for size in value.shape])
-    return TensorMeta(shape, contiguous_stride(shape), value.dtype)
+def _shrunk(value: Any) -> Any:
+    """A row-major tensor of the same dtype with sizes of at most 2, also in lists; other values unchanged."""
+    if isinstance(value, TensorMeta):
+        return contiguous_meta([min(size, 2) for size in value.shape], value.dtype)
+    return [_shrunk(element) for element in value] if isinstance(value, list) else value
 
 
 def _is_meta(value: object) -> TypeGuard[TensorMeta]:

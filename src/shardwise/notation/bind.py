@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ..sharding.layout import Coordinate, Dim, Factor, Layout, PartialAxes, Sizes, factor_range
+from ..sharding.layout import Coordinate, Dim, Factor, Layout, PartialAxes, Sizes, factor_range, plain_dim
 from .clauses import Positions
 from .frame import BindError, BoundEntry, Group, Rank, make_frame
 from .kind import FactorKind
@@ -183,9 +183,9 @@ def sharded_layout(
     dims: list[Dim] = []
     for size, factors in zip(tensor.shape, tensor.dims, strict=True):
         if len(factors) == 1:
-            dims.append((Factor(size, axes.get(factors[0], ())),))
+            dims.append(plain_dim(size, axes.get(factors[0], ())))
         elif not axes.keys() & factors:
-            dims.append((Factor(size, ()),))
+            dims.append(plain_dim(size, ()))
         else:
             sizes = [bound.factors[f].size for f in factors]
             if factors[0] not in axes:  # it may be ragged
@@ -214,6 +214,8 @@ def summands(bound: Bound, factor: int) -> frozenset[int]:
     >>> summands(bound, bound.factor("k")), summands(bound, bound.factor("m"))
     (frozenset({0}), frozenset())
     """
+    if max(map(len, bound.linear), default=0) < 2:
+        return frozenset()
     outputs = zip(bound.outputs, bound.reduce, strict=True)
     if not any(output and op not in ("avg", "same") and not _has(output, factor) for output, op in outputs):
         return frozenset()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ..errors import LayoutError
-from .layout import Dim, Factor, Layout, Sizes, dim_text, divides_evenly, largest_piece, pieces
+from .layout import Dim, Factor, Layout, Sizes, dim_text, divides_evenly, largest_piece, pieces, plain_dim
 from .placement import (
     AnyShard,
     InterleavedShard,
@@ -58,6 +58,8 @@ def _shard_outermost(sizes: Sizes, dim: Dim, axis: int) -> Dim:
     """Chunk the local shard of a dim: shards the first factor with more than one local index."""
     i = next((i for i, f in enumerate(dim) if largest_piece(sizes, f) != 1), len(dim) - 1)
     factor = dim[i]
+    if len(dim) == 1:
+        return plain_dim(factor.size, (*factor.axes, axis))
     extended = Factor(factor.size, (*factor.axes, axis))
     rest = math.prod(largest_piece(sizes, f) for f in dim[i + 1 :])
     if rest != 1 and not divides_evenly(sizes, extended):
@@ -72,7 +74,7 @@ def from_placements(
     sizes: Sizes, shape: Sequence[int], placements: Sequence[Placement], order: ShardOrder = ()
 ) -> Layout:
     """The layout of these placements. Axes shard from left to right unless `order` says otherwise."""
-    dims: list[Dim] = [(Factor(size, ()),) for size in shape]
+    dims: list[Dim] = [plain_dim(size, ()) for size in shape]
     partial: list[tuple[int, str]] = []
     for axis in cutting_sequence(len(sizes), order):
         placement = placements[axis]
@@ -142,25 +144,32 @@ def default_order(placements: Sequence[Placement]) -> ShardOrder:
 @lru_cache(maxsize=65536)
 def to_placements(layout: Layout) -> tuple[tuple[Placement, ...], ShardOrder] | None:
     """The placements and shard order of this layout, or None where no list of placements describes it."""
-    placements: list[Placement] = [Replicate()] * len(layout.mesh_sizes)
-    order = []
+    replicate = Replicate()
+    placements: list[Placement] = [replicate] * len(layout.mesh_sizes)
+    order, uses = [], len(layout.partial)
     for axis, op in layout.partial:
         placements[axis] = Partial(op)
     for d, dim in enumerate(layout.dims):
         axes: list[int] = []
         # From the minor factor to the major one: then `blocks` counts factors that are not sharded yet.
         for i in range(len(dim) - 1, -1, -1):
-            blocks = math.prod(factor.size for factor in dim[:i])
+            if not dim[i].axes:
+                continue
+            blocks = math.prod([factor.size for factor in dim[:i]])
             for axis in dim[i].axes:
                 placements[axis] = Shard(d) if blocks == 1 else InterleavedShard(d, blocks)
                 axes.append(axis)
         if axes:
             order.append(ShardOrderEntry(d, tuple(axes)))
+            uses += len(axes)
+    found = tuple(placements), tuple(order)
+    if layout.unfactored and uses == len(placements) - placements.count(replicate):
+        return found  # by construction: each dim is one factor, and no axis is used twice
     try:
-        rebuilt = from_placements(layout.mesh_sizes, layout.shape, placements, tuple(order))
+        rebuilt = from_placements(layout.mesh_sizes, layout.shape, *found)
     except LayoutError:
         return None
-    return (tuple(placements), tuple(order)) if rebuilt is layout else None
+    return found if rebuilt is layout else None
 
 
 def with_order(placements: Sequence[Placement], order: ShardOrder) -> tuple[Placement, ...] | None:

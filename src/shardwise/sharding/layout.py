@@ -119,7 +119,13 @@ class Layout:
 
     def max_local_numel(self) -> int:
         """The most elements any rank holds; of sizes that are symbols, for the sizes at hand."""
-        return hint(math.prod(largest_piece(self.mesh_sizes, factor) for dim in self.dims for factor in dim))
+        sizes, most = self.mesh_sizes, 1
+        for dim in self.dims:
+            for size, axes in dim:  # as `largest_piece`: propagation asks this of every layout that it tries
+                for axis in axes:
+                    size = -(-size // sizes[axis])
+                most *= size
+        return hint(most)
 
     def is_even(self) -> bool:
         """Whether all local shards have the same shape."""
@@ -216,6 +222,12 @@ def split_factor(sizes: Sizes, factor: Factor, major: int) -> tuple[Factor, Fact
 
 
 # ---- one dim -------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=65536)
+def plain_dim(size: int, axes: tuple[int, ...]) -> Dim:
+    """A dim of one factor. Layouts share it: those that propagation tries differ in a dim or two."""
+    return (Factor(size, axes),)
 
 
 def dim_axes(dim: Dim) -> tuple[int, ...]:
