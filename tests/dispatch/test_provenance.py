@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise import DTensor, Replicate, Shard
+from shardwise import Shard
 from shardwise.errors import MixedTensorError
 from tests.ops.helpers import on, r, ranks, whole
 
@@ -62,6 +62,68 @@ def node_prehook(x: Tensor) -> Tensor:
     y = x * 2
     assert y.grad_fn is not None
     y.grad_fn.register_prehook(lambda grad_outputs: tuple(map(mix, grad_outputs)))
+    return y
+
+
+def node_prehook_of_a_formula_that_makes_tensors(x: Tensor) -> Tensor:
+    y = x.cumprod(0)
+    assert y.grad_fn is not None
+    y.grad_fn.register_prehook(lambda grad_outputs: tuple(map(mix, grad_outputs)))
+    return y
+
+
+def node_prehook_of_pieces(x: Tensor) -> Tensor:
+    first, _ = x.split(3)
+    assert first.grad_fn is not None
+    first.grad_fn.register_prehook(lambda grad_outputs: (grad_outputs[0] * PLAIN[:3], None))
+    return first * 2
+
+
+def node_hook_of_pieces(x: Tensor) -> Tensor:
+    first, _ = x.split(3)
+    assert first.grad_fn is not None
+    first.grad_fn.register_hook(lambda grad_inputs, grad_outputs: tuple(map(mix, grad_inputs)))
+    return first * 2
+
+
+def node_hook_of_pieces_that_all_have_gradients(x: Tensor) -> Tensor:
+    first, second = x.unbind(1)[:2]
+    rest = x.unbind(1)[2:]
+    assert first.grad_fn is not None
+    first.grad_fn.register_hook(lambda grad_inputs, grad_outputs: tuple(map(mix, grad_inputs)))
+    return first + second + rest[0] + rest[1]
+
+
+def tensor_hook_of_a_piece(x: Tensor) -> Tensor:
+    first, _ = x.split(3)
+    first.register_hook(lambda gradient: gradient * PLAIN[:3])
+    return first * 2
+
+
+class PlainBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return PLAIN[: gradient.shape[0], : gradient.shape[1]].clone()
+
+
+def plain_gradient_of_a_piece(x: Tensor) -> Tensor:
+    first, second = x.split(3)
+    return PlainBackward.apply(first).sum() + second.sum()  # type: ignore[no-untyped-call]
+
+
+def plain_gradient_of_a_formula_that_makes_tensors(x: Tensor) -> Tensor:
+    return PlainBackward.apply(x.cumprod(0))  # type: ignore[no-untyped-call, no-any-return]
+
+
+def tensor_that_was_accepted_before(x: Tensor) -> Tensor:
+    with shardwise.implicit_replication():
+        x * PLAIN
+    y = x * 2
+    y.register_hook(lambda gradient: gradient * PLAIN)
     return y
 
 
@@ -121,6 +183,14 @@ USERS: list[Callable[[Any], Any]] = [
     post_accumulate_hook,
     node_hook,
     node_prehook,
+    node_prehook_of_a_formula_that_makes_tensors,
+    node_prehook_of_pieces,
+    node_hook_of_pieces,
+    node_hook_of_pieces_that_all_have_gradients,
+    tensor_hook_of_a_piece,
+    plain_gradient_of_a_piece,
+    plain_gradient_of_a_formula_that_makes_tensors,
+    tensor_that_was_accepted_before,
     module_full_backward_hook,
     module_full_backward_pre_hook,
     MixingBackward.apply,
@@ -287,7 +357,7 @@ def test_plain_indices(case: str) -> None:
         torch.testing.assert_close(whole(x.grad), one.grad)
 
 
-def test_a_recorded_tensor_is_accepted_in_backward_only() -> None:
+def test_a_tensor_that_was_accepted_before_is_not_accepted_again() -> None:
     with ranks(2) as mesh:
         x = on(mesh, X, Shard(0), grad=True)
         with shardwise.implicit_replication():
@@ -304,11 +374,53 @@ def test_a_plain_gradient_from_the_user_is_refused() -> None:
             y.backward(PLAIN.clone())
 
 
-def test_records_hold_no_tensor() -> None:
-    from shardwise.dispatch.provenance import _recorded
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_pieces_without_gradients(create_graph: bool) -> None:
+    """Zeros are filled in for them, by PyTorch, in any backward pass over the graph, also after one that failed."""
 
-    with ranks(2) as mesh, shardwise.implicit_replication():
-        before = len(_recorded)
-        x: DTensor = on(mesh, X, Replicate())
-        x * torch.ones(6, 4)
-        assert len(_recorded) == before
+    def run(x: Any) -> Any:
+        first, _, third = x.split(2)
+        return (first * third).square().sum() + x.unbind(1)[2].square().sum()
+
+    one = X.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(run(one), one, create_graph=create_graph)
+    with ranks(2) as mesh:
+        x = on(mesh, X, Shard(1), grad=True)
+        y = run(x)
+
+        def fail(gradient: Any) -> None:
+            raise KeyError
+
+        handle = x.register_hook(fail)
+        with pytest.raises(KeyError):
+            y.backward(retain_graph=True)
+        handle.remove()
+        for _ in range(2):
+            (found,) = torch.autograd.grad(y, x, create_graph=create_graph, retain_graph=True)
+            torch.testing.assert_close(whole(found), expected.detach())
+        if create_graph:
+            torch.testing.assert_close(
+                whole(torch.autograd.grad(found.square().sum(), x)[0]),
+                torch.autograd.grad(expected.square().sum(), one)[0],
+            )
+
+
+def test_a_prehook_may_use_plain_tensors_where_the_user_says_that_they_are_replicated() -> None:
+    def hook(gradients: Any) -> Any:
+        with shardwise.implicit_replication():
+            return tuple(gradient if gradient is None else gradient * PLAIN[:3] for gradient in gradients)
+
+    one = X.clone().requires_grad_()
+    (one.split(3)[0] * PLAIN[:3]).sum().backward()
+    with ranks(2) as mesh:
+        x = on(mesh, X, Shard(1), grad=True)
+        first, _ = x.split(3)
+        assert first.grad_fn is not None
+        handle = first.grad_fn.register_prehook(hook)
+        (first * 1).sum().backward(retain_graph=True)
+        assert one.grad is not None
+        torch.testing.assert_close(whole(x.grad), one.grad)
+        handle.remove()
+        x.grad = None
+        (first * 1).sum().backward()
+        torch.testing.assert_close(whole(x.grad)[:3], torch.ones(3, 4, dtype=torch.float64))

@@ -113,7 +113,7 @@ def _common_runs(
             i += 1
         else:
             j += 1
-    return result
+    return tuple(result)
 
 
 def _placed(runs: tuple[Run, ...], low: float, high: float, shift: int) -> Placed:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch.autograd.graph import Node
 
 from .._torch import pytree
 from .._torch.backward_pass import current_node, current_pass, materialized, metadata_of, saved_tensor_hooks
+from .._torch.node_hooks import HookRegistration
 from .._torch.symbols import SymbolicSize
 from ..sharding.base import DTensorBase
 from ..sharding.memory_order import contiguous_meta, meta_of, overlaps
@@ -34,11 +36,12 @@ _RUNNING = "shardwise: backward passes that are in the formula of this node"
 """A node's metadata holds, under this key, the passes by number: two threads may run passes over one graph, and a pass
 that failed in a formula must not count as running. With each pass, the hooks for saved tensors when it began."""
 
+_JOINS = "shardwise: the formula of this node is one call"
 _HIDDEN = "shardwise: this node was found behind a write to a view, and marked"
 
 
 def in_formula() -> bool:
-    """Whether the formula of a marked node runs in this thread.
+    """Return whether the formula of a marked node runs in this thread.
 
     Code that `torch.utils.checkpoint` recomputes is no part of the formula that asks for a saved tensor. It runs with
     hooks of its own for the tensors that it saves.
@@ -51,7 +54,7 @@ def in_formula() -> bool:
 
 @contextmanager
 def outside_formula() -> Iterator[None]:
-    """Run code that is not part of the running formula, such as a user's unpack hook."""
+    """Inside, code that is no part of the running formula, such as a user's unpack hook, does not count as one."""
     if not in_formula():
         yield
         return
@@ -66,6 +69,21 @@ def mark_formula(node: Node) -> None:
     """Take plain tensors as replicated in the formula of this node, in every backward pass."""
     node.register_prehook(_begin)
     node.register_hook(_end)
+
+
+def mark_formula_of_plain(node: Node) -> None:
+    """The same for the node of a plain tensor, whose gradient is plain, into which distributed values were written."""
+    node.register_prehook(_enter_formula)
+    node.register_hook(_end)
+
+
+def mark_join(node: Node) -> None:
+    """The same for the node of an op that returns the pieces of a tensor: its formula joins their gradients.
+
+    With plain zeros for pieces that have none: that is one call. So the formula ends with it, and if no gradient is
+    missing it does not begin.
+    """
+    node.register_prehook(_begin_join)
 
 
 def mark_write(node: Node) -> None:
@@ -98,7 +116,27 @@ def _mark_hidden(grad_inputs: Gradients, grad_outputs: Gradients) -> None:
 
 
 def _begin(grad_outputs: Gradients) -> None:
+    if not _are_foreign(grad_outputs):
+        _enter()
+
+
+def _enter_formula(grad_outputs: Gradients) -> None:
     _enter()
+
+
+def _begin_join(grad_outputs: Gradients) -> None:
+    if None in grad_outputs and not _are_foreign(grad_outputs):
+        _enter()
+        metadata_of(cast(Node, current_node()))[_JOINS] = True
+
+
+def _are_foreign(gradients: Gradients) -> bool:
+    """Return whether a function of the user has made some of these gradients of distributed tensors plain ones.
+
+    Formulas of PyTorch may return plain zeros.
+    """
+    plain = [g for g in gradients if g is not None and not isinstance(g, DTensorBase) and g.dim()]
+    return bool(plain) and any(bool(materialized(g.detach()).any()) for g in plain)
 
 
 def _end(grad_inputs: Gradients, grad_outputs: Gradients) -> Gradients | None:
@@ -108,6 +146,18 @@ def _end(grad_inputs: Gradients, grad_outputs: Gradients) -> Gradients | None:
     if like is None or all(g is None or isinstance(g, DTensorBase) for g in grad_inputs):
         return None
     return tuple(g if g is None or isinstance(g, DTensorBase) else as_replicated(g, like) for g in grad_inputs)
+
+
+def _outside(hook: Callable[..., object]) -> Callable[..., object]:
+    def run(*gradients: object) -> object:
+        with outside_formula():
+            return hook(*gradients)
+
+    return run
+
+
+hook_registration = HookRegistration({_begin, _enter_formula, _begin_join}, {_end}, _outside)
+"""While it is installed, prehooks that a program registers on a marked node run outside of its formula."""
 
 
 def _enter() -> None:
@@ -160,9 +210,16 @@ def hold(mark: Callable[[], None]) -> None:
 def hold_result(result: object) -> None:
     """Mark the node of a result of an op that accepted a plain tensor, as soon as autograd has recorded it."""
     mark_held_result()
+    _end_join()
     if torch.is_grad_enabled():
         tensors = [value for value in pytree.tree_leaves(result) if isinstance(value, DTensorBase)]
         hold(partial(_mark_results, tensors, [value._version for value in tensors]))
+
+
+def _end_join() -> None:
+    node = current_node()
+    if node is not None and _JOINS in metadata_of(node) and in_formula():
+        _leave()
 
 
 def mark_held_result() -> None:

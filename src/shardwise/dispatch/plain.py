@@ -27,7 +27,7 @@ from .arguments import Args, Kwargs, named_tensors, replace_tensors, written_arg
 from .explicit import refuse
 from .formulas import as_replicated
 from .modes import modes
-from .provenance import record_replicated, taken_as_replicated
+from .provenance import takes_plain_as_replicated
 
 
 def with_replicas(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
@@ -48,11 +48,10 @@ def with_replicas(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
         if op.variant == "out" and tensor in written and not tensor.numel():
             continue  # takes the global result, the same on all ranks
         nothing = not tensor.numel() and tensor.shape == like.shape  # as the gradient of a vector that `cat` leaves out
-        if not (nothing or tensor.is_meta or _is_number(tensor) or taken_as_replicated(tensor) or _is_index(op, name)):
+        if not (nothing or tensor.is_meta or _is_number(tensor) or takes_plain_as_replicated() or _is_index(op, name)):
             raise mixed_tensors(op, name, tensor)
         if tensor not in written and name not in op.op.updates:
             _check_same_on_ranks(op, name, tensor)
-            record_replicated(tensor)
             replicas[name] = as_replicated(tensor, like)
     if not replicas:
         return None

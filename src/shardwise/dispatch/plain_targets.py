@@ -20,9 +20,9 @@ from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
 from .arguments import Args, Kwargs, Written, named_tensors, replace_tensors, written_arguments
 from .explicit import refuse_gathering
-from .formulas import Gradients, as_replicated, hold, hold_result, mark_formula, nodes_since
+from .formulas import Gradients, as_replicated, hold, hold_result, mark_formula_of_plain, nodes_since
 from .modes import modes
-from .provenance import taken_as_replicated
+from .provenance import takes_plain_as_replicated
 
 
 def write_gathered(op: ResolvedOp, args: Args, kwargs: Kwargs) -> object:
@@ -39,7 +39,7 @@ def write_gathered(op: ResolvedOp, args: Args, kwargs: Kwargs) -> object:
         for name, tensor in named
         if not isinstance(tensor, DTensorBase)
         and tensor in written
-        and (taken_as_replicated(tensor) or not (tensor.dim() or needs_grad))
+        and (takes_plain_as_replicated() or not (tensor.dim() or needs_grad))
     }
     if not targets:
         return NotImplemented
@@ -104,7 +104,7 @@ def _mark_writes(
         for node in nodes_since(target, version):
             edges = frozenset(i for i, (fn, _) in enumerate(node.next_functions) if _is_one_of(fn, origins))
             if edges:
-                mark_formula(node)
+                mark_formula_of_plain(node)
                 node.register_hook(partial(_distribute_gradients, edges, like))
 
 

@@ -253,14 +253,15 @@ def local_size(
     [2, 6]
     """
     axes = _axes_of(bound, shardings)
-    held = []
-    for i, factor in enumerate(bound.factors):
-        start, stop = factor_range(mesh_sizes, Factor(factor.size, axes.get(i, ())), coordinate)
-        held.append(stop - start)
+
+    def held(factor: int) -> int:
+        start, stop = factor_range(mesh_sizes, Factor(bound.factors[factor].size, axes.get(factor, ())), coordinate)
+        return stop - start
+
     entries, values = dict(bound.size_args)[name], as_sizes(value)
     check_length(bound.rule, name, entries, values)
     result = [
-        math.prod(held[f] for f in entry) if isinstance(entry, tuple) else size if entry is None else entry
+        math.prod(map(held, entry)) if isinstance(entry, tuple) else size if entry is None else entry
         for entry, size in zip(entries, values, strict=True)
     ]
     return result if isinstance(value, (list, tuple)) else result[0]

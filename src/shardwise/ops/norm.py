@@ -55,9 +55,13 @@ def normalized_dims(ndim: int, count: int) -> tuple[str, str, str]:
 def _layer_rule(template: str) -> Callable[[Call], str]:
     """The rule with the patterns of a call: {x} like the operand, {w} like the weight, {s} like a statistic."""
 
-    def rule(call: Call) -> str:
-        x, w, s = normalized_dims(call.ndim(0), len(call.arg("normalized_shape")))
+    @functools.lru_cache
+    def text(ndim: int, count: int) -> str:
+        x, w, s = normalized_dims(ndim, count)
         return join(template.format(x=x, w=w, s=s), f"normalized_shape=({w})", kernel_clause(w.split()))
+
+    def rule(call: Call) -> str:
+        return text(call.ndim(0), len(call.arg("normalized_shape")))
 
     return rule
 

@@ -147,7 +147,10 @@ def _entry_bytes(key: object, value: object) -> int:
 
 def kernel_for(op: Op, factor: str) -> Kernel | None:
     """The kernel of an op for this factor. That of `k` serves k0, k1, ... too, and their parts k0_0, k0_1, ..."""
-    return op.kernels.get(factor) or op.kernels.get(re.sub(r"\d+(_\d+)?$", "", factor))
+    return op.kernels.get(factor) or op.kernels.get(_NUMBER.sub("", factor))
+
+
+_NUMBER = re.compile(r"\d+(_\d+)?$")
 
 
 def _number_arguments(func: OpOverload) -> frozenset[int | str]:

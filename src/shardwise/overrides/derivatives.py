@@ -5,7 +5,7 @@ See `dispatch.formulas` for what a mark does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from .._torch.above_autograd import Keys, call_with_autograd
 from .._torch.backward_pass import saved_tensor_hooks
 from .._torch.ops import OpOverload
-from ..dispatch.formulas import mark_formula, mark_write, outside_formula
+from ..dispatch.formulas import mark_formula, mark_join, mark_write, outside_formula
 from ..ops.above_autograd import call, is_integer_view, is_ours, needs_grad
 from ..sharding.base import DTensorBase
 
@@ -26,8 +26,8 @@ def marking_formulas(func: OpOverload) -> Callable[..., object]:
     in_place = func._schema.name.endswith("_")
     takes_lists = any("List[" in str(argument.type) for argument in func._schema.arguments)
     makes_new_tensors = not any(argument.alias_info is not None for argument in func._schema.arguments)
-    if func.is_view:
-        return _marking_views(func)
+    if str(func._schema.returns[0].type) == "List[Tensor]":
+        return _marking_pieces(func)
 
     def kernel(keys: Keys, *args: object, **kwargs: object) -> object:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
@@ -48,17 +48,24 @@ def marking_formulas(func: OpOverload) -> Callable[..., object]:
     return kernel
 
 
-def _marking_views(func: OpOverload) -> Callable[..., object]:
-    """Return such a kernel for ops that return views of their first argument, such as `split`: they save no tensor."""
+def _marking_pieces(func: OpOverload) -> Callable[..., object]:
+    """The same for ops that return the pieces of their first argument, such as `split`: they save no tensor."""
 
     def kernel(keys: Keys, *args: object, **kwargs: object) -> object:
         result = call_with_autograd(func, keys, *args, **kwargs)
-        viewed = args[0]
-        if isinstance(viewed, DTensorBase) and viewed.requires_grad and torch.is_grad_enabled():
-            _mark(result, in_place=False)
+        if isinstance(args[0], DTensorBase):
+            mark_pieces(args[0], cast(Sequence[Tensor], result))
         return result
 
     return kernel
+
+
+def mark_pieces(tensor: DTensorBase, pieces: Sequence[Tensor]) -> None:
+    """Mark the node that autograd has recorded for the pieces of a tensor, if it has: all have the same one."""
+    if tensor.requires_grad and torch.is_grad_enabled() and pieces:
+        node = pieces[0].grad_fn
+        if node is not None:
+            mark_join(node)
 
 
 def _mark(result: object, in_place: bool) -> None:

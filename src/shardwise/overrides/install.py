@@ -14,6 +14,7 @@ from types import ModuleType
 from .._torch.above_autograd import Overrides
 from .._torch.schemas import composites_with_out, is_composite
 from .._torch.transforms import BATCHED
+from ..dispatch.formulas import hook_registration
 from ..ops.registry import registry
 from .batch_rules import batched_taking_plain_as_replicated
 from .composites import taking_plain_as_replicated
@@ -31,6 +32,7 @@ def install_overrides() -> None:
     """Override the PyTorch functions that need it to run on distributed tensors. A second call does nothing."""
     if not len(_overrides):
         _add_kernels()
+    hook_registration.install()
     install_python_functions()
     _flex_attention().install_flex_attention()
     install_state_dict_functions()
@@ -41,6 +43,7 @@ def install_overrides() -> None:
 def uninstall_overrides() -> None:
     """Restore PyTorch's own functions. Those that need an override then fail on distributed tensors."""
     _overrides.remove()
+    hook_registration.uninstall()
     uninstall_python_functions()
     _flex_attention().uninstall_flex_attention()
     uninstall_state_dict_functions()
