@@ -83,6 +83,33 @@ def _below(keys: Keys) -> tuple[Keys, bool]:
         return _BELOW.setdefault(bits, (below, below.highestPriorityTypeId() == _PYTHON))
 
 
+def call_from_python(func: OpOverload, tensor: Tensor, *args: object) -> object:
+    """Call an op that has a derivative on a tensor of a subclass, without its kernel above autograd.
+
+    For methods of a class that do what the kernel does, without the way from Python to the kernel and back. Returns
+    NotImplemented where somebody else is to see the call first: modes, transforms, inference mode.
+    """
+    if _NEEDS_SNAPSHOT or count_modes() or _function_modes() or _transforms_active() or _is_excluded(_AUTOGRAD):
+        return NotImplemented
+    keys = torch._C._dispatch_keys(tensor)
+    bits = keys.raw_repr()
+    try:
+        below = _FROM_AUTOGRAD[bits]
+    except KeyError:
+        below = keys
+        while str(below.highestPriorityTypeId()).partition(".")[2].startswith(("Python", "Autocast")):
+            below = below.remove(below.highestPriorityTypeId())
+        _FROM_AUTOGRAD[bits] = below
+    return func._handle.redispatch_boxed(below, tensor, *args)
+
+
+_FROM_AUTOGRAD: dict[int, Keys] = {}
+"""The keys of tensors from autograd on, by the bits of all their keys: there are a few combinations."""
+_AUTOGRAD = DispatchKey.AutogradFunctionality
+_is_excluded: Callable[[DispatchKey], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+
+
 def call_original(func: OpOverload, keys: Keys, *args: object, **kwargs: object) -> object:
     """Call a composite op from its kernel as if it were not overridden: autograd decomposes it into other ops."""
     below, is_last = _below(keys)

@@ -36,7 +36,7 @@ class QuickFunction(torch.autograd.Function):
             """As for any autograd function; arguments by position."""
             return prepared(*args) if _transforms_active() else unprepared(*args)
 
-        cls.apply = staticmethod(apply)  # type: ignore[method-assign, assignment]
+        cls.apply = staticmethod(apply)  # type: ignore[method-assign]
 
 
 _transforms_active = torch._C._are_functorch_transforms_active

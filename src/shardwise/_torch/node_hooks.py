@@ -10,6 +10,7 @@ from torch.autograd import Function
 
 Hook = Callable[..., object]
 Hooks = OrderedDict[int, Hook]
+Register = Callable[[Hooks | None, Hook], tuple[Hooks, Any]]
 
 _NO_HANDLE = -1
 """The id of a hook without a handle. PyTorch's ids count from 0."""
@@ -25,20 +26,25 @@ class HookRegistration:
     """
 
     def __init__(self, beginnings: Set[Hook], others: Set[Hook], wrap: Callable[[Hook], Hook]) -> None:
-        self._beginnings, self._own, self._wrap = beginnings, beginnings | others, wrap
-        self._original: Callable[[Hooks | None, Hook], tuple[Hooks, Any]] = Function._register_hook  # type: ignore[attr-defined]
+        original: Register = Function._register_hook
+        own = beginnings | others
+
+        def register(hooks: Hooks | None, hook: Hook) -> tuple[Hooks, Any]:
+            if hook in own:
+                if hooks is None:
+                    hooks = OrderedDict()
+                    hooks[_NO_HANDLE] = hook
+                    return hooks, None
+            elif hooks is not None and not beginnings.isdisjoint(hooks.values()):
+                hook = wrap(hook)
+            return original(hooks, hook)
+
+        self._original, self._register = original, register
 
     def install(self) -> None:
         """From now on, wrap prehooks that are registered on nodes that have one of `beginnings`."""
-        Function._register_hook = staticmethod(self._register)  # type: ignore[attr-defined]
+        Function._register_hook = staticmethod(self._register)  # type: ignore[method-assign]
 
     def uninstall(self) -> None:
         """Let PyTorch add hooks by its own function again."""
-        Function._register_hook = staticmethod(self._original)  # type: ignore[attr-defined]
-
-    def _register(self, hooks: Hooks | None, hook: Hook) -> tuple[Hooks, Any]:
-        if hooks is None:
-            return (OrderedDict({_NO_HANDLE: hook}), None) if hook in self._own else self._original(None, hook)
-        if hook not in self._own and not self._beginnings.isdisjoint(hooks.values()):
-            hook = self._wrap(hook)
-        return self._original(hooks, hook)
+        Function._register_hook = staticmethod(self._original)  # type: ignore[method-assign]

@@ -117,7 +117,7 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
             local_args: Sequence[object]
             if offset is not None:  # a view: of the first argument, which is the only tensor
                 a = args[0]
-                local_args, offset = (a._shard, *args[1:]), offset + a.storage_offset() or None
+                local_args = (a._shard, *args[1:])
             elif count == 1:
                 local_args = (a._shard if type(a) is kind else a,)
             elif count == 2:
@@ -129,6 +129,8 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
         local = run(*local_args, **kwargs) if kwargs else run(*local_args)
         if finish is not None:
             return finish(local, args)
+        if offset is not None:
+            offset = offset + a.storage_offset() or None
         shape, stride, dtype = meta  # type: ignore[misc]
         tensor = make_wrapper(kind, shape, stride, offset, None, dtype, _strided, local.device)
         tensor._shard = local
@@ -301,7 +303,7 @@ def _wrapping_views(specs: Any, offsets: Sequence[int], kind: type[DTensorBase])
     def finish(locals_: Any, args: Args) -> object:
         first, wrapped = args[0], []
         begin, device = first.storage_offset(), first._shard.device
-        for local, (spec, shape, stride, dtype, behind) in zip(locals_, views, strict=True):
+        for local, (spec, shape, stride, dtype, behind) in zip(locals_, views):  # noqa: B905  # as many: it takes time
             tensor = make_wrapper(kind, shape, stride, begin + behind or None, None, dtype, _strided, device)
             tensor._shard = local
             tensor._spec = spec

@@ -271,6 +271,7 @@ def put_split(given: Kwargs) -> Write:
 
 
 _split = {"k": Kernel(split), **blocks.SPLIT}
+SPLIT, SPLIT_WITH_SIZES = aten.split.Tensor, aten.split_with_sizes.default
 _SPLITS = "aten::split.Tensor", "aten::split_with_sizes"
 _UNSAFE = "aten::unsafe_split.Tensor", "aten::unsafe_split_with_sizes"
 define(

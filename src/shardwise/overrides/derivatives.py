@@ -52,20 +52,13 @@ def _marking_pieces(func: OpOverload) -> Callable[..., object]:
     """The same for ops that return the pieces of their first argument, such as `split`: they save no tensor."""
 
     def kernel(keys: Keys, *args: object, **kwargs: object) -> object:
-        result = call_with_autograd(func, keys, *args, **kwargs)
-        if isinstance(args[0], DTensorBase):
-            mark_pieces(args[0], cast(Sequence[Tensor], result))
-        return result
+        pieces = cast(Sequence[Tensor], call_with_autograd(func, keys, *args, **kwargs))
+        node = pieces[0].grad_fn if pieces and isinstance(args[0], DTensorBase) else None
+        if node is not None:
+            mark_join(node)  # all pieces have the same one
+        return pieces
 
     return kernel
-
-
-def mark_pieces(tensor: DTensorBase, pieces: Sequence[Tensor]) -> None:
-    """Mark the node that autograd has recorded for the pieces of a tensor, if it has: all have the same one."""
-    if tensor.requires_grad and torch.is_grad_enabled() and pieces:
-        node = pieces[0].grad_fn
-        if node is not None:
-            mark_join(node)
 
 
 def _mark(result: object, in_place: bool) -> None:

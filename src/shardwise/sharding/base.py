@@ -34,6 +34,8 @@ class DTensorBase(Tensor):
     _shard: Tensor
     _spec: DTensorSpec
     _source: LocalSource | None = None
+    _handed_out: Any = None
+    """The alias of the local shard that the user got last (`tensor/handed_out`)."""
     concrete: ClassVar[type[DTensorBase]]
     """The class of all distributed tensors, set where it is defined."""
 

@@ -62,6 +62,7 @@ from .handed_out import hand_out, hand_out_new
 from .hooks import Hooks
 from .leaf_gradient import LeafGradient, reduce_gradient_of
 from .other_mesh import spec_on, target_on
+from .pieces import Pieces
 from .saved import loaded_shard
 from .sources import Replayed, replayed, set_local
 from .transformed import from_local_transformed
@@ -74,7 +75,7 @@ _data: Any = torch.Tensor.data
 _requires_grad: Any = torch.Tensor.requires_grad
 
 
-class DTensor(ChangingShape, GlobalValues, Hooks):
+class DTensor(ChangingShape, GlobalValues, Pieces, Hooks):
     """A tensor sharded over a mesh. It has the shape of the global tensor; each rank holds its local shard."""
 
     # No __slots__ of its own: the staging of asynchronous checkpoints copies those that `x.__slots__` names.

@@ -22,7 +22,6 @@ from ..dispatch.writes import count_writes_through
 from ..sharding.base import DTensorBase
 from ..world import RankTensor
 
-_CACHE = "_handed_out"
 _in_inference_mode = torch.is_inference_mode_enabled
 
 
@@ -41,7 +40,7 @@ def hand_out(tensor: DTensorBase) -> Tensor:
         local = tensor._shard
     except AttributeError:  # it comes from a source
         local = tensor._local_tensor
-    before: _HandedOut | None = tensor.__dict__.get(_CACHE)
+    before: _HandedOut | None = tensor._handed_out
     if before is not None and before[0] is local and before[1] is not None:
         return before[1]
     return _first_alias(tensor, local, keep=True)
@@ -57,7 +56,7 @@ def hand_out_new(tensor: DTensorBase) -> Tensor:
         local = tensor._shard
     except AttributeError:
         local = tensor._local_tensor
-    before: _HandedOut | None = tensor.__dict__.get(_CACHE)
+    before: _HandedOut | None = tensor._handed_out
     if before is None or before[0] is not local:
         handed = _first_alias(tensor, local, keep=False)
         return handed.detach() if handed is local else handed
@@ -73,7 +72,7 @@ def _first_alias(tensor: DTensorBase, local: Tensor, keep: bool) -> Tensor:
         return local
     handed = counted_as(tensor)
     count_writes_through(handed, memory)
-    tensor.__dict__[_CACHE] = _HandedOut(local, handed if keep else None, memory)
+    tensor._handed_out = _HandedOut(local, handed if keep else None, memory)
     return handed
 
 

@@ -1,0 +1,31 @@
+"""`split` as a method of distributed tensors: what its kernel above autograd does, without the way to that kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+from .._torch.above_autograd import call_from_python
+from ..dispatch.formulas import mark_join
+from ..ops.slices import SPLIT, SPLIT_WITH_SIZES
+from ..sharding.base import DTensorBase
+
+
+class Pieces(DTensorBase):
+    """Tensors that are split quickly, as attention modules do with joint queries, keys and values."""
+
+    def split(self, split_size: int | Sequence[int], dim: int = 0) -> tuple[Self, ...]:
+        """Split the tensor into pieces of this size, or of these sizes, along a dim. They are views of it."""
+        found: Any = NotImplemented
+        if type(dim) is int:
+            if type(split_size) is int:
+                found = call_from_python(SPLIT, self, split_size, dim)
+            elif type(split_size) is list:
+                found = call_from_python(SPLIT_WITH_SIZES, self, split_size, dim)
+        if found is NotImplemented:
+            return super().split(split_size, dim)
+        pieces: tuple[Self, ...] = tuple(found)
+        node = pieces[0].grad_fn if pieces else None
+        if node is not None:
+            mark_join(node)
+        return pieces

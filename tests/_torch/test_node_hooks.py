@@ -1,0 +1,83 @@
+"""Hooks on nodes of autograd, and those that programs register after ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise._torch.node_hooks import HookRegistration
+
+CALLS: list[str] = []
+
+
+def begin(gradients: tuple[Tensor | None, ...]) -> None:
+    CALLS.append("begin")
+
+
+def end(grad_inputs: object, grad_outputs: object) -> None:
+    CALLS.append("end")
+
+
+def wrapped(hook):
+    def run(*args: object) -> object:
+        CALLS.append("wrapped")
+        return hook(*args)
+
+    return run
+
+
+def users(*args: object) -> None:
+    CALLS.append("user's")
+
+
+@pytest.fixture(autouse=True)
+def registration() -> Iterator[HookRegistration]:
+    CALLS.clear()
+    registration = HookRegistration({begin}, {end}, wrapped)
+    registration.install()
+    yield registration
+    registration.uninstall()
+
+
+def marked() -> Tensor:
+    y = torch.ones(2, requires_grad=True) * 2
+    assert y.grad_fn is not None
+    y.grad_fn.register_prehook(begin)
+    y.grad_fn.register_hook(end)
+    return y
+
+
+def test_prehooks_after_ours_are_wrapped_and_can_be_removed() -> None:
+    y = marked()
+    assert y.grad_fn is not None
+    handle = y.grad_fn.register_prehook(users)
+    y.sum().backward(retain_graph=True)
+    assert CALLS == ["begin", "wrapped", "user's", "end"]
+    CALLS.clear()
+    handle.remove()
+    y.sum().backward()
+    assert CALLS == ["begin", "end"]
+
+
+def test_other_hooks_are_not_wrapped() -> None:
+    y = marked()
+    assert y.grad_fn is not None
+    y.grad_fn.register_hook(users)
+    other = y * 2
+    assert other.grad_fn is not None
+    other.grad_fn.register_prehook(users)
+    other.grad_fn.register_hook(users)
+    other.sum().backward()
+    assert CALLS == ["user's", "user's", "begin", "end", "user's"]
+
+
+def test_after_uninstalling_hooks_are_pytorchs(registration: HookRegistration) -> None:
+    registration.uninstall()
+    y = marked()
+    assert y.grad_fn is not None
+    y.grad_fn.register_prehook(users)
+    y.sum().backward()
+    assert CALLS == ["begin", "user's", "end"]
