@@ -26,7 +26,7 @@ def marking_formulas(func: OpOverload) -> Callable[..., object]:
     in_place = func._schema.name.endswith("_")
     takes_lists = any("List[" in str(argument.type) for argument in func._schema.arguments)
     makes_new_tensors = not any(argument.alias_info is not None for argument in func._schema.arguments)
-    if str(func._schema.returns[0].type) == "List[Tensor]":
+    if [str(result.type) for result in func._schema.returns] == ["List[Tensor]"]:
         return _marking_pieces(func)
 
     def kernel(keys: Keys, *args: object, **kwargs: object) -> object:
