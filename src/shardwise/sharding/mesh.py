@@ -119,9 +119,11 @@ class MeshReference(ref[MeshInfo]):
 
     __slots__ = ()
 
-    def __init__(self, mesh_info: MeshInfo) -> None:
-        super().__init__(mesh_info)
-        hash(self)  # which is kept: without it, a dead reference has none
+    def __new__(cls, mesh_info: MeshInfo) -> MeshReference:
+        """Make a reference that knows its hash: a dead one cannot compute it."""
+        reference = super().__new__(cls, mesh_info)
+        hash(reference)
+        return reference
 
     def get(self) -> MeshInfo:
         """Return the `MeshInfo`; raise an error if its world has ended."""
