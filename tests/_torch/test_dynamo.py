@@ -11,7 +11,14 @@ import torch
 
 import shardwise
 from shardwise import Replicate, Shard
-from shardwise._torch.dynamo import break_graph, compiles, constant_in_graphs, in_graph, real_object
+from shardwise._torch.dynamo import (
+    break_graph,
+    compiles,
+    constant_in_graphs,
+    forget_last_trace,
+    in_graph,
+    real_object,
+)
 from shardwise.sharding.spec import contiguous_meta
 
 
@@ -78,3 +85,19 @@ def test_breaking_a_graph() -> None:
 def test_the_object_behind_a_stand_in() -> None:
     meta = contiguous_meta(torch.Size([2]), torch.float32)
     assert real_object(meta) is meta
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_what_is_kept_of_the_last_trace_is_forgotten() -> None:
+    from torch._decomp.decompositions_for_rng import PhiloxStateTracker
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.fx.experimental import proxy_tensor
+
+    torch.compile(lambda x: x * 2, backend="aot_eager")(torch.ones(2))
+    torch.export.export(torch.nn.ReLU(), (torch.ones(2),))
+    assert isinstance(PhiloxStateTracker.fwd_state.seed, FakeTensor)
+    assert proxy_tensor._FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT
+    forget_last_trace()
+    assert not isinstance(PhiloxStateTracker.fwd_state.seed, FakeTensor)
+    assert not proxy_tensor._FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT
+    torch.compiler.reset()

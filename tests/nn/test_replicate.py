@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from shardwise.debug import CommDebugMode
 from shardwise.errors import InputError, PlacementError
 from shardwise.nn import ReplicateModule
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from shardwise.sharding.mesh import MeshInfo, mesh_info_of
 from tests.processes.pool import on_processes
 from tests.processes.reference import mesh_of
 from tests.training.parameters import whole_of
@@ -75,6 +78,36 @@ def check_local_batches(mesh: Any) -> None:
 def test_local_batches() -> None:
     with simulate(4):
         check_local_batches(init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)))
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_model_goes_with_its_last_reference(local: bool) -> None:
+    def step() -> tuple[weakref.ref[nn.Module], weakref.ref[MeshInfo]]:
+        with simulate(4):
+            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+            model = replicate(Net(), mesh=mesh)
+            batch = distribute_tensor(rows(0), mesh, [Shard(0)])
+            model(batch.to_local() if local else batch).square().mean().backward()
+            return weakref.ref(model), weakref.ref(mesh_info_of(mesh))
+
+    gc.collect()
+    model, mesh_info = step()
+    assert model() is None  # in no cycle: a garbage collection does not see through `.grad`
+    gc.collect()
+    assert mesh_info() is None
+
+
+def test_copies_have_a_view_of_their_own() -> None:
+    with simulate(4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        model = replicate(Net(), mesh=mesh)
+        model.unused = nn.Linear(2, 2)  # the replicated one is gone
+        batch = distribute_tensor(rows(0), mesh, [Shard(0)]).to_local()
+        twin = copy.deepcopy(model)
+        del model
+        assert not isinstance(twin(batch), DTensor)
+        assert all(isinstance(twin.get_parameter(f"{name}.weight"), DTensor) for name in ("up", "norm", "down", "tied"))
+        assert not isinstance(twin.up(batch), DTensor)
 
 
 @on_processes

@@ -18,7 +18,17 @@ from typing import TypeVar
 import torch
 import torch.distributed.device_mesh
 
-__all__ = ["break_graph", "compiles", "constant_in_graphs", "in_graph", "never_traced", "real_object"]
+from .modes import without_modes
+
+__all__ = [
+    "break_graph",
+    "compiles",
+    "constant_in_graphs",
+    "forget_last_trace",
+    "in_graph",
+    "never_traced",
+    "real_object",
+]
 
 F = TypeVar("F", bound=Callable[..., object])
 C = TypeVar("C", bound=type)
@@ -149,6 +159,22 @@ def real_object(value: T) -> T:
 def compiles() -> bool:
     """Whether `torch.compile` or `torch.export` is tracing in this thread. Relies on `TracingContext.try_get`."""
     return torch._guards.TracingContext.try_get() is not None
+
+
+def forget_last_trace() -> None:
+    """Drop what globals of PyTorch keep of the last trace until the next one: fake tensors, which lead to real meshes.
+
+    Relies on `PhiloxStateTracker.reset`, which AOTAutograd calls before and after it traces, but while tensors are
+    fake, and on `_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT`, which has the nodes of an exported graph.
+    """
+    if compiles():
+        return
+    tracker = getattr(sys.modules.get("torch._decomp.decompositions_for_rng"), "PhiloxStateTracker", None)
+    if tracker is not None:
+        with without_modes():
+            tracker.reset()
+    tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    getattr(tracing, "_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT", {}).clear()
 
 
 def break_graph(reason: str) -> None:

@@ -6,7 +6,9 @@ parameters: gradients flow back, as the ranks' shares of an average.
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -22,29 +24,39 @@ from ..tensor.dtensor import DTensor
 _VIEW = "_local_view_of_shardwise"
 
 
+class Owner(ref[nn.Module]):
+    """A weak reference to a module that keeps its own view, so that the two are no cycle. A copy is one to the copy."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Owner:
+        module = self()
+        return self if module is None else Owner(copy.deepcopy(module, memo))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        module = self()
+        return Owner, (nn.Module() if module is None else module,)
+
+
 class Shown(NamedTuple):
     """A parameter or buffer, and the spec of its replacement on a mesh of other axes; None for a local tensor."""
 
-    owner: nn.Module
+    owner: Owner
     name: str
     spec: DTensorSpec | None
-
-    def tensors(self) -> dict[str, Any]:
-        """The dict of the owner that holds the tensor: its parameters or its buffers."""
-        return self.owner._parameters if self.name in self.owner._parameters else self.owner._buffers
 
 
 class LocalView:
     """The local parameters of a module: in place during the outermost call of it or of one of its submodules."""
 
-    def __init__(self, root: nn.Module, data: MeshInfo, shown: list[Shown], broadcast_buffers: bool) -> None:
-        self.root, self.data, self.shown, self.broadcast_buffers = root, data, shown, broadcast_buffers
+    def __init__(self, data: MeshInfo, shown: list[Shown], broadcast_buffers: bool) -> None:
+        self.data, self.shown, self.broadcast_buffers = data, shown, broadcast_buffers
         self._running: list[nn.Module] = []
         self._hidden: list[tuple[Shown, DTensor, Tensor, object]] = []
 
-    def watch(self) -> None:
+    def watch(self, root: nn.Module) -> None:
         """Register hooks on the module and on its submodules, which backward may call alone."""
-        for module in self.root.modules():
+        for module in root.modules():
             if _VIEW not in module.__dict__:  # others were replicated before, and have their own view
                 module.__dict__[_VIEW] = self  # hooks find it there, so that a copy of the module has its own
                 module.register_forward_pre_hook(_before, with_kwargs=True, prepend=True)  # before those of styles
@@ -70,14 +82,17 @@ class LocalView:
     def _show(self) -> None:
         made: dict[int, Tensor] = {}
         for each in self.shown:
-            tensors = each.tensors()
+            owner = each.owner()
+            if owner is None:  # the user has replaced this submodule
+                continue
+            tensors = _tensors(owner, each.name)
             tensor = tensors.get(each.name)
             if isinstance(tensor, DTensor):
                 local = made.get(id(tensor))
                 if local is None:
                     local = made[id(tensor)] = self._local(tensor, each.spec)
                 tensors[each.name] = local
-                written = None if tensors is each.owner._parameters else writes_to(tensor._local_tensor) or ()
+                written = None if tensors is owner._parameters else writes_to(tensor._local_tensor) or ()
                 self._hidden.append((each, tensor, local, written))
 
     def _local(self, tensor: DTensor, spec: DTensorSpec | None) -> Tensor:
@@ -96,17 +111,25 @@ class LocalView:
         hidden, self._hidden = self._hidden, []
         changed: dict[int, DTensor] = {}
         for each, tensor, local, written in hidden:
-            tensors = each.tensors()
+            owner = each.owner()
+            if owner is None:
+                continue
+            tensors = _tensors(owner, each.name)
             now = tensors.get(each.name)
             if isinstance(now, Tensor) and now is not local and not isinstance(now, DTensor):
                 tensor = DTensor.from_local(now.detach(), tensor.device_mesh, tensor.placements)  # assigned in the call
                 written = ()
             tensors[each.name] = tensor
             # Batch norms in training write without counting.
-            if written is not None and (each.owner.training or writes_to(tensor._local_tensor) != written):
+            if written is not None and (owner.training or writes_to(tensor._local_tensor) != written):
                 changed[id(tensor)] = tensor
         if changed and self.broadcast_buffers:
             _take_from_first([*changed.values()], self.data)
+
+
+def _tensors(owner: nn.Module, name: str) -> dict[str, Any]:
+    """Return the dict of a module that holds the tensor of this name: its parameters or its buffers."""
+    return owner._parameters if name in owner._parameters else owner._buffers
 
 
 def _take_from_first(buffers: list[DTensor], data: MeshInfo) -> None:

@@ -22,7 +22,7 @@ from ..sharding.mesh import MeshInfo, current_mesh, init_device_mesh, require_wo
 from ..sharding.placement import Placement, Replicate
 from ..tensor.dtensor import DTensor
 from ..tensor.gradient_buckets import bytes_of
-from .local_view import LocalView, Shown
+from .local_view import LocalView, Owner, Shown
 from .parameters import Ties, distribute_parameter, keep_ties, own_tensors
 from .replaced import copy_attributes
 
@@ -91,7 +91,7 @@ def replicate(
             if isinstance(parameter, DTensor) and parameter._leaf_gradient is not None:
                 parameter._leaf_gradient.bucket_size = bytes_of(int(bucket_cap_mb * (1 << 20)))
     if shown:
-        LocalView(module, data, shown, broadcast_buffers).watch()
+        LocalView(data, shown, broadcast_buffers).watch(module)
     return module
 
 
@@ -160,14 +160,14 @@ def _distribute(module: nn.Module, data: MeshInfo, skipped: set[int], source: in
         for owner, name, tensor in found:
             if not isinstance(tensor, DTensor):
                 distribute_parameter(owner, name, target.mesh, [Replicate()] * target.mesh.ndim, source)
-                shown.append(Shown(owner, name, None))
+                shown.append(Shown(Owner(owner), name, None))
             elif _has(tensor, data):
                 _check_replicated(name, tensor, data)
             elif own_tensors(owner)[name] is tensor:  # not yet replaced under another name
                 _replicate_over(tensor, data, ties, owner, name)
-                shown.append(Shown(owner, name, tensor._spec))
+                shown.append(Shown(Owner(owner), name, tensor._spec))
             else:
-                shown.append(Shown(owner, name, tensor._spec))
+                shown.append(Shown(Owner(owner), name, tensor._spec))
     return [] if everywhere else shown
 
 

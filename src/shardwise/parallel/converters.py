@@ -9,6 +9,8 @@ gather serves all of them, and one reduction in the backward pass.
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary, ref
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +20,7 @@ from .._torch.transforms import innermost, transforms_active
 from ..comm.groups import adopt
 from ..errors import MeshError, ShapeError
 from ..sharding.placement import AnyShard, Placement
-from ..sharding.runtime import WorldCache
+from ..sharding.runtime import WorldCache, WorldState
 from ..sharding.spec import DTensorSpec, contiguous_meta, normalize_placements
 from ..tensor.autograd import to_spec
 from ..tensor.dtensor import DTensor
@@ -27,10 +29,47 @@ from .last_input import LAST_INPUT
 
 _MAX_TARGETS = 4096
 _CONVERTERS: WorldCache[object, InputConverter | OutputConverter] = WorldCache("converters", max_bytes=1 << 18)
-"""For methods of styles that get all they need as arguments. A converter holds its mesh, so that the id is its own."""
+"""For methods of styles that get all they need as arguments. A converter keeps its mesh, so that the id is its own."""
 
 
-class InputConverter:
+class _Kept:
+    """What a converter keeps of its world: the axis, and the target of each spec that it has converted."""
+
+    def __init__(self, axis: StyleAxis) -> None:
+        self.axis = axis
+        self.targets: dict[DTensorSpec, DTensorSpec] = {}
+        self.last = LAST_INPUT.of(axis.mesh_info.runtime)
+
+
+class Converter:
+    """Converts one value of a module. A constant of graphs, whose guards may outlive the world.
+
+    So the world's runtime owns what a converter keeps of it.
+    """
+
+    def __init__(self, axis: StyleAxis) -> None:
+        kept = _KEPT.of(axis.mesh_info.runtime)[self] = _Kept(axis)
+        self._kept = ref(kept)
+
+    @property
+    def kept(self) -> _Kept:
+        """What is kept of the world; an error if it has ended."""
+        kept = self._kept()
+        if kept is None:
+            raise MeshError(
+                "a module was called that was parallelized over a mesh whose world has ended",
+                "parallelize it in the present world",
+            )
+        return kept
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Converter:
+        return self
+
+
+_KEPT: WorldState[WeakKeyDictionary[Converter, _Kept]] = WorldState(WeakKeyDictionary)
+
+
+class InputConverter(Converter):
     """Converts one input of a module: a plain tensor has `layout`, and the module gets `desired`.
 
     None as `layout` leaves plain tensors plain; None as `desired` keeps the layout of the input. With `use_local` the
@@ -46,10 +85,9 @@ class InputConverter:
         use_local: bool = False,
         dim_size: int | None = None,
     ) -> None:
-        self.axis, self.layout, self.desired, self.use_local = axis, layout, desired, use_local
+        super().__init__(axis)
+        self.layout, self.desired, self.use_local = layout, desired, use_local
         self.dim_size = dim_size
-        self.targets: dict[DTensorSpec, DTensorSpec] = {}
-        self.last = LAST_INPUT.of(axis.mesh_info.runtime)
         self.key = (id(axis.mesh_info), layout, desired, use_local)
 
     def __call__(self, value: object) -> object:
@@ -60,26 +98,28 @@ class InputConverter:
         """Return the tensor that the module gets."""
         if transforms_active():  # the wrappers that they make are no tensors to remember
             return self._convert(value)
-        if isinstance(value, DTensor) and not self.use_local and self.targets.get(value._spec) is value._spec:
+        kept = self._kept() or self.kept
+        if isinstance(value, DTensor) and not self.use_local and kept.targets.get(value._spec) is value._spec:
             return value
         key = (self.key, torch.is_grad_enabled())
-        found = self.last.find(value, key)
+        found = kept.last.find(value, key)
         if found is None:
             found = self._convert(value)
-            self.last.keep(value, key, found)
+            kept.last.keep(value, key, found)
         return found
 
     def _convert(self, value: Tensor) -> Tensor:
         tensor = self.distribute(value)
         if not isinstance(tensor, DTensor):
             return tensor
+        kept = self.kept
         if self.desired is not None:
-            tensor = redistribute_axis(tensor, self.axis, self.desired, self.targets)
-        return self.axis.to_local(tensor) if self.use_local else tensor
+            tensor = redistribute_axis(tensor, kept.axis, self.desired, kept.targets)
+        return kept.axis.to_local(tensor) if self.use_local else tensor
 
     def distribute(self, value: Tensor) -> Tensor:
         """Return a local tensor as a DTensor with `layout`; a DTensor, or any tensor without a layout, unchanged."""
-        axis = self.axis
+        axis = self.kept.axis
         if isinstance(value, DTensor) and (axis.is_only_axis or not axis.is_local(value)):
             return value
         if transforms_active() and isinstance(innermost(value), DTensor):
@@ -100,16 +140,16 @@ class InputConverter:
             ) from None
 
 
-class OutputConverter:
+class OutputConverter(Converter):
     """Converts one output of a module: a plain tensor has `layout`, and the caller gets `desired`.
 
     None as `desired` keeps the layout of the output.
     """
 
     def __init__(self, axis: StyleAxis, layout: Placement | None, desired: Placement | None, use_local: bool) -> None:
-        self.axis, self.desired, self.use_local = axis, desired, use_local
+        super().__init__(axis)
+        self.desired, self.use_local = desired, use_local
         self.inputs = InputConverter(axis, layout, None)
-        self.targets: dict[DTensorSpec, DTensorSpec] = {}
 
     def __call__(self, value: object) -> object:
         """Return the output for the caller; values that are not tensors are unchanged."""
@@ -120,9 +160,10 @@ class OutputConverter:
         tensor = self.inputs.distribute(value)
         if not isinstance(tensor, DTensor):
             return tensor
+        kept = self.kept
         if self.desired is not None:
-            tensor = redistribute_axis(tensor, self.axis, self.desired, self.targets)
-        return self.axis.to_local(tensor) if self.use_local else tensor
+            tensor = redistribute_axis(tensor, kept.axis, self.desired, kept.targets)
+        return kept.axis.to_local(tensor) if self.use_local else tensor
 
 
 # As functions of the converter, which a compiled graph holds as a constant.

@@ -17,10 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InputError
 from ..sharding.placement import Replicate, Shard
-from ..sharding.spec import DTensorSpec
 from ..tensor.dtensor import DTensor
 from .axis import StyleAxis
-from .converters import OutputConverter, redistribute_axis
+from .converters import OutputConverter
 from .hooks import register_output_hook
 from .partition import is_linear
 from .styles import ColwiseParallel
@@ -56,7 +55,6 @@ class _HeadsOutput(OutputConverter):
     def __init__(self, axis: StyleAxis, heads: Heads) -> None:
         super().__init__(axis, None, Shard(-1), use_local=True)
         self.heads = heads
-        self.sharded: dict[DTensorSpec, DTensorSpec] = {}
 
     def convert(self, value: Tensor) -> Tensor:
         if not isinstance(value, DTensor):
@@ -64,8 +62,7 @@ class _HeadsOutput(OutputConverter):
         number, size, times = self.heads
         rows: Tensor = value.unflatten(-1, (number, 1, size))
         repeated = rows.expand(*rows.shape[:-2], times, size).flatten(-3)
-        assert isinstance(repeated, DTensor)
-        return super().convert(redistribute_axis(repeated, self.axis, Shard(-1), self.sharded))
+        return super().convert(repeated)
 
 
 class AttentionHeads:

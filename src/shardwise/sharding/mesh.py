@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from .runtime import Runtime, WorldState, runtime_of_world
 if TYPE_CHECKING:
     from .spec import DTensorSpec
 
-__all__ = ["DeviceMesh", "MeshInfo", "current_mesh", "init_device_mesh", "mesh_info_of"]
+__all__ = ["DeviceMesh", "MeshInfo", "MeshReference", "current_mesh", "init_device_mesh", "mesh_info_of"]
 
 Axes = tuple[int, ...]
 Coordinate = tuple[int, ...]
@@ -57,6 +57,7 @@ class MeshInfo:
         self.adopted = False
         self.simulated = False
         self.backend = dist.get_backend()
+        self.reference = MeshReference(self)
 
     @cached_property
     def instances(self) -> torch.Tensor:
@@ -108,6 +109,41 @@ class MeshInfo:
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
         return f"mesh({axes})"
+
+
+class MeshReference(ref[MeshInfo]):
+    """A weak reference to a `MeshInfo`, for what may outlive its world. Equal if both are of the same `MeshInfo`.
+
+    It hashes after the end of the world, too, and is saved as the `MeshInfo` is.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, mesh_info: MeshInfo) -> MeshReference:
+        """Make a reference that knows its hash: a dead one cannot compute it."""
+        reference = super().__new__(cls, mesh_info)
+        hash(reference)
+        return reference
+
+    def get(self) -> MeshInfo:
+        """Return the `MeshInfo`; raise an error if its world has ended."""
+        mesh_info = self()
+        if mesh_info is None:
+            raise MeshError(
+                "a compiled function was called that makes tensors on a mesh whose world has ended",
+                "compile it again in the present world, after torch.compiler.reset()",
+            )
+        return mesh_info
+
+    def __deepcopy__(self, memo: dict[int, object]) -> MeshReference:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _reference_to, (self.get(),)
+
+
+def _reference_to(mesh_info: MeshInfo) -> MeshReference:
+    return mesh_info.reference
 
 
 def require_world() -> None:

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from .._torch.collectives import group_is_registered
+from .._torch.dynamo import forget_last_trace
 from .cache import ENTRY_BYTES, Cache
 from .once import making
 
@@ -124,6 +125,7 @@ def end_world(default_group: dist.ProcessGroup | None) -> None:
     ended = None if default_group is None else _runtimes.pop(default_group, None)
     if ended is _Active.runtime or default_group is None:
         _activate(Runtime())
+    forget_last_trace()
 
 
 def _drop_ended_worlds() -> None:
@@ -131,6 +133,7 @@ def _drop_ended_worlds() -> None:
     for world in [*_runtimes]:
         if not group_is_registered(world):
             del _runtimes[world]
+            forget_last_trace()
 
 
 def all_runtimes() -> list[Runtime]:

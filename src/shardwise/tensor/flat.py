@@ -2,7 +2,8 @@
 
 `torch.compile` takes DTensors apart at the edge of a graph (`__tensor_flatten__`), records ops on local tensors and
 collectives, and puts results together (`__tensor_unflatten__`). Between the two it keeps a `FlatContext`, and runs a
-graph again only for tensors with an equal one.
+graph again only for tensors with an equal one. Guards of a graph can outlive the graph and its world
+(`weakref.finalize` keeps them as long as any class that they mention), so the context refers to its mesh weakly.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from .._torch.dynamo import break_graph
 from .._torch.symbols import has_symbols, specialized, symbolic
 from ..sharding.layout import Layout
-from ..sharding.mesh import MeshInfo
+from ..sharding.mesh import MeshInfo, MeshReference
 from ..sharding.placement import AnyShard, Placement, ShardOrder
 from ..sharding.spec import DTensorSpec, TensorMeta, contiguous_meta
 
@@ -24,22 +25,28 @@ from ..sharding.spec import DTensorSpec, TensorMeta, contiguous_meta
 class FlatContext(NamedTuple):
     """A spec without sizes and dtype; with the layout, sizes included, where no list of placements describes it."""
 
-    mesh_info: MeshInfo
+    mesh: MeshReference
     placements: tuple[Placement, ...] | None
     shard_order: ShardOrder
     layout: Layout | None
     requires_grad: bool
 
+    @property
+    def mesh_info(self) -> MeshInfo:
+        """The mesh; an error if its world has ended."""
+        return self.mesh.get()
+
     def spec(self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> DTensorSpec:
         """Return the spec with these sizes; row-major without strides. Graphs of simulated worlds have fixed sizes."""
-        sizes = specialized if self.mesh_info.simulated else symbolic
+        mesh_info = self.mesh_info
+        sizes = specialized if mesh_info.simulated else symbolic
         meta = contiguous_meta(torch.Size(sizes(tuple(shape))), dtype)
         if stride is not None:
             meta = TensorMeta(meta.shape, sizes(tuple(stride)), dtype)
         if self.placements is None:
             assert self.layout is not None, "a spec without placements is kept by its layout"
-            return DTensorSpec.from_layout(self.mesh_info, self.layout, meta)
-        return DTensorSpec(self.mesh_info.mesh, self.placements, meta, self.shard_order)
+            return DTensorSpec.from_layout(mesh_info, self.layout, meta)
+        return DTensorSpec(mesh_info.mesh, self.placements, meta, self.shard_order)
 
 
 class PyTorchContext(NamedTuple):
@@ -80,7 +87,7 @@ def context_on(mesh_info: MeshInfo | None, context: Context) -> FlatContext:
     if isinstance(context, FlatContext):
         return context
     assert mesh_info is not None, "in PyTorch's form the mesh is an inner object"
-    return FlatContext(mesh_info, context.placements, context.shard_order, None, context.requires_grad)
+    return FlatContext(mesh_info.reference, context.placements, context.shard_order, None, context.requires_grad)
 
 
 def relate_sizes(context: FlatContext, local: Tensor, shape: Sequence[int]) -> None:
@@ -102,4 +109,4 @@ def relate_sizes(context: FlatContext, local: Tensor, shape: Sequence[int]) -> N
 def _flat_context(spec: DTensorSpec, requires_grad: bool) -> FlatContext:
     placements = spec._placements
     layout = spec.layout if placements is None else None
-    return FlatContext(spec.mesh_info, placements, spec.shard_order, layout, requires_grad)
+    return FlatContext(spec.mesh_info.reference, placements, spec.shard_order, layout, requires_grad)

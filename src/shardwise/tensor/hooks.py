@@ -46,7 +46,7 @@ class Hooks(DTensorBase):
     ) -> Tensor | None:
         """This gradient with the placements that the backward pass was traced with; None if that is impossible."""
         context = context_on(self._spec.mesh_info, expected)
-        if expected_type not in (None, DTensorBase.concrete) or context.mesh_info is not self._spec.mesh_info:
+        if expected_type not in (None, DTensorBase.concrete) or context.mesh() is not self._spec.mesh_info:
             return None
         return to_spec(self, context.spec(self.shape, None, self.dtype))
 
