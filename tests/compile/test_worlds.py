@@ -89,7 +89,7 @@ def of_tensor(x: DTensor, mesh: DeviceMesh) -> Tensor:
 
 @pytest.mark.parametrize("second", WORLDS)
 @pytest.mark.parametrize("first", WORLDS)
-@pytest.mark.parametrize("function", [of_mesh, of_tensor], ids=str)
+@pytest.mark.parametrize("function", [of_mesh, of_tensor], ids=lambda function: function.__name__)
 def test_a_graph_is_not_run_in_another_world(function: Any, first: str, second: str) -> None:
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     for world in (first, second):  # their meshes are equal, if both are of one kind

@@ -9,6 +9,7 @@ gather serves all of them, and one reduction in the backward pass.
 
 from __future__ import annotations
 
+from typing import NoReturn
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -42,39 +43,13 @@ class _Kept:
 
 
 class Converter:
-    """Converts one value of a module. A constant of graphs, whose guards may outlive the world.
+    """Converts one value of a module: a plain tensor has `layout`, and the result has the layout `desired`.
 
-    So the world's runtime owns what a converter keeps of it.
-    """
+    None as `layout` leaves plain tensors plain; None as `desired` keeps the layout. With `use_local` the result is the
+    local tensor. `dim_size` is the global size of the dim in which a plain tensor is sharded, if the module determines
+    it. Otherwise the shards of all ranks are taken to be alike: nothing is communicated to find out.
 
-    def __init__(self, axis: StyleAxis) -> None:
-        kept = _KEPT.of(axis.mesh_info.runtime)[self] = _Kept(axis)
-        self._kept = ref(kept)
-
-    @property
-    def kept(self) -> _Kept:
-        """What is kept of the world; an error if it has ended."""
-        kept = self._kept()
-        if kept is None:
-            raise MeshError(
-                "a module was called that was parallelized over a mesh whose world has ended",
-                "parallelize it in the present world",
-            )
-        return kept
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Converter:
-        return self
-
-
-_KEPT: WorldState[WeakKeyDictionary[Converter, _Kept]] = WorldState(WeakKeyDictionary)
-
-
-class InputConverter(Converter):
-    """Converts one input of a module: a plain tensor has `layout`, and the module gets `desired`.
-
-    None as `layout` leaves plain tensors plain; None as `desired` keeps the layout of the input. With `use_local` the
-    module gets the local tensor. `dim_size` is the global size of the dim in which a plain tensor is sharded, if the
-    module determines it. Otherwise the shards of all ranks are taken to be alike: nothing is communicated to find out.
+    A converter is a constant of graphs, whose guards may outlive the world. So the world's runtime owns what it keeps.
     """
 
     def __init__(
@@ -85,43 +60,33 @@ class InputConverter(Converter):
         use_local: bool = False,
         dim_size: int | None = None,
     ) -> None:
-        super().__init__(axis)
+        kept = _KEPT.of(axis.mesh_info.runtime)[self] = _Kept(axis)
+        self._kept = ref(kept)
         self.layout, self.desired, self.use_local = layout, desired, use_local
         self.dim_size = dim_size
         self.key = (id(axis.mesh_info), layout, desired, use_local)
 
-    def __call__(self, value: object) -> object:
-        """Return the input for the module; values that are not tensors are unchanged."""
-        return convert_input(self, value) if isinstance(value, Tensor) else value
+    def _ended(self) -> NoReturn:
+        raise MeshError(
+            "a module was called that was parallelized over a mesh whose world has ended",
+            "parallelize it in the present world",
+        )
 
-    def convert(self, value: Tensor) -> Tensor:
-        """Return the tensor that the module gets."""
-        if transforms_active():  # the wrappers that they make are no tensors to remember
-            return self._convert(value)
-        kept = self._kept() or self.kept
-        if isinstance(value, DTensor) and not self.use_local and kept.targets.get(value._spec) is value._spec:
-            return value
-        key = (self.key, torch.is_grad_enabled())
-        found = kept.last.find(value, key)
-        if found is None:
-            found = self._convert(value)
-            kept.last.keep(value, key, found)
-        return found
+    def __deepcopy__(self, memo: dict[int, object]) -> Converter:
+        return self
 
-    def _convert(self, value: Tensor) -> Tensor:
-        tensor = self.distribute(value)
-        if not isinstance(tensor, DTensor):
-            return tensor
-        kept = self.kept
+    def _convert(self, value: Tensor, kept: _Kept) -> Tensor:
+        axis = kept.axis
+        if not isinstance(value, DTensor) or (not axis.is_only_axis and axis.is_local(value)):
+            value = self._distribute(value, axis)
+            if not isinstance(value, DTensor):
+                return value
         if self.desired is not None:
-            tensor = redistribute_axis(tensor, kept.axis, self.desired, kept.targets)
-        return kept.axis.to_local(tensor) if self.use_local else tensor
+            value = redistribute_axis(value, axis, self.desired, kept.targets)
+        return axis.to_local(value) if self.use_local else value
 
-    def distribute(self, value: Tensor) -> Tensor:
-        """Return a local tensor as a DTensor with `layout`; a DTensor, or any tensor without a layout, unchanged."""
-        axis = self.kept.axis
-        if isinstance(value, DTensor) and (axis.is_only_axis or not axis.is_local(value)):
-            return value
+    def _distribute(self, value: Tensor, axis: StyleAxis) -> Tensor:
+        """Return a local tensor as a DTensor with `layout`; without a layout, unchanged."""
         if transforms_active() and isinstance(innermost(value), DTensor):
             return value  # in the wrapper of a transform, which can be neither redistributed nor handed out as local
         if self.layout is None:
@@ -140,16 +105,33 @@ class InputConverter(Converter):
             ) from None
 
 
+_KEPT: WorldState[WeakKeyDictionary[Converter, _Kept]] = WorldState(WeakKeyDictionary)
+
+
+class InputConverter(Converter):
+    """Converts one input of a module. Modules in a row often get the same one, so that the last one is kept."""
+
+    def __call__(self, value: object) -> object:
+        """Return the input for the module; values that are not tensors are unchanged."""
+        return convert_input(self, value) if isinstance(value, Tensor) else value
+
+    def convert(self, value: Tensor) -> Tensor:
+        """Return the tensor that the module gets."""
+        kept = self._kept() or self._ended()
+        if transforms_active():  # the wrappers that they make are no tensors to remember
+            return self._convert(value, kept)
+        if isinstance(value, DTensor) and not self.use_local and kept.targets.get(value._spec) is value._spec:
+            return value
+        key = (self.key, torch.is_grad_enabled())
+        found = kept.last.find(value, key)
+        if found is None:
+            found = self._convert(value, kept)
+            kept.last.keep(value, key, found)
+        return found
+
+
 class OutputConverter(Converter):
-    """Converts one output of a module: a plain tensor has `layout`, and the caller gets `desired`.
-
-    None as `desired` keeps the layout of the output.
-    """
-
-    def __init__(self, axis: StyleAxis, layout: Placement | None, desired: Placement | None, use_local: bool) -> None:
-        super().__init__(axis)
-        self.desired, self.use_local = desired, use_local
-        self.inputs = InputConverter(axis, layout, None)
+    """Converts one output of a module."""
 
     def __call__(self, value: object) -> object:
         """Return the output for the caller; values that are not tensors are unchanged."""
@@ -157,13 +139,7 @@ class OutputConverter(Converter):
 
     def convert(self, value: Tensor) -> Tensor:
         """Return the tensor that the caller gets."""
-        tensor = self.inputs.distribute(value)
-        if not isinstance(tensor, DTensor):
-            return tensor
-        kept = self.kept
-        if self.desired is not None:
-            tensor = redistribute_axis(tensor, kept.axis, self.desired, kept.targets)
-        return kept.axis.to_local(tensor) if self.use_local else tensor
+        return self._convert(value, self._kept() or self._ended())
 
 
 # As functions of the converter, which a compiled graph holds as a constant.

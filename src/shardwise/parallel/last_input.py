@@ -68,7 +68,8 @@ def _watched(source: Tensor, result: Tensor) -> list[tuple[Watch, Tensor]] | Non
     What is made from a parameter should not outlive the call, writes to inference tensors are not counted, and what
     is traced belongs to one graph.
     """
-    if isinstance(source, nn.Parameter) or source.is_inference() or is_traced():
+    # Asking a tensor whether it is a parameter takes a call in Python; one of the class Tensor itself is not.
+    if (type(source) is not Tensor and isinstance(source, nn.Parameter)) or source.is_inference() or is_traced():
         return None
     if not isinstance(source, DTensorBase):
         return [] if _share_memory(source, result) else None

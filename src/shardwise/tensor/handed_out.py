@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,13 +25,11 @@ from ..world import RankTensor
 _in_inference_mode = torch.is_inference_mode_enabled
 
 
-class _HandedOut(NamedTuple):
-    """The alias of a local shard that a tensor hands out, and the notes on its memory."""
+_HandedOut = tuple[Tensor, Tensor | None, tuple[MemoryNotes, ...]]
+"""A local shard that was handed out, its alias, and the notes on its memory. A plain tuple, which is made quickest.
 
-    local: Tensor
-    alias: Tensor | None
-    """None until the shard is handed out a second time."""
-    memory: tuple[MemoryNotes, ...]
+There is no alias until the shard is handed out a second time.
+"""
 
 
 def hand_out(tensor: DTensorBase) -> Tensor:
@@ -72,7 +70,7 @@ def _first_alias(tensor: DTensorBase, local: Tensor, keep: bool) -> Tensor:
         return local
     handed = counted_as(tensor)
     count_writes_through(handed, memory)
-    tensor._handed_out = _HandedOut(local, handed if keep else None, memory)
+    tensor._handed_out = (local, handed if keep else None, memory)
     return handed
 
 
