@@ -13,10 +13,10 @@ from .._torch import pytree
 from .._torch.modes import TorchDispatchMode
 from .._torch.ops import OpOverload, OpOverloadPacket
 from ..notation.patterns import RuleError
-from ..notation.schema import operands_of, overload_key, overloads, variant_of
 from .call import Args, Kwargs
 from .op import Function
 from .registry import resolve
+from .schema import operands_of, overload_key, overloads, variant_of
 
 AnyOp = OpOverload | OpOverloadPacket | str | Function
 
