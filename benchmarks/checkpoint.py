@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as theirs
-import torch.multiprocessing as mp
+from launch import on_processes
 from report import Report
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
@@ -183,10 +183,7 @@ class Library:
         self.figures["memory"].append(agreed(rise(lambda: self.start(path)())))
 
 
-def on_gloo(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
+def on_gloo(folder: str) -> list[tuple[str, list[list[str]]]]:
     results = []
     for number, (title, state) in enumerate(states().items()):
         both = [Library(name, Path(folder) / str(number), state) for name in ("shardwise", "PyTorch")]
@@ -200,10 +197,7 @@ def on_gloo(rank: int, folder: str) -> None:
                 for library in both if turn % 2 else both[::-1]:
                     library.figures[operation].append(agreed(library.operations()[operation]()))
         results.append((title, rows_of(both, sum(v.numel() * 4 for v in state.values() if hasattr(v, "numel")))))
-        if rank == 0:
-            torch.save(results, f"{folder}/rows")
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 HEADER = ["", "save GB/s", "load GB/s", "save, of PyTorch's speed", "load"]
@@ -298,8 +292,7 @@ def main() -> None:
     at = sys.argv[sys.argv.index("--folder") + 1] if "--folder" in sys.argv else None
     report = Report("checkpoint")
     with tempfile.TemporaryDirectory(dir=at) as folder:
-        mp.start_processes(on_gloo, (folder,), nprocs=RANKS, start_method="fork")
-        results = torch.load(f"{folder}/rows")
+        results = on_processes(on_gloo, RANKS, folder)
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
         devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]

@@ -9,19 +9,15 @@ one process on a GPU are printed, on the group that moves nothing.
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 import time
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from launch import on_processes
 from report import Report
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -138,27 +134,14 @@ def steps(mesh: Any, tensors: list[DTensor]) -> dict[str, Callable[[], object]]:
     return found
 
 
-def run(rank: int, folder: str, folder_out: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    store = dist.FileStore(f"{folder}/store", PROCESSES)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES)
+def run() -> list[list[str]]:
     mesh = init_device_mesh("cpu", (PROCESSES,), mesh_dim_names=("cp",))
     tensors = shards(mesh, 2048, 8, 64, "cpu", torch.float32)
-    rows = [f"{name}\t{time_of(step)}" for name, step in steps(mesh, tensors).items()]
-    if rank == 0:
-        Path(folder_out).write_text("\n".join(rows))
-    dist.barrier()
-    dist.destroy_process_group()
+    return [[name, str(time_of(step))] for name, step in steps(mesh, tensors).items()]
 
 
 def times(report: Report) -> None:
-    # The processes import this file and its neighbours.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    with tempfile.TemporaryDirectory() as folder:
-        out = f"{folder}/rows"
-        mp.start_processes(run, (folder, out), nprocs=PROCESSES, start_method="spawn")
-        rows = [line.split("\t") for line in Path(out).read_text().splitlines()]
+    rows = on_processes(run, PROCESSES)
     title = f"Causal attention forward and backward, {PROCESSES} gloo processes, 2048 positions, 8 heads of 64, float32"
     report.table(title, ["method", "ms"], rows)
 

@@ -9,17 +9,13 @@ more: `DistributedDataParallel` does not run on a fake process group.
 from __future__ import annotations
 
 import copy
-import os
 import sys
-import tempfile
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from launch import on_processes
 from report import Report
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -85,15 +81,11 @@ def reductions(step: Callable[[], None]) -> str:
     return str(sum(c.moment.backward for c in comm.collectives))
 
 
-def run(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    backend = "gloo" if DEVICE == "cpu" else "nccl"
+def run() -> None:
     if DEVICE == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
+        torch.cuda.set_device(dist.get_rank())
     mesh = dist.init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("dp",))
-    report = Report("data-parallel" if DEVICE == "cpu" else "data-parallel-cuda") if rank == 0 else None
+    report = Report("data-parallel" if DEVICE == "cpu" else "data-parallel-cuda") if dist.get_rank() == 0 else None
     for name, make in MODELS.items():
         ways = steps(make, mesh)
         counts = [reductions(step) for step in ways.values()]
@@ -107,17 +99,12 @@ def run(rank: int, folder: str) -> None:
             report.table(f"A step, {name}", ["", "ms", "ratio", "collectives"], rows)
     if report is not None:
         report.save()
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:
     if RANKS < 2:
         raise SystemExit("benchmarks/data_parallel.py --device cuda needs two GPUs or more")
-    # The processes import this file and its neighbours.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(run, (folder,), nprocs=RANKS, start_method="spawn")
+    on_processes(run, RANKS, backend="gloo" if DEVICE == "cpu" else "nccl")
 
 
 if __name__ == "__main__":

@@ -11,19 +11,15 @@ stay. Four gloo processes, one thread each; with `--device cuda` one process, wh
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 import time
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from launch import on_processes
 from report import Report
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd
@@ -121,11 +117,8 @@ WAYS = {"ExpertParallel": routed, "all-to-all by hand": by_hand, "experts gather
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
-def run(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    backend = "nccl" if DEVICE == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
+def run() -> None:
+    rank = dist.get_rank()
     mesh = dist.init_device_mesh(DEVICE, (RANKS,), mesh_dim_names=("ep",))
     torch.manual_seed(0)
     with torch.device(DEVICE):
@@ -145,8 +138,6 @@ def run(rank: int, folder: str) -> None:
     times = _milliseconds(steps)
     leaving = int((index.flatten() // (EXPERTS // RANKS) != rank).sum()) * WIDTH * DTYPE.itemsize
     _report(rank, counts, times, leaving)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _step(layer: Callable[..., Tensor], parameters: list[Tensor], inputs: tuple[Tensor, ...]) -> Step:
@@ -211,10 +202,7 @@ def _report(rank: int, counts: list[tuple[int, int]], times: list[float], leavin
 
 
 def main() -> None:
-    # The processes import this file and its neighbours.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(run, (folder,), nprocs=RANKS, start_method="spawn")
+    on_processes(run, RANKS, backend="nccl" if DEVICE == "cuda" else "gloo")
 
 
 if __name__ == "__main__":

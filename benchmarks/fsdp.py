@@ -10,20 +10,17 @@ copies of one model in the same processes, with a local batch each, and take tur
 from __future__ import annotations
 
 import copy
-import os
 import sys
-import tempfile
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from launch import on_processes
 from report import Report
 from torch import Tensor, nn
 from torch.distributed import fsdp as theirs
@@ -160,17 +157,6 @@ def rows_of(device: str, dim: int, blocks: int, tokens: tuple[int, int], repeats
 HEADER = ["", "ms", "of PyTorch's", "collectives a group", "copies a group", "copied MiB"]
 
 
-def on_gloo(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
-    rows = rows_of("cpu", 512, 4, (2, 32), repeats=15)
-    if rank == 0:
-        torch.save(rows, f"{folder}/rows")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def on_fake_group(device: str) -> list[list[str]]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -189,11 +175,7 @@ def main() -> None:
     torch.set_num_threads(1)
     report = Report("fsdp" if device == "cpu" else f"fsdp-{device}")
     if device == "cpu":
-        # The processes import this file and its neighbours.
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-        with tempfile.TemporaryDirectory() as folder:
-            mp.start_processes(on_gloo, (folder,), nprocs=RANKS, start_method="spawn")
-            rows = torch.load(f"{folder}/rows")
+        rows = on_processes(rows_of, RANKS, "cpu", 512, 4, (2, 32), 15)
         report.table(f"{RANKS} gloo processes, 4 blocks of 3.2 million parameters", HEADER, rows)
     title = f"Rank 0 of {FAKE_RANKS} of a fake group, {device}"
     report.table(title, HEADER, on_fake_group(device))

@@ -17,14 +17,13 @@ import os
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from launch import on_processes
 from report import Report
 
 RANKS = 4
@@ -153,11 +152,8 @@ class Row(NamedTuple):
     save: tuple[int, float, float]
 
 
-def run(rank: int, folder: str, way: str, plan: str, results: Any) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    store = dist.FileStore(f"{folder}/store {way} {plan}", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+def run(folder: str, way: str, plan: str) -> list[list[Row]]:
+    """The rows of each rank, one for each repeat."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -174,17 +170,7 @@ def run(rank: int, folder: str, way: str, plan: str, results: Any) -> None:
         del model
     every: list[Any] = [None] * RANKS
     dist.all_gather_object(every, rows[1:])
-    if rank == 0:
-        results.put(every)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def measured(folder: str, way: str, plan: str) -> list[list[Row]]:
-    """The rows of each rank, one for each repeat."""
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.start_processes(run, (folder, way, plan, results), nprocs=RANKS, start_method="spawn")
-    return results.get()
+    return every
 
 
 # ---- report ----------------------------------------------------------------------------------------------------------
@@ -206,8 +192,6 @@ def make(folder: Path, sizes: dict[str, int]) -> None:
 
 
 def main() -> None:
-    # The processes import this file and its neighbours.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     os.environ["OMP_NUM_THREADS"] = "1"
     report = Report("hub")
     reads, costs = [], []
@@ -216,7 +200,7 @@ def main() -> None:
         make(Path(folder) / "model", SMALL if "--small" in sys.argv else SIZES)
         total = (Path(folder) / "model" / "model.safetensors").stat().st_size
         for plan in PLANS:
-            rows = {way: measured(folder, way, plan) for way in WAYS}
+            rows = {way: on_processes(run, RANKS, folder, way, plan) for way in WAYS}
             identical = [(Path(folder) / at / "model.safetensors").read_bytes() for at in (f"shards {plan}", "model")]
             assert identical[0] == identical[1], "what was saved is what was loaded"
             most = max((rank[0] for rank in rows["shards"]), key=lambda row: row.counted / row.local_bytes)

@@ -9,17 +9,13 @@ one that was not asked for would not be seen.
 from __future__ import annotations
 
 import importlib
-import os
 import sys
-import tempfile
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from launch import on_processes
 from report import Report, microseconds
 from torch import nn
 from training import local_outputs, milliseconds
@@ -63,11 +59,8 @@ def collectives(library: str, call: Callable[[], object]) -> int:
     return comm.get_total_counts()
 
 
-def run(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+def run() -> None:
     torch.manual_seed(0)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
     mesh = dist.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     both = [calls(library, mesh) for library in LIBRARIES]
     rows = []
@@ -81,20 +74,15 @@ def run(rank: int, folder: str) -> None:
     ours, theirs = milliseconds(steps, "cpu", number=3, repeats=6).values()
     rows.append(["training step, local outputs", f"{ours * 1e3:.0f}", f"{theirs * 1e3:.0f}", f"{ours / theirs:.2f}"])
     rows[-1] += map(str, counts)
-    if rank == 0:
+    if dist.get_rank() == 0:
         report = Report("processes")
         header = ["", "shardwise us", "PyTorch us", "ratio", "collectives", "PyTorch's"]
         report.table("Calls on 2 gloo processes", header, rows)
         report.save()
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:
-    # The processes import this file and its neighbours.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(run, (folder,), nprocs=RANKS, start_method="spawn")
+    on_processes(run, RANKS)
 
 
 if __name__ == "__main__":

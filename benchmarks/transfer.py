@@ -9,18 +9,14 @@ python benchmarks/transfer.py [--print]
 from __future__ import annotations
 
 import gc
-import os
 import sys
-import tempfile
 import time
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from launch import on_processes
 from report import Report
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -201,13 +197,10 @@ def compared(title: str, first: list[int], second: list[list[int]]) -> list[list
     ]
 
 
-def run(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
+def run() -> None:
     rows = compared("fsdp 4 -> tp 2 x 2, the same ranks", [0, 1, 2, 3], [[0, 1], [2, 3]])
     rows += compared("fsdp 2 -> tp 1 x 2, other ranks", [0, 1], [[2, 3]])
-    if rank == 0:
+    if dist.get_rank() == 0:
         report = Report("transfer")
         header = ["", "ms", "and all ranks' boxes, ms", "again, ms", "exchanges", "received, GiB", "of the bound"]
         same, other = list(range(16)), list(range(16, 32))
@@ -227,15 +220,10 @@ def run(rank: int, folder: str) -> None:
             rows,
         )
         report.save()
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:
-    # The processes import this file and its neighbours.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(run, (folder,), nprocs=RANKS, start_method="spawn")
+    on_processes(run, RANKS)
 
 
 if __name__ == "__main__":

@@ -11,20 +11,16 @@ the place of the native collective.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as stock
-import torch.multiprocessing as mp
+from launch import on_processes
 from redistribute import Recorder, fake_world
 from report import Report, microseconds
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -91,11 +87,7 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def run_gloo(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    store = dist.FileStore(f"{folder}/store", GLOO_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=GLOO_RANKS)
+def run_gloo() -> list[list[str]]:
     mesh = init_device_mesh("cpu", (GLOO_RANKS,), mesh_dim_names=("tp",))
     times: dict[str, list[float]] = {}
     for _ in range(3):  # the ways take turns, so that they meet the same disturbances
@@ -106,23 +98,16 @@ def run_gloo(rank: int, folder: str) -> None:
                     dist.barrier()
                     (time,) = microseconds(call, number=2, repeats=4)
                 times.setdefault(case + str(list(WAYS.values()).index(way)), []).append(time / 1e3)
-    if rank == 0:
-        rows = []
-        for case, _ in cases(shardwise, mesh):
-            ours, exchange, theirs = (min(times[case + str(index)]) for index in range(3))
-            ratios = (f"{ours / exchange:.2f}", f"{ours / theirs:.2f}")
-            rows.append([case, f"{ours:.1f}", f"{exchange:.1f}", f"{theirs:.1f}", *ratios])
-        Path(f"{folder}/rows").write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
+    rows = []
+    for case, _ in cases(shardwise, mesh):
+        ours, exchange, theirs = (min(times[case + str(index)]) for index in range(3))
+        ratios = (f"{ours / exchange:.2f}", f"{ours / theirs:.2f}")
+        rows.append([case, f"{ours:.1f}", f"{exchange:.1f}", f"{theirs:.1f}", *ratios])
+    return rows
 
 
 def report_gloo(report: Report) -> None:
-    # The processes import this file and its neighbours.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(run_gloo, (folder,), nprocs=GLOO_RANKS, start_method="spawn")
-        rows = json.loads(Path(f"{folder}/rows").read_text())
+    rows = on_processes(run_gloo, GLOO_RANKS)
     header = ["", "shardwise ms", "exchange ms", "PyTorch ms", "ratio to exchange", "ratio to PyTorch"]
     report.table(f"{VOCABULARY} x {FEATURES} float32 on {GLOO_RANKS} gloo processes", header, rows)
 

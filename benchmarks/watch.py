@@ -11,17 +11,14 @@ import contextlib
 import os
 import statistics
 import sys
-import tempfile
 import threading
 import time
-import warnings
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from in_place import timing_hooks
+from launch import on_processes
 from report import Report
 from torch import nn
 from training import Step, all_distributed, local_outputs
@@ -119,18 +116,7 @@ def watch_time() -> float:
     return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in found if thread.ident)
 
 
-def run(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
-    port = Path(folder, "port")
-    if store is not None:
-        port.with_suffix(".new").write_text(str(store.port))
-        port.with_suffix(".new").rename(port)
-    while not port.exists():
-        time.sleep(0.01)
-    store = store or dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+def run() -> None:
     mesh = dist.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     steps = {
         "4 small blocks, all tensors distributed": all_distributed("shardwise", mesh, "cpu"),
@@ -142,7 +128,7 @@ def run(rank: int, folder: str) -> None:
         cost = compare(step)
         numbers = f"{cost.step:.1f}", f"{cost.watched:.1f}", f"{cost.hooks:.3f}", f"{cost.thread:.3f}"
         rows.append([name, *numbers, f"{cost.percent:.2f} %"])
-    if rank == 0:
+    if dist.get_rank() == 0:
         report = Report("watch")
         report.table(
             f"A training step with and without the watch, {RANKS} gloo processes, milliseconds",
@@ -150,15 +136,10 @@ def run(rank: int, folder: str) -> None:
             rows,
         )
         report.save()
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:
-    # The processes import this file and its neighbours.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(run, (folder,), nprocs=RANKS, start_method="spawn")
+    on_processes(run, RANKS)
 
 
 if __name__ == "__main__":

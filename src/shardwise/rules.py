@@ -8,6 +8,7 @@ from .ops.explain import Explanation, explain
 from .ops.op import Op
 from .ops.registry import Registry, register, registry, resolve, rule_for
 from .ops.resolve import ResolvedOp
+from .ops.schema import TensorArgument, tensor_arguments
 from .ops.served import served_by
 
 __all__ = [
@@ -17,10 +18,12 @@ __all__ = [
     "Op",
     "Registry",
     "ResolvedOp",
+    "TensorArgument",
     "explain",
     "register",
     "registry",
     "resolve",
     "rule_for",
     "served_by",
+    "tensor_arguments",
 ]

@@ -2,7 +2,7 @@
 
 import torch
 
-from shardwise._torch.schemas import composites_with_out, find_overload, is_composite
+from shardwise._torch.schemas import composites_with_out, find_overload, is_composite, is_dispatched
 
 
 def test_overloads_are_found_by_name() -> None:
@@ -14,6 +14,12 @@ def test_overloads_are_found_by_name() -> None:
 def test_composite_ops() -> None:
     assert is_composite(torch.ops.aten.kron.default)
     assert not is_composite(torch.ops.aten.mul.Tensor)
+
+
+def test_functions_of_torchscript_are_not_dispatched() -> None:
+    assert is_dispatched(torch.ops.aten.kron.default)
+    assert is_dispatched(torch.ops.aten.mul.Tensor)
+    assert not is_dispatched(torch.ops.aten.__getitem__.Dict_Tensor)
 
 
 def test_composite_ops_with_out_arguments() -> None:

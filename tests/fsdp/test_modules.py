@@ -469,6 +469,14 @@ def test_a_changed_dtype_is_an_error() -> None:
             model(over_rows(mesh)(torch.ones(4, 8, dtype=torch.float64)))
 
 
+def test_a_parameter_that_was_replaced_by_a_plain_tensor_is_an_error() -> None:
+    with mesh_of(4, names=("dp",)) as mesh:
+        model = fully_shard(nn.Linear(8, 8), mesh=mesh)
+        model.weight = nn.Parameter(torch.ones(8, 8))
+        with pytest.raises(InputError, match=r"and now it is a plain torch.float32 tensor of shape \[8, 8\]"):
+            model(over_rows(mesh)(torch.ones(4, 8)))
+
+
 @dataclass
 class Output:
     value: Tensor

@@ -155,9 +155,13 @@ def test_what_is_no_op() -> None:
         explain("nonsense")
     with pytest.raises(RuleError, match=r"no op is called 'aten::mm\.nonsense'"):
         explain("aten::mm.nonsense")
-    for function in (F.cross_entropy, torch.unique, lambda x: x):
+    scripted = torch.Tensor.__getitem__, torch.Tensor.backward, torch.manual_seed  # TorchScript has ops of these names
+    for function in (F.cross_entropy, torch.unique, lambda x: x, torch.Tensor.__eq__, torch.Tensor.__init__, *scripted):
         with pytest.raises(RuleError, match="is not an op: pass example arguments"):
             explain(function)
+    for op in ("__getitem__", "aten::backward", torch.ops.aten.__getitem__, torch.ops.aten.__getitem__.Dict_Tensor):
+        with pytest.raises(RuleError, match=r"no op is called .*__getitem__|no op is called 'aten::backward'"):
+            explain(op)
     assert "aten::_unique2" in explain(torch.unique, torch.zeros(3))
     assert "aten::select.int" in explain(torch.Tensor.__getitem__, empty(3, 4), 1)
 

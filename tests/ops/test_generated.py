@@ -13,11 +13,11 @@ from shardwise import Shard
 from shardwise.dispatch.fallback import GatherWarning
 from shardwise.errors import CommunicationError
 from shardwise.notation import parse
-from shardwise.notation.schema import overload_key, overloads
 from shardwise.ops import generated
 from shardwise.ops.call import Call
 from shardwise.ops.generated import Line, read, read_line
 from shardwise.ops.registry import resolve, rule_for
+from shardwise.ops.schema import overload_key, overloads
 from shardwise.ops.served import served_by
 from shardwise.testing import assemble
 from shardwise.testing.calls import try_call

@@ -18,10 +18,10 @@ from shardwise import DTensor, Partial, Placement, Replicate, Shard
 from shardwise.debug import CommDebugMode
 from shardwise.extend import register_sharding
 from shardwise.notation import parse
-from shardwise.notation.schema import overloads
 from shardwise.ops.call import Call
 from shardwise.ops.op import Op
 from shardwise.ops.registry import Registry, registry, resolve
+from shardwise.ops.schema import overloads
 from tests.ops.helpers import on, r, ranks, whole
 
 aten = torch.ops.aten

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.notation import RuleError, reduction, tensor_arguments
-from shardwise.notation.schema import match_operands
+from shardwise.notation import RuleError, reduction
 from shardwise.ops.call import Call
 from shardwise.ops.registry import Registry
 from shardwise.ops.resolve import ResolvedOp
+from shardwise.ops.schema import match_operands, tensor_arguments
 
 aten = torch.ops.aten
 ADD = "b?.., b?.. -> b.. ; linear 0+1"

@@ -77,6 +77,18 @@ def test_each_world_has_its_own_state():
     assert active_runtime() is not outer
 
 
+def test_an_entry_is_made_once_for_each_world():
+    made = []
+
+    def make() -> int:
+        made.append(1)
+        return len(made)
+
+    for world in (1, 2):
+        with simulate(2):
+            assert [NUMBERS.entry(runtime_of_world(), "x", make) for _ in range(2)] == [world, world]
+
+
 def test_a_mesh_of_an_outer_world_is_not_of_an_inner_one():
     with simulate(2):
         outer = init_device_mesh("cpu", (2,))

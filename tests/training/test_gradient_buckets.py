@@ -329,6 +329,56 @@ def test_hooks_after_accumulation() -> None:
             torch.testing.assert_close(whole_of(value), wanted)
 
 
+def test_a_gradient_in_a_bucket_is_an_ordinary_tensor_whose_data_comes_later() -> None:
+    """Its class never changes; autograd accumulates it without its data, and another op sends the bucket."""
+    with ranks(2) as mesh:
+        many, one = distribute_module(Chain(4), mesh), Chain(4)
+        x = torch.randn(8, 8)
+        seen: list[tuple[type, bool, int]] = []
+
+        def look(parameter: Tensor) -> None:
+            grad = parameter.grad
+            seen.append((type(grad), grad._source is None, comm.get_total_counts()))
+
+        def read(parameter: Tensor) -> None:
+            look(parameter)
+            other = parameter.grad.detach()  # an op of the program, not the one by which autograd accumulates
+            look(parameter)
+            other.mul_(2)
+
+        many.layers[2].weight.register_post_accumulate_grad_hook(look)
+        many.layers[1].weight.register_post_accumulate_grad_hook(read)
+        loss = many(distribute_tensor(x, mesh, [Shard(0)])).square().mean()
+        with CommDebugMode() as comm:
+            loss.backward()
+        assert seen == [(DTensor, False, 0), (DTensor, False, 0), (DTensor, True, 1)]
+        assert comm.get_total_counts() == 2  # the bucket that was read, and that of the last gradient
+        one(x).square().mean().backward()
+        one.layers[1].weight.grad.mul_(2)
+        assert_like_one_device(many, one)
+
+
+def test_a_hook_that_adds_the_gradient_of_another_leaf_adds_what_it_is_now() -> None:
+    def run(module: nn.Module, make: Callable[[int], Tensor]) -> list[Tensor]:
+        first, last = module[0].weight, module[3].weight
+        zeros = torch.zeros_like(first)
+
+        def add(parameter: Tensor) -> None:
+            parameter.grad.add_(zeros + last.grad.sum())
+            parameter.grad.add_(parameter.grad)
+            last.grad.zero_()
+
+        first.register_post_accumulate_grad_hook(add)
+        for seed in (1, 2):
+            loss_of(module, make(seed)).backward()
+        return [p.grad for p in module.parameters()]
+
+    with ranks(2, 2) as mesh:
+        found = run(placed(network(), mesh, data_parallel), lambda seed: cut_batch(seed, mesh))
+        for value, wanted in zip(found, run(network(), batch), strict=True):
+            torch.testing.assert_close(whole_of(value), wanted)
+
+
 def test_gradients_that_are_asked_for() -> None:
     with ranks(2, 2) as mesh:
         many, one = placed(network(), mesh, data_parallel), network()

@@ -22,6 +22,18 @@ def is_composite(func: OpOverload) -> bool:
     return func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
 
 
+def is_dispatched(func: OpOverload) -> bool:
+    """Whether the dispatcher knows an op. `torch.ops` has functions of TorchScript, too, such as `aten::__getitem__`.
+
+    Relies on the RuntimeError by which the dispatcher's table answers after other names.
+    """
+    try:
+        is_composite(func)
+    except RuntimeError:
+        return False
+    return True
+
+
 def composites_with_out() -> Iterator[OpOverload]:
     """The ATen ops with `out=` arguments that are composed of other ops."""
     for schema in torch._C._jit_get_all_schemas():

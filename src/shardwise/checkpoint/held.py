@@ -33,8 +33,8 @@ def chunks_of(name: str, tensor: Tensor, ranks: Ranks) -> dict[int, list[Chunk]]
     if isinstance(tensor, DTensorBase):
         found = chunks_by_rank(tensor._local_tensor, tensor._spec)
         return {rank: chunks for rank, chunks in found.items() if rank in ranks.mine}
-    if hasattr(tensor, "__create_write_items__"):
-        return {ranks.mine[0]: _chunks_of_other(name, tensor)}
+    if is_other(tensor):
+        return {ranks.mine[0]: chunks_of_other(name, tensor)}
     _check_plain(name, tensor)
     shards: Sequence[Tensor] = tensor.shards if isinstance(tensor, RankTensor) else [tensor] * len(ranks.mine)
     offset = torch.Size([0] * tensor.ndim)
@@ -51,7 +51,12 @@ def boxes_of(chunks: Iterable[Chunk]) -> tuple[Box, ...]:
     return tuple((tuple(chunk.offset), tuple(chunk.size)) for chunk in chunks)
 
 
-def _chunks_of_other(name: str, tensor: Any) -> list[Chunk]:
+def is_other(tensor: Tensor) -> bool:
+    """Return whether a tensor is another library's distributed tensor: it has the protocol, and is not a DTensor."""
+    return hasattr(tensor, "__create_write_items__") and not isinstance(tensor, DTensorBase)
+
+
+def chunks_of_other(name: str, tensor: Any) -> list[Chunk]:
     """Return the chunks of another library's distributed tensor, by the protocol of torch.distributed.checkpoint."""
     items: list[WriteItem] = tensor.__create_write_items__(name, tensor)
     chunks = []

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..sharding.base import DTensorBase
 from ..sharding.runtime import WorldState, runtime_of_world
 from .archive import ALIGNMENT, archive_of
-from .held import Held, boxes_of, chunks_of, shape_of
+from .held import Held, boxes_of, chunks_of, chunks_of_other, is_other, shape_of
 from .ranks import Ranks, agreed, through_coordinator
 from .spread import Piece, check_complete, merged, spread
 from .state import FlatState, Path
@@ -118,15 +118,17 @@ def plan_save(
 
 def _key(state: FlatState) -> tuple[object, ...]:
     """Return the cache key of a plan. Specs are interned, so they are compared by identity."""
-    return tuple((name, path, _kind(state.values[name])) for name, path in state.paths.items())
+    return tuple((name, path, _kind(name, state.values[name])) for name, path in state.paths.items())
 
 
-def _kind(value: object) -> object:
+def _kind(name: str, value: object) -> object:
+    """Return what the plan depends on: of another library's distributed tensor, the boxes that this rank holds."""
     if isinstance(value, DTensorBase):
         return value._spec
-    if hasattr(value, "__create_write_items__"):
-        return type(value), getattr(value, "_spec", None) or object()  # without a spec, planned at each save
-    return (value.dtype, value.shape) if isinstance(value, Tensor) else None
+    if not isinstance(value, Tensor):
+        return None
+    boxes = boxes_of(chunks_of_other(name, value)) if is_other(value) else None
+    return value.dtype, value.shape, boxes
 
 
 class _Described(NamedTuple):

@@ -100,12 +100,7 @@ class _Failure(NamedTuple):
 
 def together(ranks: Ranks, what: str, work: Callable[[], T]) -> list[T]:
     """Run `work` on all processes and return all results on each; if one fails, all raise the same error."""
-    result: T | _Failure
-    cause: BaseException | None = None
-    try:
-        result = work()
-    except Exception as error:
-        result, cause = _failure(error), error
+    result, cause = _attempt(work)
     results = _communicated(what, lambda: ranks.all_gather(result))
     failures = {at: found for at, found in enumerate(results) if isinstance(found, _Failure)}
     if failures:
@@ -151,12 +146,7 @@ def through_coordinator(
 
     If anything fails anywhere, all raise the same error.
     """
-    result: T | _Failure
-    cause: BaseException | None = None
-    try:
-        result = work()
-    except Exception as error:
-        result, cause = _failure(error), error
+    result, cause = _attempt(work)
     results = _communicated(what, lambda: ranks.gather(result))
     answers: Sequence[Answer | dict[int, _Failure]] = []
     if ranks.coordinator:
@@ -169,6 +159,14 @@ def through_coordinator(
     if isinstance(answer, dict):
         raise _common_error(what, answer, ranks) from cause
     return answer
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | _Failure, Exception | None]:
+    """Return the result of `work`, or what failed, as other processes are told, and the error itself."""
+    try:
+        return work(), None
+    except Exception as error:
+        return _failure(error), error
 
 
 def _communicated(what: str, call: Callable[[], T]) -> T:

@@ -19,9 +19,9 @@ from torch import Tensor
 from .._torch.ops import OpOverload
 from .._torch.symbols import symbolic
 from ..notation import BindError, Bound, BoundTensor, Rule, bind, refine, without_order
-from ..notation.schema import has_functional_variant
 from ..ops.call import Call, is_list
 from ..ops.resolve import ResolvedOp
+from ..ops.schema import has_functional_variant
 from ..sharding.dtypes import sums_alike
 from ..sharding.layout import Layout, Sizes, plain_dim
 from ..sharding.mesh import MeshInfo

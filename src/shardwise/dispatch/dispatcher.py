@@ -17,6 +17,7 @@ from .._torch.fake_tensors import is_traced
 from .._torch.ops import OpOverload
 from .._torch.symbols import has_symbols, specialized
 from ..errors import MeshError, MixedTensorError
+from ..ops.accumulate import ADD_TO_GRAD, SET_GRAD
 from ..ops.collectives import communicates
 from ..ops.registry import resolve
 from ..ops.resolve import ResolvedOp
@@ -94,6 +95,10 @@ class OpDispatcher:
 
     def dispatch(self, func: OpOverload, args: Args, kwargs: Kwargs, key: Key) -> object:
         """Return the result of a call that is not on the hot path."""
+        if func is SET_GRAD or func is ADD_TO_GRAD:
+            grad = accumulated(args, kwargs)
+            if grad is not None:
+                return grad
         op = resolve(func)
         if op.op.returns_shard:
             self.hot[key] = RETURNING_SHARD
@@ -183,3 +188,12 @@ class OpDispatcher:
             return plan_call(op, [as_argument(value) for value in args], named, mesh_info)
         except NoRule:
             return None
+
+
+def accumulated(args: Args, kwargs: Kwargs) -> DTensorBase | None:
+    """Return the result of `detach(gradient)` or `add_(grad, gradient)` if the source of the gradient defers it."""
+    gradient = args[-1]
+    source = gradient._source if isinstance(gradient, DTensorBase) else None
+    if source is None or kwargs:
+        return None
+    return source.accumulate(gradient, args[0] if len(args) == 2 else None)

@@ -17,8 +17,8 @@ from .._torch import pytree
 from .._torch.ops import OpOverload
 from ..comm.redistribute import redistribute_local
 from ..errors import InputError
-from ..notation.schema import has_functional_variant
 from ..ops.resolve import ResolvedOp
+from ..ops.schema import has_functional_variant
 from ..sharding.base import DTensorBase
 from ..sharding.memory_order import contiguous_stride, meta_of
 from .arguments import Args, Kwargs

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..comm.transport import identity
-from ..notation import tensor_arguments
 from ..ops.call import Args, Kwargs
 from ..ops.resolve import ResolvedOp
+from ..ops.schema import tensor_arguments
 from ..random import Draw
 from ..sharding.layout import Coordinate, Layout
 from ..sharding.memory_order import MemoryOrder, contiguous_stride, in_memory_order, meta_of

@@ -22,7 +22,7 @@ from .._torch.modes import OwnMode
 from .._torch.ops import OpOverload
 from ..errors import EraseError
 from ..ops.call import Args, Kwargs
-from ..ops.recorded import DEPENDS_ON_DATA, READS_VALUES
+from ..ops.recorded import DEPENDS_ON_DATA, READING_METHODS, READS_VALUES
 from ..sharding.base import DTensorBase
 from ..sharding.recording import recorder as active_recorder
 from ..sharding.source_lines import in_mesh_code, users_line
@@ -30,12 +30,6 @@ from ..world import RankTensor
 from .random_states import RandomStates
 
 T = TypeVar("T")
-
-_READING_METHODS = {
-    getattr(Tensor, name)
-    for name in ("tolist", "numpy", "__array__", "item", "__bool__", "__int__", "__float__", "__index__")
-}
-"""Methods that read a tensor without an op."""
 
 
 class Meta(NamedTuple):
@@ -263,7 +257,7 @@ class _RefuseReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., object], types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        if func in _READING_METHODS and not self._recorder.paused:
+        if func in READING_METHODS and not self._recorder.paused:
             refuse_read(f"Tensor.{func.__name__}")
         return func(*args, **(kwargs or {}))
 

@@ -16,8 +16,9 @@ from typing import Protocol
 
 import torch
 
-from ..notation import RuleError, tensor_arguments
+from ..notation import RuleError
 from ..ops.call import Call, is_list
+from ..ops.schema import tensor_arguments
 from ..sharding.placement import AnyShard, Partial, Placement
 
 Row = tuple[Sequence[Placement | None], Sequence[Placement | None]]

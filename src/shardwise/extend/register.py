@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import overload
 
 from .._torch.ops import OpOverload
-from ..notation import Rule, RuleError, parse, tensor_arguments
+from ..notation import Rule, RuleError, parse
 from ..notation.rule import NO_DIMS
 from ..ops.call import Call
 from ..ops.kernel import Kernel
 from ..ops.registry import register
+from ..ops.schema import tensor_arguments
 from .placement_rows import RowsFunction, rule_from_rows
 
 

@@ -251,7 +251,7 @@ class Buffers:
 
 def _check_replacement(parameter: ShardedParameter, new: Tensor) -> None:
     """Raise an error if a module's parameter is no longer the one that was sharded."""
-    spec = getattr(new, "_spec", None)
+    spec = new._spec if isinstance(new, DTensor) else None
     if spec is None or spec.layout is not parameter.spec.layout or new.dtype != parameter.spec.dtype:
         found = f"a plain {new.dtype} tensor of shape {list(new.shape)}" if spec is None else f"{spec!r}"
         raise InputError(

@@ -9,7 +9,6 @@
     solve      the sizes of its factors
     bind       a rule bound to shapes, and the layouts that follow from sharding its factors
     refine     splitting factors as an operand's layout splits its dims
-    schema     what follows from an op's schema: its tensors, and which op it is a variant of
     build      functions that write the text of rules for given ranks, dims and shapes
 
 >>> bind(parse("m k, k n -> m n ; linear 0 | 1"), [(4, 6), (6, 8)])
@@ -36,7 +35,6 @@ from .kind import FactorKind
 from .patterns import RuleError
 from .refine import refine
 from .rule import Rule, parse, without_operands, without_order
-from .schema import TensorArgument, tensor_arguments
 
 __all__ = [
     # rules
@@ -62,9 +60,6 @@ __all__ = [
     "passes",
     "summands",
     "Passing",
-    # schemas
-    "TensorArgument",
-    "tensor_arguments",
     # writing rules
     "pointwise",
     "dims_text",

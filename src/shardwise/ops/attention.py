@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ..notation.schema import operands_of
 from .attention_dropout import backward_with_dropout, forward_with_dropout
 from .call import Call, Kwargs
 from .kernel import LocalCall, LocalResult
 from .op import Local
 from .registry import definitions_in
+from .schema import operands_of
 
 define = definitions_in(__name__)
 

@@ -41,11 +41,8 @@ def choose_method(query: DTensorSpec, key: DTensorSpec, value: DTensorSpec, trai
     >>> print(choose_method(q.spec, k.spec, v.spec))
     heads (ring 3.27 ms, heads 1.66 ms)
     """
-    cache, specs = _CHOICES.of(key.mesh_info.runtime), (query, key, value, training)
-    found = cache.get(specs)
-    if found is None:
-        found = cache[specs] = _choose_method(query, key, value, training)
-    return found
+    call = query, key, value, training
+    return _CHOICES.entry(key.mesh_info.runtime, call, lambda: _choose_method(*call))
 
 
 def _choose_method(query: DTensorSpec, key: DTensorSpec, value: DTensorSpec, training: bool) -> MethodChoice:

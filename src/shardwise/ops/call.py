@@ -14,7 +14,7 @@ from typing import Any
 
 from .._torch.ops import OpOverload
 from ..notation.patterns import RuleError
-from ..notation.schema import Operands, operands_of
+from .schema import Operands, operands_of
 
 Args = tuple[Any, ...]
 """Arguments of a call that are passed by position."""

@@ -17,11 +17,11 @@ import torch
 
 from .._torch.ops import OpOverload
 from ..notation.build import pointwise, replicated_dims
-from ..notation.schema import FOREACH, KINDS, operands_of, overload_key, overloads, packet_name
 from .above_autograd import filling_integers_without_gradient
 from .call import Call, has_finite_numbers, numbers_of
 from .op import Facts, Op
 from .registry import definitions_in, registry
+from .schema import FOREACH, KINDS, operands_of, overload_key, overloads, packet_name
 
 define = definitions_in(__name__)
 

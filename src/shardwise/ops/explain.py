@@ -25,7 +25,6 @@ from .._torch.ops import OpOverload
 from .._torch.schemas import is_composite
 from ..notation import Rule, parse
 from ..notation.kind import FactorKind
-from ..notation.schema import FOREACH, operands_of, overload_key, overloads, packet_name
 from .call import Call, is_list
 from .find import AnyOp, called_with, find_op
 from .generated import Source as GeneratedRule
@@ -33,6 +32,7 @@ from .kernel import Kernel
 from .op import Function, Source
 from .registry import resolve
 from .resolve import ResolvedOp
+from .schema import FOREACH, operands_of, overload_key, overloads, packet_name
 from .served import served_by
 
 _SERVED = {

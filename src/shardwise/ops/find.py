@@ -12,24 +12,25 @@ from torch import Tensor
 from .._torch import pytree
 from .._torch.modes import TorchDispatchMode
 from .._torch.ops import OpOverload, OpOverloadPacket
+from .._torch.schemas import is_dispatched
 from ..notation.patterns import RuleError
-from ..notation.schema import operands_of, overload_key, overloads, variant_of
 from .call import Args, Kwargs
 from .op import Function
 from .registry import resolve
+from .schema import operands_of, overload_key, overloads, variant_of
 
 AnyOp = OpOverload | OpOverloadPacket | str | Function
 
 
 def find_op(op: AnyOp) -> OpOverload:
     """The overload that this names; of several, the first that has tensors and is no `out=` variant."""
-    if isinstance(op, OpOverload):
+    if isinstance(op, OpOverload) and is_dispatched(op):
         return op
     name, overload = _names(op)
-    found = list(overloads(name))
+    found = list(filter(is_dispatched, overloads(name)))
     if overload:
         found = [func for func in found if func._overloadname == overload]
-    if not found and callable(op) and not isinstance(op, OpOverloadPacket):
+    if not found and callable(op) and not isinstance(op, (OpOverload, OpOverloadPacket)):
         raise RuleError(
             f"{getattr(op, '__name__', op)} is not an op", "pass example arguments, too, to see the ops that it calls"
         )
@@ -44,6 +45,8 @@ def _by_dim_names(func: OpOverload) -> bool:
 
 def _names(op: AnyOp) -> tuple[str, str]:
     """The name of an op with its namespace, and the name of its overload, which may be empty."""
+    if isinstance(op, OpOverload):
+        return op._schema.name, op._overloadname
     if isinstance(op, OpOverloadPacket):
         return op._qualified_op_name, ""
     text = op if isinstance(op, str) else getattr(op, "__name__", str(op))
@@ -78,7 +81,7 @@ def called_with(op: AnyOp, args: Args, kwargs: Kwargs) -> list[tuple[OpOverload,
     The call is made on tensors without data. A function that dispatch is given as one op though PyTorch decomposes it,
     such as `linear`, is known by the Python code in its record.
     """
-    func = find_op(op) if _is_known(op) else None
+    func = find_op(op) if isinstance(op, OpOverload) or _is_known(op) else None
     if func is not None and resolve(func).python is not None:
         return [(func, args, kwargs)]
     given, named = pytree.tree_map_only(Tensor, _on_meta, (args, kwargs))
@@ -93,7 +96,7 @@ def called_with(op: AnyOp, args: Args, kwargs: Kwargs) -> list[tuple[OpOverload,
 
 
 def _is_known(op: AnyOp) -> bool:
-    return isinstance(op, OpOverload) or any(overloads(_names(op)[0]))
+    return any(map(is_dispatched, overloads(_names(op)[0])))
 
 
 def _callable(op: AnyOp) -> Function:

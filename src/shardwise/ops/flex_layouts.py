@@ -51,11 +51,8 @@ _LAYOUTS: WorldCache[tuple[DTensorSpec, DTensorSpec, DTensorSpec], FlexLayouts] 
 
 def flex_layouts(query: DTensorSpec, key: DTensorSpec, value: DTensorSpec) -> FlexLayouts:
     """The layouts of a call with tensors `[batch, heads, positions, features]`."""
-    cache, specs = _LAYOUTS.of(query.mesh_info.runtime), (query, key, value)
-    found = cache.get(specs)
-    if found is None:
-        found = cache[specs] = _flex_layouts(query.layout, key.layout, value.layout)
-    return found
+    specs = query, key, value
+    return _LAYOUTS.entry(query.mesh_info.runtime, specs, lambda: _flex_layouts(*(spec.layout for spec in specs)))
 
 
 def _flex_layouts(query: Layout, key: Layout, value: Layout) -> FlexLayouts:
@@ -123,11 +120,8 @@ def choose_flex_method(query: DTensorSpec, key: DTensorSpec, value: DTensorSpec,
     >>> print(choose_flex_method(q.spec, k.spec, v.spec))
     heads (gather 3.27 ms, heads 1.66 ms)
     """
-    cache, specs = _CHOICES.of(query.mesh_info.runtime), (query, key, value, training)
-    found = cache.get(specs)
-    if found is None:
-        found = cache[specs] = _choose(query, key, value, training)
-    return found
+    call = query, key, value, training
+    return _CHOICES.entry(query.mesh_info.runtime, call, lambda: _choose(*call))
 
 
 def _choose(query: DTensorSpec, key: DTensorSpec, value: DTensorSpec, training: bool) -> MethodChoice:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..notation.build import join
-from ..notation.schema import tensor_arguments
 from .call import Call, has_finite_numbers
 from .kernel import FactorShard, KernelRun, LocalCall, Reduce
 from .op import ListKernel
 from .registry import definitions_in
+from .schema import tensor_arguments
 
 define = definitions_in(__name__)
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from .._torch.above_autograd import Keys, call_original
 from .._torch.ops import OpOverload
 from ..notation.build import join
-from ..notation.schema import KINDS
 from .above_autograd import needs_grad, where_distributed
 from .call import Call
 from .registry import definitions_in
+from .schema import KINDS
 
 define = definitions_in(__name__)
 

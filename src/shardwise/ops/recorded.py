@@ -12,6 +12,11 @@ READS_VALUES = frozenset(
     [aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.item.default]
 )
 """Ops that return what a tensor holds as a Python value."""
+READING_METHODS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("tolist", "numpy", "__array__", "item", "__bool__", "__int__", "__float__", "__index__")
+)
+"""Methods that do the same, and need not call an op."""
 DEPENDS_ON_DATA = frozenset([torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output])
 """Tags of ops whose results have sizes that depend on data."""
 SHARES_MEMORY = frozenset([aten._unsafe_view.default, WAIT])

@@ -22,7 +22,11 @@ import torch
 from .._torch.ops import OpOverload, OpOverloadPacket
 from ..notation.patterns import RuleError
 from ..notation.rule import Rule, parse
-from ..notation.schema import (
+from ..sharding.runtime import clear_all_caches
+from .kernel import Kernel
+from .op import Facts, Op, Source
+from .resolve import ResolvedOp, kernel_for
+from .schema import (
     Operands,
     family,
     match_operands,
@@ -32,10 +36,6 @@ from ..notation.schema import (
     packet_name,
     variant_of,
 )
-from ..sharding.runtime import clear_all_caches
-from .kernel import Kernel
-from .op import Facts, Op, Source
-from .resolve import ResolvedOp, kernel_for
 
 OpName = OpOverload | OpOverloadPacket | str
 

@@ -19,12 +19,12 @@ import torch
 from .._torch.ops import OpOverload
 from ..notation import Rule, parse, without_operands
 from ..notation.patterns import RuleError
-from ..notation.schema import Operands, operands_of, overload_key, tensor_arguments, variant_of
 from ..sharding.cache import ENTRY_BYTES, Cache
 from ..sharding.layout import Layout
 from .call import Args, Call, Kwargs
 from .kernel import Kernel
 from .op import Function, Op, Put
+from .schema import Operands, operands_of, overload_key, tensor_arguments, variant_of
 
 NEEDS_DATA = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output))
 

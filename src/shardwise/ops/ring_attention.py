@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .._torch.ops import OpOverload
-from ..notation.schema import operands_of
 from ..sharding.layout import Factor, Layout
 from .above_autograd import new_op
 from .call import Call
@@ -21,6 +20,7 @@ from .kernel import FactorShard, Kernel, LocalCall, LocalResult, Steps
 from .op import Local
 from .registry import definitions_in
 from .ring_kernels import SEQUENCE, backward, forward, output_like, wide
+from .schema import operands_of
 
 define = definitions_in(__name__)
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..notation.schema import overloads
 from .above_autograd import are_distributed
 from .attention_method import zigzag_ranks
 from .call import Kwargs
 from .registry import definitions_in, resolve
 from .ring_attention import ring_attention, ring_attention_backward
+from .schema import overloads
 from .sequence_options import sequence_mode
 
 define = definitions_in(__name__)

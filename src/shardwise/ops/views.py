@@ -16,11 +16,11 @@ from torch import Tensor
 
 from .._torch.ops import OpOverload
 from ..notation.build import dims_text, join, normalized, view_rule
-from ..notation.schema import overload_key, packet_name, variant_of
 from .call import Args, Call, Kwargs
 from .kernel import LocalCall
 from .op import Function, Local, Op, Write
 from .registry import definitions_in, registry, resolve
+from .schema import overload_key, packet_name, variant_of
 
 aten = torch.ops.aten
 define = definitions_in(__name__)

@@ -203,6 +203,7 @@ _MAKERS: dict[str, Callable[..., Maker]] = {
     "bernoulli_": _bernoulli,
     "random_": _integers,
 }
+"""Distributions, named as the methods that fill a tensor with them. The record of an op says from which it draws."""
 
 
 # ---- distributions computed from another one -------------------------------------------------------------------------

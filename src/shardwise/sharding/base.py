@@ -16,11 +16,20 @@ from .spec import DTensorSpec
 class LocalSource(Protocol):
     """Where the local shard of a tensor comes from: a collective in flight, or a view that is replayed."""
 
+    __slots__ = ()
+
     def local(self, tensor: DTensorBase) -> Tensor:
         """Return the up-to-date local shard of `tensor`."""
 
     def write_back(self, tensor: DTensorBase) -> None:
         """Propagate a write to the local shard of `tensor` to the tensor that owns the data."""
+
+    def accumulate(self, gradient: DTensorBase, grad: DTensorBase | None) -> DTensorBase | None:
+        """Return the `.grad` of a leaf after a gradient with this source was added to `grad`, without its data.
+
+        `grad` is None for the first gradient. Return None if the op of autograd that accumulates needs the data.
+        """
+        return None
 
 
 class DTensorBase(Tensor):

@@ -79,6 +79,14 @@ class WorldCache(WorldState[Cache[K, V]]):
         super().__init__(lambda: Cache(max_bytes, size_of))
         self.name = name
 
+    def entry(self, runtime: Runtime, key: K, make: Callable[[], V]) -> V:
+        """The value of a key in one world, made on first use. It must not be None."""
+        cache = self.of(runtime)
+        found = cache.get(key)
+        if found is None:
+            found = cache[key] = make()
+        return found
+
     def __repr__(self) -> str:
         return f"WorldCache({self.name!r})"
 

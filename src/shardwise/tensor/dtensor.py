@@ -57,7 +57,6 @@ from .changed_shape import ChangingShape
 from .exported import exporting
 from .from_local import check_plain_tensor, copy_to_replicas, of_members, on_mesh, spec_of_local, without_grad
 from .global_values import GlobalValues
-from .gradient_buckets import CollectedGradient
 from .handed_out import hand_out, hand_out_new
 from .hooks import Hooks
 from .leaf_gradient import LeafGradient, reduce_gradient_of
@@ -356,15 +355,6 @@ class DTensor(ChangingShape, GlobalValues, Pieces, Hooks):
 DTensorBase.concrete = DTensor
 DTensor._op_dispatcher = OpDispatcher(DTensor)
 DTensor.__torch_dispatch__ = staticmethod(DTensor._op_dispatcher.torch_dispatch)
-
-
-class _CollectedGradient(DTensor):
-    """A gradient in a bucket, until autograd has accumulated it or an op has read it."""
-
-    __torch_dispatch__ = staticmethod(CollectedGradient.torch_dispatch)  # type: ignore[assignment]
-
-
-CollectedGradient.kind = _CollectedGradient
 
 
 def plan(

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable
-from typing import Any
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -21,15 +19,11 @@ from torch import Tensor
 from .._torch.autograd import call_after_backward
 from .._torch.autograd_graph import accumulated_leaf
 from .._torch.backward_pass import current_node, current_pass
-from .._torch.ops import OpOverload
-from .._torch.pytree import tree_leaves
 from .._torch.tls import ThreadValue
 from .._torch.wrapper import make_wrapper
 from ..comm.buckets import Bucket, Channel, Reduction, reduction_between
 from ..errors import InputError
-from ..ops.accumulate import ADD_TO_GRAD, SET_GRAD
-from ..ops.call import Args
-from ..sharding.base import DTensorBase
+from ..sharding.base import DTensorBase, LocalSource
 from ..sharding.recording import is_recording
 from ..sharding.spec import DTensorSpec
 from ..world import RankTensor
@@ -87,19 +81,24 @@ def bytes_of(size: int | str | None, asked_by: str = "bucket_gradients") -> int:
 # ---- gradients whose data comes later --------------------------------------------------------------------------------
 
 
-class Collected:
-    """The source of a gradient that is in a bucket: its data is the result of the bucket's collective."""
+class Collected(LocalSource):
+    """The source of a gradient that is in a bucket: its data is the result of the bucket's collective.
+
+    Autograd takes the gradient of a leaf as its `.grad`, or adds it to one, without its data. Other ops wait for that.
+    """
 
     __slots__ = ("_bucket", "_index", "_local", "_names")
 
     def __init__(self, bucket: Bucket, index: int) -> None:
         self._bucket, self._index = bucket, index
         self._local: Tensor | None = None
-        # Weak: autograd takes a gradient as `.grad`, without copying it, only if nobody else holds it.
+        # First the gradient, then its `.grad`. Weak: autograd copies a gradient that somebody else holds.
         self._names: list[ref[DTensorBase]] = []
 
-    def named(self, tensor: DTensorBase, spec: DTensorSpec) -> DTensorBase:
-        """Give a new tensor this spec, and this source for its data."""
+    def name(self, spec: DTensorSpec, device: torch.device) -> DTensorBase:
+        """Return a new tensor with this source."""
+        shape, stride, dtype = spec.tensor_meta
+        tensor: DTensorBase = make_wrapper(DTensorBase.concrete, shape, stride, dtype=dtype, device=device)
         tensor._spec, tensor._source = spec, self
         self._names.append(ref(tensor))
         return tensor
@@ -111,26 +110,29 @@ class Collected:
                 self._local = self._bucket.results()[self._index]
             for name in self._names:
                 if (tensor := name()) is not None:
-                    self._settle(tensor)
+                    set_local(tensor, self._local)
             self._names.clear()
 
     def local(self, tensor: DTensorBase) -> Tensor:
         """Return the reduced gradient."""
         self.complete()
-        self._settle(tensor)
-        return tensor._shard
-
-    def _settle(self, tensor: DTensorBase) -> None:
         assert self._local is not None
         set_local(tensor, self._local)
-        if type(tensor) is CollectedGradient.kind:
-            tensor.__class__ = DTensorBase.concrete
+        return self._local
 
     def write_back(self, tensor: DTensorBase) -> None:
         """Do nothing: reading the shard to write it removed the source."""
 
+    def accumulate(self, gradient: DTensorBase, grad: DTensorBase | None) -> DTensorBase | None:
+        """Return the `.grad` of a leaf, whose data comes from this bucket, or is added to when the pass ends."""
+        if not self._names or self._names[0]() is not gradient:
+            return None  # it is a `.grad`, which the program may write
+        if grad is None:
+            return self.name(gradient._spec, gradient.device)
+        return grad if _add_later(grad, gradient) else None
 
-class AddedLater:
+
+class AddedLater(LocalSource):
     """The source of a `.grad` of earlier passes to which a gradient in a bucket is to be added."""
 
     __slots__ = ("_gradient", "_local", "_lock")
@@ -152,30 +154,11 @@ class AddedLater:
         """Do nothing: reading the shard to write it removed the source."""
 
 
-class CollectedGradient:
-    """How ops treat a gradient in a bucket, between the hook of a leaf and its `.grad`."""
-
-    kind: type[DTensorBase]
-    """The class of such gradients, derived from the class of all distributed tensors where that is defined."""
-
-    @staticmethod
-    def torch_dispatch(func: OpOverload, types: Iterable[type], args: Args = (), kwargs: Any = None) -> object:
-        """`__torch_dispatch__` of the class: autograd takes the gradient unchanged; other ops need its data."""
-        if func is SET_GRAD and isinstance(source := args[0]._source, Collected):
-            return source.named(_wrapper(DTensorBase.concrete, args[0]._spec, args[0].device), args[0]._spec)
-        if func is ADD_TO_GRAD and not kwargs and _add_later(*args):
-            return args[0]
-        for value in tree_leaves((args, kwargs)):
-            if isinstance(value, DTensorBase):
-                _ = value._local_tensor
-        return DTensorBase.concrete.__torch_dispatch__(func, types, args, kwargs)
-
-
 def _add_later(grad: DTensorBase, gradient: DTensorBase) -> bool:
     """Add a collected gradient to the `.grad` of a leaf when its pass ends, if that is possible."""
     leaf = accumulated_leaf(current_node())
     buckets = _passes.get(current_pass())
-    if leaf is None or leaf.grad is not grad or buckets is None or type(gradient) is not CollectedGradient.kind:
+    if leaf is None or leaf.grad is not grad or buckets is None:
         return False
     local = grad._local_tensor
     if grad._source is not None or grad._spec.layout is not gradient._spec.layout or grad.dtype != gradient.dtype:
@@ -184,12 +167,6 @@ def _add_later(grad: DTensorBase, gradient: DTensorBase) -> bool:
     del grad._shard
     buckets.sums.append(grad)
     return True
-
-
-def _wrapper(kind: type[DTensorBase], spec: DTensorSpec, device: torch.device) -> DTensorBase:
-    shape, stride, dtype = spec.tensor_meta
-    made: DTensorBase = make_wrapper(kind, shape, stride, dtype=dtype, device=device)
-    return made
 
 
 # ---- the buckets of a pass -------------------------------------------------------------------------------------------
@@ -211,7 +188,7 @@ class GradientBuckets:
         device = grad.device
         source = Collected(*self._put(reduction, grad._local_tensor, device, size))
         self._collected.append(source)
-        return source.named(_wrapper(CollectedGradient.kind, target, device), target)
+        return source.name(target, device)
 
     def _put(self, reduction: Reduction, local: Tensor, device: torch.device, size: int) -> tuple[Bucket, int]:
         """Put a gradient into a bucket, which is sent if that fills it."""

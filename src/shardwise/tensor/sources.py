@@ -18,7 +18,7 @@ from ..dispatch.gather_cache import assign
 from ..dispatch.local_call import copied
 from ..dispatch.view_call import ViewCall
 from ..dispatch.writes import Counter, State, watch, writes_through, writes_to
-from ..sharding.base import DTensorBase
+from ..sharding.base import DTensorBase, LocalSource
 from ..sharding.spec import DTensorSpec
 
 
@@ -28,7 +28,7 @@ def set_local(tensor: DTensorBase, local: Tensor) -> None:
     tensor.__dict__.pop("_source", None)
 
 
-class Pending:
+class Pending(LocalSource):
     """The last collective of a redistribution, still in flight. On first use the tensor waits for it and keeps the
     result."""
 
@@ -56,7 +56,7 @@ def pending(complete: Callable[[], Tensor], device: torch.device, spec: DTensorS
     return tensor
 
 
-class Replayed:
+class Replayed(LocalSource):
     """A view that shares no memory with the local shard of its root, such as a slice of a sharded dim.
 
     Reading it after its root has changed makes it again from the root; writing it writes the root. Whether the root has

@@ -29,8 +29,9 @@ from ..dispatch.arguments import Argument
 from ..dispatch.bind_call import BoundCall, Place, bind_call
 from ..dispatch.result_meta import NoRule
 from ..errors import ShardwiseError
-from ..notation import Bound, Passing, passes, sharded_layout, summands, tensor_arguments
+from ..notation import Bound, Passing, passes, sharded_layout, summands
 from ..ops.registry import rule_for
+from ..ops.schema import tensor_arguments
 from ..sharding.layout import Factor, Layout
 from ..sharding.mesh import MeshInfo
 from ..sharding.placement import Replicate

@@ -20,10 +20,10 @@ from torch import Tensor
 from .._torch import pytree
 from .._torch.ops import OpOverload
 from ..errors import InputError
-from ..notation.schema import overload_key
 from ..ops.call import Call
 from ..ops.generated import Line
 from ..ops.registry import register
+from ..ops.schema import overload_key
 from .calls import Failure, try_call
 from .children import Lost, in_children
 from .lines import Group, kind_of, lines_of, reductions_agree

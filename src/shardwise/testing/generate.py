@@ -21,10 +21,10 @@ from typing import TypeVar
 import torch
 
 from .._torch.ops import OpOverload
-from ..notation.schema import operands_of, overload_key, overloads, variant_of
 from ..ops import generated
 from ..ops.generated import Line
 from ..ops.resolve import NEEDS_DATA
+from ..ops.schema import operands_of, overload_key, overloads, variant_of
 from ..ops.served import served_by
 from .calls import try_call
 from .checker import Sample, tensors_in

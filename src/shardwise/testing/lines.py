@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..notation import parse
-from ..notation.schema import KINDS, operands_of
 from ..ops.generated import Line, as_literal, ranks_of
+from ..ops.schema import KINDS, operands_of
 from .line_check import ranks_were_tried, says
 from .probe_call import ProbeCall
 from .split_dims import SplitDims

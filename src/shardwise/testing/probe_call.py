@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._torch import pytree
 from ..dispatch.arguments import Kwargs
-from ..notation.schema import operands_of, tensor_arguments
+from ..ops.schema import operands_of, tensor_arguments
 from .checker import tensors_in
 from .recording import Recorded
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..._torch.testing import runs_on_cpu
-from ...notation.schema import overloads
 from ...ops.registry import registry
+from ...ops.schema import overloads
 from ..probe import Suggestion
 from .entry import Report
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._torch.ops import OpOverload
+from .._torch.ops import OpOverload, OpOverloadPacket
 
 KINDS = {
     "Tensor": "Tensor",
@@ -97,7 +97,7 @@ def overloads(name: str) -> Iterator[OpOverload]:
     """Yield all overloads of the op with this name; none if this version of PyTorch has no such op."""
     namespace, base = _split(name)
     packet = getattr(getattr(torch.ops, namespace), base, None)
-    if packet is not None:
+    if isinstance(packet, OpOverloadPacket):  # a namespace has methods of its own, too
         yield from (getattr(packet, overload) for overload in packet.overloads())
 
 
