@@ -23,7 +23,7 @@ from ...fsdp.group import ParameterGroup
 from ...fsdp.reduce import Reduction
 from ...nn import local_view
 from ...ops import context_attention
-from ...parallel.converters import InputConverter, OutputConverter
+from ...parallel.converters import Converter, InputConverter
 from ...parallel.expert_call import Runner
 from ...random import agreement
 from ...sharding.source_lines import Line
@@ -58,6 +58,11 @@ def _leaf() -> tuple[Tensor, ...]:
 
 def _same(cause: str, detail: str = "") -> Find:
     return lambda *args, **kwargs: Purpose(cause, detail)
+
+
+def _of_conversion(converter: Converter, *_: object) -> Purpose:
+    what = "input" if isinstance(converter, InputConverter) else "output"
+    return Purpose("conversion", f"a style converts the {what} of")
 
 
 def _of_leaf(*args: object, **kwargs: object) -> Purpose:
@@ -98,8 +103,7 @@ def _table() -> tuple[tuple[object, str, Find], ...]:
     return (
         (DTensor, "redistribute", _same("redistribute")),
         (DTensor, "full_tensor", _same("full_tensor")),
-        (InputConverter, "_convert", _same("conversion", "a style converts the input of")),
-        (OutputConverter, "convert", _same("conversion", "a style converts the output of")),
+        (Converter, "_convert", _of_conversion),
         (Runner, "_local", _same("conversion", "ExpertParallel brings the inputs to the ranks of the experts in")),
         (Runner, "local_parameter", _same("conversion", "ExpertParallel gathers a parameter of")),
         (Runner, "finish", _same("conversion", "ExpertParallel brings back the output of")),
