@@ -13,7 +13,8 @@ PROGRAM = """
 import itertools
 from shardwise.comm.cost import Links
 from shardwise.comm.estimate import estimate
-from shardwise.dispatch.propagate import Operand, Result, ShardingPropagator
+from shardwise.dispatch.decision import Operand, Result
+from shardwise.dispatch.propagate import ShardingPropagator
 from shardwise.notation import bind, parse
 from shardwise.sharding.layout import Factor, Layout
 

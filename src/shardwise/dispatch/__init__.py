@@ -5,7 +5,7 @@ dispatcher    all others: find or make the plan, carry it out
 key           the key of a call
 arguments     how planning sees arguments, and how a plan treats them
 bind_call     the op's rule with the sizes of this call
-propagate     which factor each mesh axis shards
+propagate     which factor each mesh axis shards; its values are in `decision`
 result_meta   shapes of results; `result_strides` where a meta kernel is wrong about strides
 call_plan     the plan of a call, run by `run_call`
 list_plan     the plan of an op on lists, run by `run_list`

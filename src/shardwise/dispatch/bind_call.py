@@ -27,8 +27,8 @@ from ..sharding.layout import Layout, Sizes, plain_dim
 from ..sharding.mesh import MeshInfo
 from ..sharding.spec import TensorMeta
 from .arguments import Argument, Where
+from .decision import Operand, Result
 from .local_call import tensors_in
-from .propagate import Operand, Result
 from .result_meta import (
     NoRule,
     cache_form,

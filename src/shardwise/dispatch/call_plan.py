@@ -25,9 +25,10 @@ from ..sharding.spec import DTensorSpec
 from ..world import rank_int
 from .arguments import LOCALIZE, Argument, Constant, Treatment, Where
 from .bind_call import NO_LISTS, BoundCall, Place, bind_call, operand_layout
+from .decision import Decision, KernelCost, Operand, Result
 from .local_call import tensors_in
 from .local_code import LocalCode, LocalRun
-from .propagate import Decision, KernelCost, Operand, Result, ShardingPropagator
+from .propagate import ShardingPropagator
 
 
 class CallPlan(NamedTuple):

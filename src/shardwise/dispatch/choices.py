@@ -20,7 +20,8 @@ from ..sharding.spec import DTensorSpec
 from .arguments import Args, Argument, Kwargs, Where, as_argument, common_mesh, distributed
 from .bind_call import BoundCall, Place, bind_call
 from .call_plan import propagator_of
-from .propagate import Operand, Option, PriceParts, ShardingPropagator
+from .decision import Operand, Option, PriceParts
+from .propagate import ShardingPropagator
 from .result_meta import NoRule
 
 _MANY = 256  # combinations up to which all are priced

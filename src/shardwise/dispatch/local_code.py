@@ -12,8 +12,8 @@ from ..ops.kernel import KernelRun, LocalCall
 from ..sharding.layout import Coordinate, Factor, divides_evenly, pieces
 from ..sharding.mesh import MeshInfo
 from .bind_call import BoundCall
+from .decision import Decision
 from .local_call import drawing, fill, of_rank, on_each, skipping_empty, tensors_in
-from .propagate import Decision
 from .result_meta import refuse_what_fails
 
 LocalRun = Callable[..., Any]
