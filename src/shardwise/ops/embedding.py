@@ -15,7 +15,7 @@ from .._torch.transforms import anything_transforms
 from ..errors import InputError
 from ..sharding.base import DTensorBase
 from ..sharding.spec import DTensorSpec
-from .above_autograd import call, is_watched, needs_grad, new_op, where_distributed
+from .above_autograd import call, is_watched, needs_grad, new_op, taken_as_replicated, where_distributed
 from .call import Call
 from .indexing import free, kept, shifted
 from .kernel import FactorShard, LocalCall, no_summand, without_communication
@@ -91,14 +91,18 @@ class _Embedding(QuickFunction):
     @staticmethod
     def backward(ctx: _Saved, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (indices,) = ctx.saved_tensors
-        rows = ctx.spec.shape[0]
-        if torch.is_grad_enabled() or is_watched() or not isinstance(gradient, DTensorBase):
-            # By an op that has a derivative, and that dispatch modes know.
-            made = aten.embedding_dense_backward.default(gradient, indices, rows, *ctx.options)
-        else:
-            table = gradient.wrap(gradient._local_tensor, ctx.spec)  # with any local shard, as it is not read
-            made = call(_weight_gradient, gradient, indices, table, rows, *ctx.options)
-        return made, None, None, None
+        with taken_as_replicated(indices):
+            return _table_gradient(ctx, gradient, indices), None, None, None
+
+
+def _table_gradient(ctx: _Saved, gradient: Tensor, indices: Tensor) -> Tensor:
+    rows = ctx.spec.shape[0]
+    if torch.is_grad_enabled() or is_watched() or not isinstance(gradient, DTensorBase):
+        # By an op that has a derivative, and that dispatch modes know.
+        return aten.embedding_dense_backward.default(gradient, indices, rows, *ctx.options)
+    table = gradient.wrap(gradient._local_tensor, ctx.spec)  # with any local shard, as it is not read
+    made: Tensor = call(_weight_gradient, gradient, indices, table, rows, *ctx.options)
+    return made
 
 
 def _override(func: OpOverload) -> Callable[..., object]:
