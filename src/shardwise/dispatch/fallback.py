@@ -15,12 +15,12 @@ from .._torch import pytree
 from .._torch.decompositions import registered_decomposition
 from ..comm.redistribute import redistribute_local
 from ..errors import CommunicationError, InputError
+from ..ops.replicated import as_replicated
 from ..ops.resolve import ResolvedOp
 from ..ops.served import served_by
 from ..sharding.base import DTensorBase
 from .arguments import Args, Kwargs, Written, distributed, written_arguments
 from .explicit import refuse_gathering
-from .formulas import as_replicated
 from .gather_cache import after_write
 from .into_out import run_into_out
 from .modes import modes

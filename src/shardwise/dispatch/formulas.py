@@ -22,12 +22,8 @@ from torch.autograd.graph import Node
 from .._torch import pytree
 from .._torch.backward_pass import current_node, current_pass, materialized, metadata_of, saved_tensor_hooks
 from .._torch.node_hooks import HookRegistration
-from .._torch.symbols import SymbolicSize
+from ..ops.replicated import as_replicated
 from ..sharding.base import DTensorBase
-from ..sharding.memory_order import contiguous_meta, meta_of, overlaps
-from ..sharding.placement import Replicate
-from ..sharding.spec import DTensorSpec
-from ..world import RankTensor, replicate
 
 Gradients = tuple[Tensor | None, ...]
 Passes = dict[int, tuple[Callable[[object], object], Callable[[object], object]] | None]
@@ -170,19 +166,6 @@ def _leave() -> None:
     node = current_node()
     if node is not None:
         metadata_of(node).get(_RUNNING, {}).pop(current_pass(), None)
-
-
-def as_replicated(tensor: Tensor, like: DTensorBase) -> DTensorBase:
-    """Return a plain tensor that is the same on all ranks as a replicated DTensor on the mesh of another."""
-    mesh_info = like._spec.mesh_info
-    local = materialized(tensor.detach())
-    meta = meta_of(local)
-    if not all(isinstance(step, (int, SymbolicSize)) for step in meta.stride) or overlaps(meta):
-        local, meta = local.contiguous(), contiguous_meta(local.shape, local.dtype)
-    if mesh_info.simulated and not isinstance(local, RankTensor):
-        local = replicate(local, len(mesh_info.ranks))
-    spec = DTensorSpec(mesh_info.mesh, (Replicate(),) * len(mesh_info.sizes), meta)
-    return type(like).wrap(local, spec)
 
 
 # ---- the results of ops that accepted a plain tensor ----------------------------------------------------------------

@@ -17,12 +17,12 @@ from .._torch import pytree
 from .._torch.ops import OpOverload
 from ..comm.redistribute import redistribute_local
 from ..errors import InputError
+from ..ops.replicated import as_replicated
 from ..ops.resolve import ResolvedOp
 from ..ops.schema import has_functional_variant
 from ..sharding.base import DTensorBase
 from ..sharding.memory_order import contiguous_stride, meta_of
 from .arguments import Args, Kwargs
-from .formulas import as_replicated
 from .gather_cache import after_write
 from .result_meta import error_of_out
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from .._torch import pytree
 from ..comm.redistribute import redistribute_local
 from ..errors import MixedTensorError
+from ..ops.replicated import as_replicated
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
 from ..world import RankTensor
 from ..world.agreement import same
 from .arguments import Args, Kwargs, named_tensors, replace_tensors, written_arguments
 from .explicit import refuse
-from .formulas import as_replicated
 from .modes import modes
 from .provenance import takes_plain_as_replicated
 

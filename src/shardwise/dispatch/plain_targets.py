@@ -16,11 +16,12 @@ from torch.autograd.graph import Node
 
 from .._torch import pytree
 from ..comm.redistribute import redistribute_local
+from ..ops.replicated import as_replicated
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
 from .arguments import Args, Kwargs, Written, named_tensors, replace_tensors, written_arguments
 from .explicit import refuse_gathering
-from .formulas import Gradients, as_replicated, hold, hold_result, mark_formula_of_plain, nodes_since
+from .formulas import Gradients, hold, hold_result, mark_formula_of_plain, nodes_since
 from .modes import modes
 from .provenance import takes_plain_as_replicated
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeGuard
 
 import torch
@@ -14,7 +13,7 @@ from .._torch.modes import count_modes, expects_pytorch_ops
 from .._torch.ops import OpOverload
 from .._torch.transforms import anything_transforms
 from ..sharding.base import DTensorBase
-from .modes import modes, switched
+from .modes import modes
 
 
 def are_distributed(tensors: Sequence[Tensor]) -> TypeGuard[Sequence[DTensorBase]]:
@@ -66,14 +65,6 @@ def call(op: OpOverload, *args: Any) -> Any:
     if count_modes():
         return dispatch_to_subclass(op, args, {})
     return type(args[0]).__torch_dispatch__(op, (), args)
-
-
-def taken_as_replicated(*saved: Tensor) -> AbstractContextManager[object]:
-    """Return a context for the backward pass of a function of ours, in which these operands may be plain tensors.
-
-    The forward pass has accepted them as replicated.
-    """
-    return nullcontext() if are_distributed(saved) else switched(implicit_replication=True)
 
 
 def is_integer_view(target: Tensor) -> bool:

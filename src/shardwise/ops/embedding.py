@@ -15,11 +15,12 @@ from .._torch.transforms import anything_transforms
 from ..errors import InputError
 from ..sharding.base import DTensorBase
 from ..sharding.spec import DTensorSpec
-from .above_autograd import call, is_watched, needs_grad, new_op, taken_as_replicated, where_distributed
+from .above_autograd import call, is_watched, needs_grad, new_op, where_distributed
 from .call import Call
 from .indexing import free, kept, shifted
 from .kernel import FactorShard, LocalCall, no_summand, without_communication
 from .registry import definitions_in
+from .replicated import as_replicated
 
 aten = torch.ops.aten
 define = definitions_in(__name__)
@@ -84,25 +85,23 @@ class _Embedding(QuickFunction):
 
     @staticmethod
     def forward(ctx: _Saved, weight: DTensorBase, indices: Tensor, padding_idx: int, scale: bool) -> DTensorBase:
-        ctx.save_for_backward(indices)
         ctx.spec, ctx.options = weight._spec, (padding_idx, scale)
-        return call(_embedding, weight, indices, padding_idx, scale)
+        result: DTensorBase = call(_embedding, weight, indices, padding_idx, scale)
+        # Plain indices were accepted as replicated; the backward pass may run where plain tensors are not.
+        ctx.save_for_backward(indices if isinstance(indices, DTensorBase) else as_replicated(indices, weight))
+        return result
 
     @staticmethod
     def backward(ctx: _Saved, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (indices,) = ctx.saved_tensors
-        with taken_as_replicated(indices):
-            return _table_gradient(ctx, gradient, indices), None, None, None
-
-
-def _table_gradient(ctx: _Saved, gradient: Tensor, indices: Tensor) -> Tensor:
-    rows = ctx.spec.shape[0]
-    if torch.is_grad_enabled() or is_watched() or not isinstance(gradient, DTensorBase):
-        # By an op that has a derivative, and that dispatch modes know.
-        return aten.embedding_dense_backward.default(gradient, indices, rows, *ctx.options)
-    table = gradient.wrap(gradient._local_tensor, ctx.spec)  # with any local shard, as it is not read
-    made: Tensor = call(_weight_gradient, gradient, indices, table, rows, *ctx.options)
-    return made
+        rows = ctx.spec.shape[0]
+        if torch.is_grad_enabled() or is_watched() or not isinstance(gradient, DTensorBase):
+            # By an op that has a derivative, and that dispatch modes know.
+            made = aten.embedding_dense_backward.default(gradient, indices, rows, *ctx.options)
+        else:
+            table = gradient.wrap(gradient._local_tensor, ctx.spec)  # with any local shard, as it is not read
+            made = call(_weight_gradient, gradient, indices, table, rows, *ctx.options)
+        return made, None, None, None
 
 
 def _override(func: OpOverload) -> Callable[..., object]:

@@ -17,9 +17,9 @@ from torch import Tensor
 from .._torch import pytree
 from .._torch.above_autograd import Keys, call_original, tensors_in
 from .._torch.ops import OpOverload
-from ..dispatch.formulas import as_replicated
 from ..dispatch.modes import implicit_replication
 from ..ops.above_autograd import where_distributed
+from ..ops.replicated import as_replicated
 from ..sharding.base import DTensorBase
 
 

@@ -14,7 +14,7 @@ from .._torch import pytree
 from .._torch.python_functions import Function
 from .._torch.state_dicts import distributing_functions, gathering_functions
 from ..comm.redistribute import redistribute_local
-from ..dispatch.formulas import as_replicated
+from ..ops.replicated import as_replicated
 from ..sharding.base import DTensorBase
 from .replaced import Replaced
 

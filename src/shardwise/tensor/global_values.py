@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..dispatch.formulas import as_replicated
 from ..errors import InputError
+from ..ops.replicated import as_replicated
 from ..sharding.base import DTensorBase
 
 
