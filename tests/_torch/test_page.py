@@ -78,15 +78,56 @@ def test_nobody_else_uses_one() -> None:
     assert {path: names for path, names in used.items() if names} == {}
 
 
-OF_OBJECTS = {"_op", "_cdata", "_typed_storage", "_backward_hooks", "_forward_hooks", "_flat_weights"}
-"""Private attributes of PyTorch's objects, which the walk by dotted names does not see. None is a name of ours."""
+NOT_OF_TORCH = {
+    *("_asdict", "_fields", "_replace"),  # named tuples
+    *("_getframe", "_current_frames", "_exit"),  # sys and os
+    *("_from_config", "_get_dtype_plan"),  # transformers
+}
+JUSTIFIED = {"_version", "_base"}
+"""Attributes of tensors that PyTorch's documentation mentions: docs/internals.md says what they are used for."""
+OF_OBJECTS = {
+    *("_op", "_schema", "_overloadname", "_qualified_op_name", "_parameters", "_buffers", "_modules"),
+    *("_cdata", "_typed_storage", "_backward_hooks", "_forward_hooks", "_flat_weights"),
+}
+"""Private attributes of PyTorch's objects, of which some are also names of ours."""
+
+
+def our_names(tree: ast.AST) -> Iterator[str]:
+    """Every name that a module defines or assigns: functions, classes, variables, attributes, arguments, slots."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__":
+            yield from ast.literal_eval(node.value)
+
+
+def private_attributes(tree: ast.AST, ours: set[str]) -> Iterator[ast.Attribute]:
+    """Private attributes of objects that are not ours; methods of ours may use any attribute of `self`."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not re.match("_[a-z]", node.attr):
+            continue
+        if ast.unparse(node.value) in ("self", "cls") or re.match(r"(torch\.ops|_?aten)\b", ast.unparse(node)):
+            continue
+        if node.attr in OF_OBJECTS or node.attr not in ours | NOT_OF_TORCH | JUSTIFIED:
+            yield node
+
+
+def test_the_walk_finds_private_attributes() -> None:
+    source = "a._schema\nb._ours\nc._new_in_torch\nself._anything\naten._softmax.default\nd._version"
+    found = private_attributes(ast.parse(source), {"_ours", "_schema"})
+    assert [ast.unparse(node) for node in found] == ["a._schema", "c._new_in_torch"]
 
 
 def test_nobody_else_uses_one_of_an_object() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in OTHERS}
+    ours = {name for tree in trees.values() for name in our_names(tree)}
     found = {
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
-        for path in OTHERS
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr in OF_OBJECTS and ast.unparse(node.value) != "self"
+        for path, tree in trees.items()
+        for node in private_attributes(tree, ours)
     }
     assert found == set()

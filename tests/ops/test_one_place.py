@@ -139,7 +139,6 @@ def tables(source: str) -> Iterator[tuple[str, int]]:
 
 ELSEWHERE = {
     "testing self._keys": "the calls that one run of the verifier has tried: a log, no facts about ops",
-    "world implementation_of": "how simulated ranks run an op: all of it, from its schema, in one place below ops/",
     "random _MAKERS": "distributions, named as the methods that fill a tensor; Op.draw says which op draws which",
     "random _DERIVED": "the same: distributions that are computed from the numbers of another one",
     "hub _NAMED": "functions that a tensor class of its own implements (__torch_function__); it never meets dispatch",

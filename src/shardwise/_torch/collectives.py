@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives  # defines more ops: _c10d_functional::_wrap_tensor_autograd
 
 _ops = torch.ops._c10d_functional
 

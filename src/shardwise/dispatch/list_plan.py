@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .._torch.ops import OpOverload
+from .._torch.ops import OpOverload, schema_of
 from ..errors import InputError
 from ..ops.call import is_ordinary
 from ..ops.drive import Pieces, drive
@@ -67,7 +67,7 @@ class _Lists:
         self.op, self.args, self.kwargs = op, args, kwargs
         places: dict[Where, Any] = dict(enumerate(args))
         places.update(kwargs)
-        types = {argument.name: str(argument.type) for argument in op.func._schema.arguments}
+        types = {argument.name: str(argument.type) for argument in schema_of(op.func).arguments}
         self.lists = frozenset(w for w in places if "List[" in types[op.names[w] if isinstance(w, int) else w])
         lengths = {len(places[where]) for where in self.lists} - {0}
         if len(lengths) != 1:

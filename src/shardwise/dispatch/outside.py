@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import pytree
+from .._torch.ops import schema_of
 from ..comm.on_ranks import shard_outside
 from ..errors import MeshError
 from ..ops.resolve import ResolvedOp
@@ -66,7 +67,7 @@ def _nothing(op: ResolvedOp, specs: object, device: torch.device) -> LocalRun:
 
 def _without_tensors(op: ResolvedOp) -> Callable[[], object]:
     """Return a function for the result of an op that returns no tensor."""
-    if str(op.func._schema.returns[0].type) == "bool":
+    if str(schema_of(op.func).returns[0].type) == "bool":
         return lambda: True  # `equal` and the like, of no elements
 
     def refuse() -> object:
@@ -129,7 +130,7 @@ def run_outside(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTensorBa
 
 def returns_tensors(op: ResolvedOp) -> bool:
     """Whether an op returns tensors, or nothing."""
-    return all("Tensor" in str(result.type) for result in op.func._schema.returns)
+    return all("Tensor" in str(result.type) for result in schema_of(op.func).returns)
 
 
 def is_outside(args: Args, kwargs: Kwargs) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .._torch import pytree
+from .._torch.ops import schema_of
 from ..comm.redistribute import redistribute_local
 from ..errors import MixedTensorError
 from ..ops.replicated import as_replicated
@@ -104,7 +105,7 @@ def _check_same_on_ranks(op: ResolvedOp, name: str, tensor: Tensor) -> None:
 
 def _is_index(op: ResolvedOp, name: str) -> bool:
     """Whether an argument is one of a list of indices. A list in brackets arrives as a plain tensor: x[[0, 2]]."""
-    argument = op.func._schema.arguments[op.names.index(name.partition("[")[0])]
+    argument = schema_of(op.func).arguments[op.names.index(name.partition("[")[0])]
     return str(argument.type) == "List[Optional[Tensor]]"
 
 

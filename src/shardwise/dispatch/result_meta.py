@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._torch import pytree
 from .._torch.modes import without_modes
-from .._torch.ops import OpOverload, OpOverloadPacket
+from .._torch.ops import OpOverload, OpOverloadPacket, schema_of
 from .._torch.symbols import has_symbols, hinted, shape_inference, specialized
 from ..notation import Bound, BoundTensor
 from ..notation.patterns import Pattern
@@ -41,7 +41,7 @@ def result_metas(func: OpOverload, args: Sequence[object], kwargs: dict[str, obj
     with shape_inference(args, list(kwargs.values())), torch.no_grad():
         try:
             results = func(*map(_on_meta, args), **{n: _on_meta(v, n) for n, v in kwargs.items()})
-            is_new = not func.is_view and not func._schema.is_mutable
+            is_new = not func.is_view and not schema_of(func).is_mutable
             return pytree.tree_map_only(Tensor, _not_expanded, results) if is_new else results
         except NotImplementedError as error:
             found = results_of_zeros(func, *specialized((list(args), kwargs)))

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .._torch.ops import schema_of
 from ..comm.redistribute import redistribute_local
 from ..errors import InputError
 from ..sharding.base import DTensorBase
@@ -73,7 +74,7 @@ def _run_writing(plan: CallPlan, args: Args, kwargs: Kwargs, local_args: list[An
             else:
                 local_kwargs[where] = local_kwargs[where].new_empty(0)
     result = plan.run_local(*local_args, **local_kwargs)
-    returns = bool(plan.func._schema.returns)
+    returns = bool(schema_of(plan.func).returns)
     if not returns:
         result = [at(where, local_args, local_kwargs) for where, _ in plan.writes]
     targets = [at(where, args, kwargs) for where, _ in plan.writes]

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._torch.ops import schema_of
 from ..comm.redistribute import redistribute_local
 from ..sharding.base import DTensorBase
 from ..world import common
@@ -59,6 +60,6 @@ def _picked(plan: ListPlan, local: ByPlace, indices: Sequence[int]) -> ByPlace:
 
 
 def _argument_named(plan: ListPlan, args: Args, kwargs: Kwargs, name: str) -> Tensor:
-    names = [argument.name for argument in plan.func._schema.arguments]
+    names = [argument.name for argument in schema_of(plan.func).arguments]
     found: Tensor = kwargs[name] if name in kwargs else args[names.index(name)]
     return found

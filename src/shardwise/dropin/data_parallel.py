@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch.modules import parameters_of
 from ..sharding.placement import Shard
 from ..sharding.spec import DTensorSpec
 from ..tensor.autograd import to_spec
@@ -47,25 +48,25 @@ def _pre_dp_module_transform(module: nn.Module) -> None:
 def _localize_dtensor(module: nn.Module, *_: object, ignored_params: Collection[nn.Parameter] | None = None) -> None:
     """Replace the distributed parameters of a module and its submodules by their local shards."""
     for submodule in module.modules():
-        for name, parameter in list(submodule._parameters.items()):
+        for name, parameter in list(parameters_of(submodule).items()):
             if not isinstance(parameter, DTensor) or (ignored_params and parameter in ignored_params):
                 continue
             leaf = getattr(parameter, "_local_leaf", None)
             if leaf is None:
                 leaf = nn.Parameter(parameter._local_tensor.detach(), parameter.requires_grad)
                 leaf._dtensor_spec = parameter._spec
-            submodule._parameters[name] = leaf
+            parameters_of(submodule)[name] = leaf
 
 
 def _reconstruct_dtensor(module: nn.Module, _input: object) -> None:
     """Replace local shards by the distributed tensors that they came from, as functions of the local parameters."""
     for submodule in module.modules():
-        for name, parameter in list(submodule._parameters.items()):
+        for name, parameter in list(parameters_of(submodule).items()):
             spec = getattr(parameter, "_dtensor_spec", None)
             if spec is not None:
                 tensor = _unflatten_tensor(cast(Tensor, parameter), spec)
                 cast(Any, tensor)._local_leaf = parameter
-                submodule._parameters[name] = cast(nn.Parameter, tensor)
+                parameters_of(submodule)[name] = cast(nn.Parameter, tensor)
 
 
 # ---- the first FSDP --------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.device_mesh import mesh_without_groups
-from .._torch.ops import OpOverload
+from .._torch.ops import OpOverload, schema_of
 from ..errors import InputError
 from ..extend.placement_rows import HasMeta, Row, TensorInfo
 from ..extend.register import register_sharding
@@ -250,7 +250,7 @@ def replicate_op_strategy(op_schema: OpSchema) -> OpStrategy:
         DTensorSpec(s.mesh, [Replicate()] * s.mesh.ndim, s.strategies[0].output_spec.tensor_meta)
         for s in (*op_schema.args_strategy, *op_schema.kwargs_strategy)
     ]
-    outputs = len(op_schema.op._schema.returns)
+    outputs = len(schema_of(op_schema.op).returns)
     return OpStrategy([OpSpec(replicated[0] if outputs == 1 else (replicated[0],) * outputs, replicated)])
 
 

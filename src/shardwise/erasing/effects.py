@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from .._torch.collectives import STARTS, WAIT
-from .._torch.ops import OpOverload
+from .._torch.ops import OpOverload, schema_of
 from ..ops.recorded import SHARES_MEMORY
 
 Roots = frozenset[fx.Node]
@@ -18,6 +18,12 @@ Roots = frozenset[fx.Node]
 def is_op(node: fx.Node) -> bool:
     """Return whether a node is an op, rather than a plain function."""
     return node.op == "call_function" and isinstance(node.target, OpOverload)
+
+
+def op_of(node: fx.Node) -> OpOverload:
+    """Return the op that a node calls."""
+    assert isinstance(node.target, OpOverload)
+    return node.target
 
 
 def starts_collective(node: fx.Node) -> bool:
@@ -98,7 +104,7 @@ class Memory:
 
 
 def _arguments(node: fx.Node) -> Iterable[tuple[Any, object]]:
-    schema = node.target._schema  # type: ignore[union-attr]
+    schema = schema_of(op_of(node))
     for argument, value in zip(schema.arguments, node.args, strict=False):
         yield argument, value
     named = {argument.name: argument for argument in schema.arguments}

@@ -17,6 +17,7 @@ from torch import Tensor, nn, optim
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .._torch import pytree
+from .._torch.modules import buffers_of, modules_of, parameters_of
 from ..errors import EraseError, InputError
 from ..ops.modes import current as current_modes
 from ..random.draw import is_exact
@@ -169,7 +170,7 @@ class Guards:
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
-        for kind in (module._parameters, module._buffers, module._modules):
+        for kind in (parameters_of(module), buffers_of(module), modules_of(module)):
             for key, value in kind.items():
                 self._identity(kind, key, value)
                 if isinstance(value, Tensor):
@@ -177,7 +178,7 @@ class Guards:
         for key, value in module.__dict__.items():
             if _is_value(value) and (not key.startswith("_") and value is not None):
                 self._values.append((module.__dict__, key, value))
-        for key, child in module._modules.items():
+        for key, child in modules_of(module).items():
             if child is not None:
                 self.add_module(child, f"{name}.{key}".strip("."))
 

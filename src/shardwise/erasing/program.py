@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, fx
 
 from .._torch.below_autograd import below_autograd
+from .._torch.ops import packet_name
 from ..comm.groups import ranks_of_group
 from ..sharding.runtime import active_runtime
 from ..sharding.source_lines import RECORDED_LINES, Line
-from .effects import is_barrier, is_op, starts_collective
+from .effects import is_barrier, is_op, op_of, starts_collective
 from .recorder import Constant, Meta
 
 _COLUMN = 72
@@ -164,7 +165,7 @@ def _with_comment(line: str, comment: str) -> str:
 
 def _function_name(node: fx.Node) -> str:
     """What the function that a node calls is called in the text."""
-    return node.target._schema.name.split("::")[1] if is_op(node) else node.target.__name__  # type: ignore[union-attr]
+    return packet_name(op_of(node)).split("::")[1] if is_op(node) else node.target.__name__  # type: ignore[union-attr]
 
 
 def _variables(graph: fx.Graph) -> dict[fx.Node, str]:

@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 from torch import Tensor, fx
 
 from .._torch import pytree
+from .._torch.ops import packet_name
 from ..dispatch.gather_cache import forget_gathered
 from ..dispatch.writes import count_writes
 from ..sharding.base import DTensorBase
 from .callees import bindings_of
-from .effects import Memory, is_op, is_wait, starts_collective, written_by
+from .effects import Memory, is_op, is_wait, op_of, starts_collective, written_by
 from .passes import PASSES
 from .program import Program, axes_of
 from .record import Recorded, Value
@@ -89,7 +90,7 @@ def _collectives(graph: fx.Graph) -> dict[str, tuple[int, int]]:
     sizes: Counter[str] = Counter()
     for node in graph.nodes:
         if starts_collective(node):
-            name = f"{node.target._schema.name.split('::')[1]} over {axes_of(node.args[-1])}"
+            name = f"{packet_name(op_of(node)).split('::')[1]} over {axes_of(node.args[-1])}"
             counts[name] += 1
             sizes[name] += _nbytes(node)
     return {name: (counts[name], sizes[name]) for name in counts}

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from .._torch.ops import schema_of
 from ..notation import RuleError
 from ..ops.call import Call, is_list
 from ..ops.schema import tensor_arguments
@@ -50,12 +51,12 @@ def rule_from_rows(rows_of: RowsFunction, call: Call) -> str:
     A row that no rule can express is left out: a sharded input with a replicated result, or sharded and Partial inputs
     together. Inputs with such placements are redistributed to those of another row.
     """
-    given = [argument for argument in call.op._schema.arguments if argument.name in call.arguments]
+    given = [argument for argument in schema_of(call.op).arguments if argument.name in call.arguments]
     tensors = [argument.name for argument in tensor_arguments(call.op) if not argument.out]
     values = {a.name: _info(call.arg(a.name)) if a.name in tensors else call.arg(a.name) for a in given}
     positional = [values[a.name] for a in given if not a.kwarg_only]
     rows = rows_of(*positional, **{a.name: values[a.name] for a in given if a.kwarg_only})
-    inputs, outputs = _Inputs(tensors, call), _Outputs(len(call.op._schema.returns))
+    inputs, outputs = _Inputs(tensors, call), _Outputs(len(schema_of(call.op).returns))
     for number, (row_outputs, row_inputs) in enumerate(rows):
         _check_length(call, row_outputs, row_inputs, len(outputs.dims), len(given))
         by_name = dict(zip((a.name for a in given), row_inputs, strict=True))

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import overload
 
-from .._torch.ops import OpOverload
+from .._torch.ops import OpOverload, schema_of
 from ..notation import Rule, RuleError, parse
 from ..notation.rule import NO_DIMS
 from ..ops.call import Call
@@ -64,8 +64,12 @@ def _check_rule(op: OpOverload, rule: Rule) -> None:
     """Raise if a rule has more or fewer operands or results than the op has tensors."""
     operands = sum(not argument.out for argument in tensor_arguments(op))
     if not rule.fits(operands):
-        raise RuleError(f"the rule {rule!s} has {len(rule.inputs)} operands, {op} has {operands}", f"see {op._schema}")
-    results = sum("Tensor" in str(result.type) for result in op._schema.returns)
+        raise RuleError(
+            f"the rule {rule!s} has {len(rule.inputs)} operands, {op} has {operands}", f"see {schema_of(op)}"
+        )
+    results = sum("Tensor" in str(result.type) for result in schema_of(op).returns)
     written = sum(argument.write for argument in tensor_arguments(op))
     if len(rule.outputs) not in (results, results or written) and not (results == 0 and rule.outputs == (NO_DIMS,)):
-        raise RuleError(f"the rule {rule!s} has {len(rule.outputs)} results, {op} has {results}", f"see {op._schema}")
+        raise RuleError(
+            f"the rule {rule!s} has {len(rule.outputs)} results, {op} has {results}", f"see {schema_of(op)}"
+        )

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch.modules import parameters_of
 from ..errors import InputError
 from ..nn.replaced import replacement_of
 from ..sharding.placement import Shard
@@ -148,14 +149,14 @@ def _free_parameters(
             if id(module) in seen:
                 continue
             seen.add(id(module))
-            for name, parameter in module._parameters.items():
+            for name, parameter in parameters_of(module).items():
                 if parameter is None or id(parameter) in ignored or id(parameter) in inner:
                     continue
                 tied = inner.get(id(replacement_of(parameter)))
                 if tied is not None:
                     moved[id(tied[1])] = tied[1]
                     tied[1].owners.append((module, name))
-                    module._parameters[name] = tied[1].sharded
+                    parameters_of(module)[name] = tied[1].sharded
                     continue
                 full = f"{path}.{name}" if path else name
                 found.setdefault(id(parameter), (full, parameter, []))[2].append((module, name))

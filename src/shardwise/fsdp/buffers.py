@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._torch.modules import parameters_of
 from ..comm.on_ranks import shard_outside
 from ..errors import InputError
 from ..tensor.dtensor import DTensor
@@ -155,7 +156,7 @@ class Buffers:
         changed = False
         for parameter in self.parameters:
             module, name = parameter.owners[0]
-            now = module._parameters[name]
+            now = parameters_of(module)[name]
             if now is not parameter.sharded and now is not None:
                 _check_replacement(parameter, now)
                 parameter.sharded = now

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._torch.modules import parameters_of
 from .._torch.tools import shown_in_profile
 from ..dispatch.gather_cache import forget_gathered
 from ..errors import InputError
@@ -155,7 +156,7 @@ class ParameterGroup:
     def _check_data(self) -> None:
         for parameter in self.parameters:
             module, name = parameter.owners[0]
-            now = module._parameters[name]
+            now = parameters_of(module)[name]
             if now is not None and now.is_meta:
                 raise InputError(
                     f"the parameter {parameter.name!r} is on the meta device and has no data",

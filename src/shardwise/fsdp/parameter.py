@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch.modules import parameters_of
 from ..comm.on_ranks import shard_outside
 from ..sharding.mesh import MeshInfo
 from ..sharding.placement import Partial, Placement, Replicate, ShardOrderEntry
@@ -174,7 +175,7 @@ class ShardedParameter:
     def put(self, tensor: Tensor) -> None:
         """Set this tensor as the parameter of every module that owns it."""
         for module, name in self.owners:
-            module._parameters[name] = tensor  # type: ignore[assignment]  # a DTensor of the leaf is no Parameter
+            parameters_of(module)[name] = tensor  # type: ignore[assignment]  # a DTensor of the leaf is no Parameter
 
 
 def shard_of(tensor: Any) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .._torch import pytree
 from .._torch.autograd import QuickFunction
+from .._torch.modules import buffers_of, parameters_of
 from ..nn.parameters import replicate_rest
 from ..sharding.mesh import MeshInfo
 from ..tensor.dtensor import DTensor
@@ -39,14 +40,14 @@ def cast(values: T, dtype: torch.dtype | None) -> T:
 def replicate_buffers(root: nn.Module, mesh_info: MeshInfo) -> None:
     """Replicate the plain buffers of a module and its submodules over a mesh."""
     for module in root.modules():
-        if not any(isinstance(b, Tensor) and not isinstance(b, DTensor) for b in module._buffers.values()):
+        if not any(isinstance(b, Tensor) and not isinstance(b, DTensor) for b in buffers_of(module).values()):
             continue
-        parameters = dict(module._parameters)
-        module._parameters.clear()  # only buffers are left to replicate
+        parameters = dict(parameters_of(module))
+        parameters_of(module).clear()  # only buffers are left to replicate
         try:
             replicate_rest(module, mesh_info.mesh, None)
         finally:
-            module._parameters.update(parameters)
+            parameters_of(module).update(parameters)
 
 
 # ---- where backward begins and ends ----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch.collectives import broadcast, wait
+from .._torch.modules import buffers_of, parameters_of
 from .._torch.pytree import tree_leaves
 from ..dispatch.writes import writes_to
 from ..sharding.mesh import MeshInfo
@@ -92,7 +93,7 @@ class LocalView:
                 if local is None:
                     local = made[id(tensor)] = self._local(tensor, each.spec)
                 tensors[each.name] = local
-                written = None if tensors is owner._parameters else writes_to(tensor._local_tensor) or ()
+                written = None if tensors is parameters_of(owner) else writes_to(tensor._local_tensor) or ()
                 self._hidden.append((each, tensor, local, written))
 
     def _local(self, tensor: DTensor, spec: DTensorSpec | None) -> Tensor:
@@ -129,7 +130,7 @@ class LocalView:
 
 def _tensors(owner: nn.Module, name: str) -> dict[str, Any]:
     """Return the dict of a module that holds the tensor of this name: its parameters or its buffers."""
-    return owner._parameters if name in owner._parameters else owner._buffers
+    return parameters_of(owner) if name in parameters_of(owner) else buffers_of(owner)
 
 
 def _take_from_first(buffers: list[DTensor], data: MeshInfo) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from .._torch.ops import schema_of
 from .attention_dropout import backward_with_dropout, forward_with_dropout
 from .call import Call, Kwargs
 from .kernel import LocalCall, LocalResult
@@ -78,7 +79,7 @@ def _backward_rule(logsumexp: str, padded: bool) -> Callable[[Call], str | None]
         patterns = _patterns(call, padded)
         patterns["logsumexp"] = logsumexp.format(**patterns)
         results = [patterns["query"], patterns["key"], patterns["value"]]
-        if len(call.op._schema.returns) > 3:
+        if len(schema_of(call.op).returns) > 3:
             results.append(patterns.get(_MASKS[0], "_.."))
         return f"{_inputs(call, patterns)} -> {', '.join(results)} ; linear 0"
 
@@ -102,7 +103,7 @@ def _empty_results(call: LocalCall) -> tuple[LocalResult, ...]:
     like = next(value for value in call.arguments.values() if isinstance(value, Tensor))
     zeros = (call.zeros(like, result) for result in range(len(call.dtypes)))
     lengths = _global_lengths(call)
-    kinds = [str(result.type) for result in call.func._schema.returns]
+    kinds = [str(result.type) for result in schema_of(call.func).returns]
     return tuple(next(zeros, None) if kind == "Tensor" else next(lengths) for kind in kinds)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._torch.fake_tensors import has_readable_values
-from .._torch.ops import OpOverload
+from .._torch.ops import OpOverload, schema_of
 from ..comm.on_ranks import from_ranks
 from ..random import Draw
 from ..random.bits import Key
@@ -72,7 +72,7 @@ def forward_with_dropout(func: OpOverload) -> Callable[..., tuple[object, ...]]:
         results |= {"max_q": query.shape[2], "max_k": found.key.shape[2]}
         # Backward computes the weights again: it does not use logsumexp.
         unused = query.new_empty(0)
-        return tuple(results.get(result.name, unused) for result in func._schema.returns)
+        return tuple(results.get(result.name, unused) for result in schema_of(func).returns)
 
     return run
 
@@ -93,7 +93,7 @@ def backward_with_dropout(func: OpOverload) -> Callable[..., tuple[Tensor | None
         of_key = scaled.transpose(-2, -1) @ query
         results: list[Tensor | None] = [scaled @ found.key]
         results += [_summed_over_groups(gradient, key.shape[1]) for gradient in (of_key, of_value)]
-        if len(func._schema.returns) > 3:
+        if len(schema_of(func).returns) > 3:
             bias: Tensor | None = given.get("attn_bias")
             if bias is not None and given["grad_input_mask"][3]:
                 results.append(of_scores.sum_to_size(bias.shape).to(bias.dtype))

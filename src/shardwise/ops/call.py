@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .._torch.ops import OpOverload
+from .._torch.ops import OpOverload, schema_of
 from ..notation.patterns import RuleError
 from .schema import Operands, operands_of
 
@@ -41,7 +41,7 @@ class Call:
 
         `operands` are the positions of the rule's operands in the schema, where the rule was written for another op.
         """
-        schema = op._schema.arguments
+        schema = schema_of(op).arguments
         arguments = {argument.name: value for argument, value in zip(schema, args, strict=False)} | dict(kwargs)
         positions = operands if operands is not None else tuple(a.position for a in operands_of(op))
         tensors = tuple(None if p is None else arguments.get(schema[p].name) for p in positions)
@@ -51,11 +51,11 @@ class Call:
         """An argument by its name in the schema: as passed, else the schema's default, else `default`."""
         if name in self.arguments:
             return self.arguments[name]
-        for argument in self.op._schema.arguments:
+        for argument in schema_of(self.op).arguments:
             if argument.name == name and argument.has_default_value():
                 return argument.default_value
         if default is _REQUIRED:
-            raise RuleError(f"{self.op} has no argument {name!r} in this call", f"its schema is {self.op._schema}")
+            raise RuleError(f"{self.op} has no argument {name!r} in this call", f"its schema is {schema_of(self.op)}")
         return default
 
     def shape(self, position: int) -> tuple[int, ...]:

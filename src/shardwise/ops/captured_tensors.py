@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from .._torch.modules import buffers_of, modules_of, parameters_of
+
 F = TypeVar("F", bound=Callable[..., object])
 
 
@@ -119,7 +121,7 @@ class _Rebuild:
             names = names | _names(type(value).__call__)
         held = dict(vars(value)) if hasattr(value, "__dict__") else {}
         if isinstance(value, nn.Module):
-            held |= {**value._parameters, **value._buffers, **value._modules}
+            held |= {**parameters_of(value), **buffers_of(value), **modules_of(value)}
         named = {name: held[name] for name in sorted(names & held.keys())}
         changed = {name: new for name, old in named.items() if (new := self.value(old, names)) is not old}
         if not changed:

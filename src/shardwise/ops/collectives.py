@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .._torch.ops import OpOverload
+from .._torch.ops import OpOverload, packet_name
 
 FUNCTIONAL_NAMESPACES = frozenset(("c10d_functional", "_c10d_functional", "_c10d_functional_autograd"))
 _NAMESPACES = FUNCTIONAL_NAMESPACES | {"c10d"}
@@ -43,7 +43,7 @@ class CollectiveOp:
 
 def collective_of(func: OpOverload) -> CollectiveOp | None:
     """Return the record of a collective; None for other ops."""
-    return _COLLECTIVES.get(func._schema.name) if func.namespace in _COUNTED else None
+    return _COLLECTIVES.get(packet_name(func)) if func.namespace in _COUNTED else None
 
 
 def collective_names() -> dict[str, str]:
@@ -54,7 +54,7 @@ def collective_names() -> dict[str, str]:
 
 def communicates(func: OpOverload) -> bool:
     """Return whether an op is a collective, or sends to another rank or receives from one."""
-    return func.namespace in _NAMESPACES and func._schema.name.partition("::")[2] not in _WITHOUT_DATA
+    return func.namespace in _NAMESPACES and packet_name(func).partition("::")[2] not in _WITHOUT_DATA
 
 
 def _all_reduce(sent: int, got: int, ranks: int) -> int:

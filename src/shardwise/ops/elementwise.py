@@ -15,13 +15,13 @@ from typing import Unpack
 
 import torch
 
-from .._torch.ops import OpOverload
+from .._torch.ops import OpOverload, overload_name, packet_name, schema_of
 from ..notation.build import pointwise, replicated_dims
 from .above_autograd import filling_integers_without_gradient
 from .call import Call, has_finite_numbers, numbers_of
 from .op import Facts, Op
 from .registry import definitions_in, registry
-from .schema import FOREACH, KINDS, operands_of, overload_key, overloads, packet_name
+from .schema import FOREACH, KINDS, operands_of, overload_key, overloads
 
 define = definitions_in(__name__)
 
@@ -106,8 +106,8 @@ define(("aten::threshold_backward", "aten::leaky_relu_backward"), of_gradient, s
 
 def isin(call: Call) -> str:
     """Every element is compared with all test elements."""
-    elements = "" if call.op._overloadname == "Scalar_Tensor" else "x.."
-    tests = "" if call.op._overloadname == "Tensor_Scalar" else "[t..]"
+    elements = "" if overload_name(call.op) == "Scalar_Tensor" else "x.."
+    tests = "" if overload_name(call.op) == "Tensor_Scalar" else "[t..]"
     return f"{', '.join(filter(None, (elements, tests)))} -> {elements}"
 
 
@@ -172,7 +172,7 @@ def _is_pointwise(func: OpOverload) -> bool:
 def _by_tag(func: OpOverload) -> Op | None:
     """The record of an elementwise op that passes no Partial operand."""
     count = len(operands_of(func))
-    results = sum(str(result.type) in KINDS for result in func._schema.returns) or 1
+    results = sum(str(result.type) in KINDS for result in schema_of(func).returns) or 1
     if not count or not _is_pointwise(func):
         return None
     rule = f"{', '.join(['b?..'] * count)} -> {', '.join(['b..'] * results)}"

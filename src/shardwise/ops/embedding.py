@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._torch.above_autograd import Keys, call_original, call_with_autograd
 from .._torch.autograd import Context, QuickFunction, in_backward
-from .._torch.ops import OpOverload
+from .._torch.ops import OpOverload, schema_of
 from .._torch.transforms import anything_transforms
 from ..errors import InputError
 from ..sharding.base import DTensorBase
@@ -174,7 +174,7 @@ def bag_backward(call: Call) -> str | None:
 
 
 _BAG_BACKWARD = aten._embedding_bag_backward.default
-_SPARSE = [argument.name for argument in _BAG_BACKWARD._schema.arguments].index("sparse")
+_SPARSE = [argument.name for argument in schema_of(_BAG_BACKWARD).arguments].index("sparse")
 
 
 def dense_bag_gradient(*args: object, **kwargs: object) -> Tensor:

@@ -21,7 +21,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Sequence
 
-from .._torch.ops import OpOverload
+from .._torch.ops import OpOverload, packet_name, schema_of
 from .._torch.schemas import is_composite
 from ..notation import Rule, parse
 from ..notation.kind import FactorKind
@@ -32,7 +32,7 @@ from .kernel import Kernel
 from .op import Function, Source
 from .registry import resolve
 from .resolve import ResolvedOp
-from .schema import FOREACH, operands_of, overload_key, overloads, packet_name
+from .schema import FOREACH, operands_of, overload_key, overloads
 from .served import served_by
 
 _SERVED = {
@@ -87,7 +87,7 @@ def explain(op: AnyOp, *args: object, **kwargs: object) -> Explanation:
 def _explain(func: OpOverload, call: Call | None) -> str:
     found = resolve(func)
     where = f", defined in {found.op.file}" if found.op.file else ""
-    lines = [f"{overload_key(func)}{where}", f"    {str(func._schema).removeprefix(func.namespace + '::')}"]
+    lines = [f"{overload_key(func)}{where}", f"    {str(schema_of(func)).removeprefix(func.namespace + '::')}"]
     sections: list[tuple[str, list[str]]] = [("served by", [_served(found)])]
     if found.op.override is not None:
         sections.append(("first", [f"caught above autograd by {_function(found.op.override)}"]))
@@ -175,7 +175,7 @@ def _source_text(source: Source | None) -> str:
 
 
 def _operand_names(found: ResolvedOp, rule: Rule) -> list[str]:
-    schema = found.func._schema.arguments
+    schema = schema_of(found.func).arguments
     names = [schema[position].name for position in found.operands if position is not None]
     return names if len(names) == len(rule.inputs) else [f"operand {i}" for i in range(len(rule.inputs))]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._torch import pytree
 from .._torch.modes import TorchDispatchMode
-from .._torch.ops import OpOverload, OpOverloadPacket
+from .._torch.ops import OpOverload, OpOverloadPacket, overload_name, packet_name
 from .._torch.schemas import is_dispatched
 from ..notation.patterns import RuleError
 from .call import Args, Kwargs
@@ -29,7 +29,7 @@ def find_op(op: AnyOp) -> OpOverload:
     name, overload = _names(op)
     found = list(filter(is_dispatched, overloads(name)))
     if overload:
-        found = [func for func in found if func._overloadname == overload]
+        found = [func for func in found if overload_name(func) == overload]
     if not found and callable(op) and not isinstance(op, (OpOverload, OpOverloadPacket)):
         raise RuleError(
             f"{getattr(op, '__name__', op)} is not an op", "pass example arguments, too, to see the ops that it calls"
@@ -40,15 +40,15 @@ def find_op(op: AnyOp) -> OpOverload:
 
 
 def _by_dim_names(func: OpOverload) -> bool:
-    return "name" in func._overloadname.lower()
+    return "name" in overload_name(func).lower()
 
 
 def _names(op: AnyOp) -> tuple[str, str]:
     """The name of an op with its namespace, and the name of its overload, which may be empty."""
     if isinstance(op, OpOverload):
-        return op._schema.name, op._overloadname
+        return packet_name(op), overload_name(op)
     if isinstance(op, OpOverloadPacket):
-        return op._qualified_op_name, ""
+        return packet_name(op), ""
     text = op if isinstance(op, str) else getattr(op, "__name__", str(op))
     space, colons, rest = text.removeprefix("torch.ops.").partition("::")
     if colons:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._torch.ops import overload_name, packet_name
 from .call import Call
 from .registry import definitions_in
 
@@ -26,9 +27,9 @@ def histc(call: Call) -> str | None:
 
 def histogram(call: Call) -> str | None:
     """Counts, or sums of weights, in bins that do not depend on data."""
-    if call.arg("density") or (call.op._overloadname.startswith("bin_ct") and call.arg("range", None) is None):
+    if call.arg("density") or (overload_name(call.op).startswith("bin_ct") and call.arg("range", None) is None):
         return None
-    bins = "" if call.op._overloadname.startswith("bin_ct") else " [k],"
+    bins = "" if overload_name(call.op).startswith("bin_ct") else " [k],"
     return f"x..,{bins} x.. -> _, _ ; reduce sum, same"
 
 
@@ -37,7 +38,7 @@ def of_points(call: Call) -> str | None:
     given = "bins" in call.arguments and not isinstance(call.arg("bins")[0], int)
     if call.arg("density") or (not given and call.arg("range", None) is None):
         return None
-    edges = call.op._schema.name.endswith("bin_edges")
+    edges = packet_name(call.op).endswith("bin_edges")
     bins = " {_}," if given else ""
     return f"x.. [d],{bins} x.. -> {'{_}' if edges else '_..'}{' ; reduce same' if edges else ''}"
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._torch.fake_tensors import has_readable_values
+from .._torch.ops import overload_name, packet_name
 from ..notation.build import dims_text, join
 from ..sharding.recording import recorded
 from .above_autograd import filling_integers_without_gradient
@@ -55,8 +56,8 @@ def kept(hit: Tensor, found: Tensor) -> Tensor:
 
 def functional(call: LocalCall) -> Callable[..., Tensor]:
     """The functional op of an in-place or `out=` variant, as a function of changed arguments."""
-    packet = getattr(aten, call.func._schema.name.removeprefix("aten::").removesuffix("_"))
-    overload = call.func._overloadname.removesuffix("out").removesuffix("_") or "default"
+    packet = getattr(aten, packet_name(call.func).removeprefix("aten::").removesuffix("_"))
+    overload = overload_name(call.func).removesuffix("out").removesuffix("_") or "default"
     return replace(call, func=getattr(packet, overload)).run
 
 
@@ -89,7 +90,7 @@ def gather(call: LocalCall, shard: FactorShard) -> Tensor:
 def scatter_rule(call: Call) -> str:
     """An index for every element of the source, or one value for all; where elements are added, it may be sharded."""
     ndim, source = call.ndim(0), len(call.tensors) > 2
-    reduce = "sum" if "scatter_add" in call.op._schema.name else call.arg("reduce", None)
+    reduce = "sum" if "scatter_add" in packet_name(call.op) else call.arg("reduce", None)
     adds = source and reduce in ("sum", "add") and call.arg("include_self", True)
     linear = "linear 0+2" if adds or (source and reduce is None) else ""
     if ndim == 0 or call.ndim(1) != ndim:
@@ -174,7 +175,7 @@ def row_writes(adds: bool, clauses: str) -> Callable[[Call], str]:
 @without_communication
 def index_write(call: LocalCall, shard: FactorShard) -> Tensor:
     """Rows to their index along the sharded dim: `index_add`, `index_copy`, `index_fill`, `index_reduce`."""
-    wraps = "index_fill" in call.func._schema.name
+    wraps = "index_fill" in packet_name(call.func)
     dim, (index, hit) = call.sharded_dim, shifted(call["index"], shard, wraps)
     wide = functional(call)(self=with_extra_row(call["self"], dim), index=index.where(hit, shard.held))
     return wide.narrow(dim, 0, shard.held)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .._torch.ops import OpOverload
+from .._torch.ops import OpOverload, schema_of
 from ..comm.transport import identity
 from ..sharding.layout import Coordinate, Factor, Layout, Run, factor_range
 from .call import Kwargs
@@ -93,8 +93,8 @@ class LocalCall:
     def run(self, /, **changed: object) -> Any:
         """The op itself on the local arguments, some of them changed."""
         arguments = {**self.arguments, **changed}
-        positional = [arguments[a.name] for a in self.func._schema.arguments if not a.kwarg_only]
-        named = {a.name: arguments[a.name] for a in self.func._schema.arguments if a.kwarg_only}
+        positional = [arguments[a.name] for a in schema_of(self.func).arguments if not a.kwarg_only]
+        named = {a.name: arguments[a.name] for a in schema_of(self.func).arguments if a.kwarg_only}
         return self.func(*positional, **named)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._torch.above_autograd import Keys
 from .._torch.fake_tensors import has_readable_values
-from .._torch.ops import OpOverload
+from .._torch.ops import OpOverload, schema_of
 from ..notation.build import pointwise
 from ..sharding.recording import recorded
 from .above_autograd import where_distributed
@@ -239,7 +239,7 @@ def _linear_cross_entropy(func: OpOverload) -> Callable[..., object]:
 
     The variant that reduces also returns gradients; here autograd computes them.
     """
-    gradients = len(func._schema.returns) - 1
+    gradients = len(schema_of(func).returns) - 1
 
     def run(keys: Keys, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
         named = {"reduction": "none", "label_smoothing": 0.0, **resolve(func).arguments(args, kwargs)}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from .._torch.above_autograd import Keys, call_original
-from .._torch.ops import OpOverload
+from .._torch.ops import OpOverload, schema_of
 from ..notation.build import join
 from .above_autograd import needs_grad, where_distributed
 from .call import Call
@@ -27,7 +27,7 @@ def spatial_rule(dims: int, clause: str = "", sizes: str = "") -> Callable[[Call
     text = " ".join(["b..", *["_"] * dims])
 
     def rule(call: Call) -> str:
-        outputs = sum(str(result.type) in KINDS for result in call.op._schema.returns)
+        outputs = sum(str(result.type) in KINDS for result in schema_of(call.op).returns)
         sides = f"{', '.join([text] * len(call.tensors))} -> {', '.join([text] * outputs)}"
         dtype = call.tensors[0].dtype
         exact = dtype.is_floating_point or dtype.is_complex

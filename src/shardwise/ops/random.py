@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._torch.fake_tensors import has_readable_values, is_traced
+from .._torch.ops import schema_of
 from ..notation import pointwise
 from ..random import is_exact
 from ..random.box import box_of
@@ -97,7 +98,7 @@ def _writing(numbers: Numbers) -> Callable[[LocalCall], Tensor]:
     """The local code of an op: it draws into the tensor that the op writes, if there is one."""
 
     def run(call: LocalCall) -> Tensor:
-        alias = call.func._schema.arguments[0].alias_info
+        alias = schema_of(call.func).arguments[0].alias_info
         target = call["self"] if alias is not None and alias.is_write else None
         value = numbers(call, target)
         if target is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._torch import pytree
 from .._torch.above_autograd import Keys, call_original
-from .._torch.ops import OpOverload
+from .._torch.ops import OpOverload, overload_name
 from ..sharding.base import DTensorBase
 from .op import Override
 from .registry import definitions_in, resolve
@@ -178,7 +178,7 @@ def _override(cell: Cell) -> Override:
     """The override of the functions of a cell: `input` for padded sequences, `data` for packed ones."""
 
     def override(func: OpOverload) -> Callable[..., object]:
-        run = _run_padded if func._overloadname == "input" else _run_packed
+        run = _run_padded if overload_name(func) == "input" else _run_packed
 
         def kernel(keys: Keys, *args: object, **kwargs: object) -> object:
             named = resolve(func).arguments(args, kwargs)

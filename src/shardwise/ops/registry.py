@@ -19,7 +19,7 @@ from typing import Protocol, Unpack
 
 import torch
 
-from .._torch.ops import OpOverload, OpOverloadPacket
+from .._torch.ops import OpOverload, OpOverloadPacket, overload_name, packet_name, schema_of
 from ..notation.patterns import RuleError
 from ..notation.rule import Rule, parse
 from ..sharding.runtime import clear_all_caches
@@ -33,7 +33,6 @@ from .schema import (
     operands_of,
     overload_key,
     overloads,
-    packet_name,
     variant_of,
 )
 
@@ -141,7 +140,7 @@ class Registry:
             packet, _, overload = op.name.partition(".")
             in_place = () if overload or f"{packet}_" in self._built_in else overloads(f"{packet}_")
             for func in (*overloads(packet), *in_place):
-                if variant_of(func) != "out" and overload in ("", func._overloadname):
+                if variant_of(func) != "out" and overload in ("", overload_name(func)):
                     yield func, op
 
     # ---- look-up ----------------------------------------------------------------------------------------------
@@ -178,9 +177,9 @@ class Registry:
         """For an op that turns a tensor into a view of itself, such as `t_`, the one that makes the view."""
         if torch.Tag.inplace_view not in func.tags:
             return None
-        takes = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
+        takes = [(argument.name, str(argument.type)) for argument in schema_of(func).arguments]
         for view in overloads(packet_name(func).removesuffix("_")):
-            same = [(argument.name, str(argument.type)) for argument in view._schema.arguments] == takes
+            same = [(argument.name, str(argument.type)) for argument in schema_of(view).arguments] == takes
             if same and self.resolve(view).put is not None:
                 return view
         return None
@@ -189,7 +188,7 @@ class Registry:
         """The records with a rule that may serve an overload, nearest first, with the positions of their operands."""
         own = overload_key(func)
         for name in family(func):
-            same = f"{name}.{func._overloadname}"
+            same = f"{name}.{overload_name(func)}"
             if _has_rule(table, same):
                 models = [func] if same == own else [m for m in overloads(name) if overload_key(m) == same]
                 yield from _derive(func, table[same], models)
@@ -211,7 +210,9 @@ def _derive(func: OpOverload, op: Op, models: Iterable[OpOverload]) -> Iterator[
     best: Operands | None = None
     models = list(models)
     if isinstance(rule, Rule) and models and not any(rule.fits(len(operands_of(m))) for m in models):
-        raise RuleError(f"the rule {rule!s} of {op.name} has {len(rule.inputs)} operands", f"see {models[0]._schema}")
+        raise RuleError(
+            f"the rule {rule!s} of {op.name} has {len(rule.inputs)} operands", f"see {schema_of(models[0])}"
+        )
     for model in models:
         # An overload that the rule was written for needs no match: its operands are those of the rule.
         itself = model is func
@@ -229,7 +230,7 @@ def name_of(op: OpName) -> str:
     if isinstance(op, OpOverload):
         return overload_key(op)
     if isinstance(op, OpOverloadPacket):
-        return op._qualified_op_name
+        return packet_name(op)
     if "::" not in op:
         raise RuleError(f"no op is called {op!r}", "name it with its namespace, as in aten::add or aten::add.Tensor")
     return op

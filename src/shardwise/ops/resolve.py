@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .._torch.ops import OpOverload
+from .._torch.ops import OpOverload, schema_of
 from ..notation import Rule, parse, without_operands
 from ..notation.patterns import RuleError
 from ..sharding.cache import ENTRY_BYTES, Cache
@@ -47,7 +47,7 @@ class ResolvedOp:
         built_in: ResolvedOp | None = None,
     ) -> None:
         self.func, self.op, self.built_in = func, op, built_in
-        schema = func._schema
+        schema = schema_of(func)
         self.name: str = schema.name
         self.variant = variant_of(func)
         self.writes = tuple(argument.position for argument in tensor_arguments(func) if argument.write)
@@ -110,7 +110,7 @@ class ResolvedOp:
         if not rule.fits(len(self.operands) - len(dropped)):
             raise RuleError(
                 f"the rule {rule!s} of {self.key} has {len(rule.inputs)} operands",
-                f"{call.op} has {len(self.operands) - len(dropped)}: {call.op._schema}",
+                f"{call.op} has {len(self.operands) - len(dropped)}: {schema_of(call.op)}",
             )
         return rule
 
@@ -156,7 +156,7 @@ _NUMBER = re.compile(r"\d+(_\d+)?$")
 def _number_arguments(func: OpOverload) -> frozenset[int | str]:
     """The arguments, by position and name, that are real numbers: rules do not look at their values by default."""
     found: set[int | str] = set()
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if "number" in str(argument.type) or "float" in str(argument.type):
             found |= {position, argument.name}
     return frozenset(found)

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .._torch.ops import OpOverload
+from .._torch.ops import OpOverload, schema_of
 from ..sharding.layout import Factor, Layout
 from .above_autograd import new_op
 from .call import Call
@@ -52,7 +52,7 @@ def _one_device_gradients(
 
 
 def _on_plain(run: Run[T], op: OpOverload, query: Tensor, args: tuple[object, ...]) -> T:
-    named = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=True)}
+    named = {argument.name: value for argument, value in zip(schema_of(op).arguments, args, strict=True)}
     layout = Layout.make((1,), tuple((Factor(size, ()),) for size in query.shape))
     return _on_one_rank(run, LocalCall(op, named, (), (), (), (), (), (0,), (layout, layout)))
 

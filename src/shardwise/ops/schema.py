@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._torch.ops import OpOverload, OpOverloadPacket
+from .._torch.ops import OpOverload, OpOverloadPacket, overload_name, packet_name, schema_of
 
 KINDS = {
     "Tensor": "Tensor",
@@ -45,7 +45,7 @@ class TensorArgument(NamedTuple):
 def tensor_arguments(func: OpOverload) -> tuple[TensorArgument, ...]:
     """Return the tensor-like arguments of an op, in the order of its schema."""
     found = []
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         kind = KINDS.get(str(argument.type))
         if kind:
             alias = argument.alias_info
@@ -59,14 +59,9 @@ def operands_of(func: OpOverload) -> tuple[TensorArgument, ...]:
     return tuple(argument for argument in tensor_arguments(func) if not argument.out)
 
 
-def packet_name(func: OpOverload) -> str:
-    """Return the name that all overloads of an op share, such as `aten::add`."""
-    return func._schema.name
-
-
 def overload_key(func: OpOverload) -> str:
     """Return the name of one overload, such as `aten::add.Tensor` or `aten::mm.default`."""
-    return f"{packet_name(func)}.{func._overloadname}"
+    return f"{packet_name(func)}.{overload_name(func)}"
 
 
 def variant_of(func: OpOverload) -> str:
@@ -129,7 +124,7 @@ def match_operands(func: OpOverload, model: OpOverload) -> Operands | None:
     >>> match_operands(torch.ops.aten.max.default, torch.ops.aten.max.other) is None
     True
     """
-    wanted, given = model._schema.arguments, func._schema.arguments
+    wanted, given = schema_of(model).arguments, schema_of(func).arguments
     foreach = variant_of(func) == "foreach"
     if not foreach and _tensor_results(func) != _tensor_results(model):
         return None
@@ -163,7 +158,7 @@ def match_operands(func: OpOverload, model: OpOverload) -> Operands | None:
 
 def _statics(func: OpOverload) -> Iterator[torch.Argument]:
     tensors = {argument.position for argument in tensor_arguments(func)}
-    return (argument for position, argument in enumerate(func._schema.arguments) if position not in tensors)
+    return (argument for position, argument in enumerate(schema_of(func).arguments) if position not in tensors)
 
 
 def _is_number(argument: torch.Argument) -> bool:
@@ -175,4 +170,4 @@ def _is_required(argument: torch.Argument) -> bool:
 
 
 def _tensor_results(func: OpOverload) -> int:
-    return sum(str(result.type) in KINDS for result in func._schema.returns)
+    return sum(str(result.type) in KINDS for result in schema_of(func).returns)

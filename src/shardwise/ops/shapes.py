@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._torch.decompositions import pytorch_decomposition
+from .._torch.ops import packet_name
 from ..notation.build import dims_text, join
 from ..sharding.layout import Run
 from .call import Call
@@ -31,7 +32,7 @@ def along_dims(call: Call) -> str:
     """The rule of an op along several dims; with the kernel, any one of them may be sharded."""
     ndim = call.ndim(0)
     dims = sorted({dim % ndim for dim in _list(call.arg("dims"))}) if ndim else []
-    if not dims and call.op._schema.name.startswith("aten::roll"):
+    if not dims and packet_name(call.op).startswith("aten::roll"):
         # Without dims the tensor is rolled as if it were flat.
         text = dims_text("x", ndim, dict.fromkeys(range(ndim), "_"))
         return join(f"{text} -> {text}", MOVES)
@@ -128,8 +129,8 @@ def triangle(call: LocalCall) -> Tensor:
         return call.run(diagonal=call["diagonal"] + rows[0][0] - columns[0][0])
     i, j = (torch.tensor([n for run in runs for n in range(*run)], dtype=torch.long) for runs in (rows, columns))
     distance = (j - i[:, None] - call["diagonal"]).to(tensor.device)
-    kept = distance <= 0 if call.func._schema.name.startswith("aten::tril") else distance >= 0
-    if call.func._schema.name.endswith("_"):
+    kept = distance <= 0 if packet_name(call.func).startswith("aten::tril") else distance >= 0
+    if packet_name(call.func).endswith("_"):
         return tensor.masked_fill_(~kept, 0)
     return tensor.masked_fill(~kept, 0)
 

@@ -14,13 +14,13 @@ import math
 import torch
 from torch import Tensor
 
-from .._torch.ops import OpOverload
+from .._torch.ops import OpOverload, overload_name, packet_name, schema_of
 from ..notation.build import dims_text, join, normalized, view_rule
 from .call import Args, Call, Kwargs
 from .kernel import LocalCall
 from .op import Function, Local, Op, Write
 from .registry import definitions_in, registry, resolve
-from .schema import overload_key, packet_name, variant_of
+from .schema import overload_key, variant_of
 
 aten = torch.ops.aten
 define = definitions_in(__name__)
@@ -71,8 +71,8 @@ def _copied_view(func: OpOverload) -> Op | None:
     if not name.endswith("_copy") or variant_of(func) != "functional":
         return None
     packet = getattr(aten, name.removeprefix("aten::").removesuffix("_copy"), None)
-    view = getattr(packet, func._overloadname, None)
-    if view is None or [a.name for a in view._schema.arguments] != [a.name for a in func._schema.arguments]:
+    view = getattr(packet, overload_name(func), None)
+    if view is None or [a.name for a in schema_of(view).arguments] != [a.name for a in schema_of(func).arguments]:
         return None
     return Op(overload_key(func), decomposition=copy_of(view), file="ops/views.py")
 

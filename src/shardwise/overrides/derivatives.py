@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch.above_autograd import Keys, call_with_autograd
 from .._torch.backward_pass import saved_tensor_hooks
-from .._torch.ops import OpOverload
+from .._torch.ops import OpOverload, packet_name, schema_of
 from ..dispatch.formulas import mark_formula, mark_join, mark_write, outside_formula
 from ..ops.above_autograd import call, is_integer_view, is_ours, needs_grad
 from ..sharding.base import DTensorBase
@@ -23,10 +23,10 @@ from ..sharding.base import DTensorBase
 
 def marking_formulas(func: OpOverload) -> Callable[..., object]:
     """Return a kernel that runs an op and marks the autograd nodes that it records."""
-    in_place = func._schema.name.endswith("_")
-    takes_lists = any("List[" in str(argument.type) for argument in func._schema.arguments)
-    makes_new_tensors = not any(argument.alias_info is not None for argument in func._schema.arguments)
-    if [str(result.type) for result in func._schema.returns] == ["List[Tensor]"]:
+    in_place = packet_name(func).endswith("_")
+    takes_lists = any("List[" in str(argument.type) for argument in schema_of(func).arguments)
+    makes_new_tensors = not any(argument.alias_info is not None for argument in schema_of(func).arguments)
+    if [str(result.type) for result in schema_of(func).returns] == ["List[Tensor]"]:
         return _marking_pieces(func)
 
     def kernel(keys: Keys, *args: object, **kwargs: object) -> object:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._torch import pytree
 from .._torch.above_autograd import Keys
-from .._torch.ops import OpOverload
+from .._torch.ops import OpOverload, schema_of
 from ..dispatch.into_out import refuse_other_dtypes, store
 from ..errors import InputError
 from ..ops.above_autograd import where_distributed
@@ -22,7 +22,7 @@ from ..ops.above_autograd import where_distributed
 
 def copying_into_out(func: OpOverload) -> Callable[..., object]:
     """Return a kernel that runs a function without `out=`, and copies its results into the given tensors."""
-    names = [argument.name for argument in func._schema.arguments if argument.is_out]
+    names = [argument.name for argument in schema_of(func).arguments if argument.is_out]
 
     def run(keys: Keys, *args: object, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         everything = dict(kwargs)

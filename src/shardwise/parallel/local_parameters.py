@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
+from .._torch.modules import parameters_of
 from ..tensor.dtensor import DTensor
 
 ToLocal = Callable[[DTensor], Tensor]
@@ -34,10 +35,10 @@ class LocalParameters:
         self._running.append((module, replaced))
         for path, to_local in self._to_local.items():
             owner, name = owner_of(module, path)
-            parameter = owner._parameters[name]
+            parameter = parameters_of(owner)[name]
             if isinstance(parameter, DTensor):
                 replaced[path] = parameter
-                owner._parameters[name] = to_local(parameter)
+                parameters_of(owner)[name] = to_local(parameter)
 
     def leave(self, module: nn.Module) -> None:
         """Put back the parameters that the last call of `enter` for this module replaced, if any."""
@@ -45,7 +46,7 @@ class LocalParameters:
             if self._running[index][0] is module:
                 for path, parameter in self._running.pop(index)[1].items():
                     owner, name = owner_of(module, path)
-                    owner._parameters[name] = parameter
+                    parameters_of(owner)[name] = parameter
                 return
 
 

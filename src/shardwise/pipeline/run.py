@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._torch import pytree
+from .._torch.modules import modules_of
 from ..errors import InputError
 from ..sharding.mesh import DeviceMesh, mesh_info_of
 from ..sharding.placement import Placements
@@ -77,7 +78,7 @@ class Pipeline(nn.Module):
                 if parallelize is not None:
                     parallelize(stage, self.mesh_of(index))
         self.courier = (Mailbox if self.simulated else Courier)(self.mesh_of, mesh, axis)
-        self.ties = Ties(ties, lambda stage: self._modules.get(str(stage)), self.courier)
+        self.ties = Ties(ties, lambda stage: modules_of(self).get(str(stage)), self.courier)
 
     def mesh_of(self, stage: int) -> DeviceMesh:
         """Return the mesh of a stage."""
@@ -144,7 +145,7 @@ class _Step:
         if train:
             pipeline.ties.begin()
         for action in actions:
-            if str(action.stage) in pipeline._modules and (train or not action.backward):
+            if str(action.stage) in modules_of(pipeline) and (train or not action.backward):
                 self._backward(action) if action.backward else self._forward(action)
         if train:
             pipeline.ties.sum_gradients(pipeline.microbatches)

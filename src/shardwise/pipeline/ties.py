@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._torch.modules import parameters_of
 from ..errors import InputError
 from ..tensor.dtensor import DTensor
 from .schedule import Action
@@ -47,9 +48,9 @@ def separate(stages: Sequence[nn.Module], ties: list[list[Place]]) -> None:
         for place in others:
             copied = nn.Parameter(shared.detach().clone(), shared.requires_grad)
             for module in stages[place.stage].modules():
-                for name, parameter in module._parameters.items():
+                for name, parameter in parameters_of(module).items():
                     if parameter is shared:
-                        module._parameters[name] = copied
+                        parameters_of(module)[name] = copied
 
 
 class Ties:

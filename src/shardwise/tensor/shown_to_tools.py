@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack
 
 from torch import Tensor
 
-from .._torch.ops import OpOverload
+from .._torch.ops import OpOverload, packet_name
 from .._torch.tools import (
     DebugMode,
     call_while_debugging,
@@ -80,7 +80,7 @@ class _DebugModes:
 
 def _profiled_op(func: OpOverload, args: Args, kwargs: Kwargs) -> AbstractContextManager[object]:
     specs = ", ".join(repr(tensor._spec) for tensor in distributed(args, kwargs))
-    return record_function(f"shardwise::{func._schema.name.partition('::')[2]} {specs}")
+    return record_function(f"shardwise::{packet_name(func).partition('::')[2]} {specs}")
 
 
 def _profiled_redistribution(source: DTensorSpec, target: DTensorSpec, local: Tensor) -> AbstractContextManager[object]:

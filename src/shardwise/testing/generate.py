@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import torch
 
-from .._torch.ops import OpOverload
+from .._torch.ops import OpOverload, overload_name
 from ..ops import generated
 from ..ops.generated import Line
 from ..ops.resolve import NEEDS_DATA
@@ -85,7 +85,7 @@ def _is_dense(call: Recorded) -> bool:
 def _op(key: str) -> OpOverload | None:
     """Return the op with this name; None if its module is not loaded in this process."""
     name, _, overload = key.partition(".")
-    return next((op for op in overloads(name) if op._overloadname == overload), None)
+    return next((op for op in overloads(name) if overload_name(op) == overload), None)
 
 
 def collected(entries: Sequence[str]) -> dict[str, list[Recorded]]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .._torch.ops import schema_of
 from ..notation import BindError, Bound, BoundTensor, RuleError, bind, parse
 from .probe_call import ProbeCall
 from .split_dims import SplitDims
@@ -38,7 +39,7 @@ def says(text: str, setup: ProbeCall, splits: Sequence[SplitDims]) -> bool:
     results = setup.run()
     if results is None:
         return True
-    listed = [str(result.type) == "List[Tensor]" for result in setup.func._schema.returns] or [False] * len(results)
+    listed = [str(result.type) == "List[Tensor]" for result in schema_of(setup.func).returns] or [False] * len(results)
     outputs = [
         [tuple(t.shape) for t in tensors] if many else tuple(tensors[0].shape)
         for tensors, many in zip(results, listed, strict=True)

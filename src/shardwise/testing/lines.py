@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from .._torch.ops import schema_of
 from ..notation import parse
 from ..ops.generated import Line, as_literal, ranks_of
 from ..ops.schema import KINDS, operands_of
@@ -41,7 +42,7 @@ def kind_of(setup: ProbeCall) -> tuple[tuple[str, ...], dict[str, object]]:
     """Return the ranks of a call's operands, and the other arguments that a rule may read."""
     operands = {argument.name for argument in operands_of(setup.func)}
     statics = {}
-    for argument in setup.func._schema.arguments:
+    for argument in schema_of(setup.func).arguments:
         tensor = argument.name in operands or str(argument.type) in KINDS
         if not tensor and argument.name not in OF_NEW_TENSORS and _is_readable(str(argument.type)):
             value = setup.arguments.get(argument.name, argument.default_value)
@@ -101,7 +102,7 @@ def reductions_agree(splits: Sequence[SplitDims]) -> bool:
 def _written(setup: ProbeCall, operands: Tokens, results: Tokens, clauses: Sequence[str]) -> str:
     listed = [operand.kind.endswith("[]") for operand in operands_of(setup.func)]
     left = [f"{{{' '.join(words)}}}" if many else " ".join(words) for words, many in zip(operands, listed, strict=True)]
-    many = [str(result.type) == "List[Tensor]" for result in setup.func._schema.returns] or [False] * len(results)
+    many = [str(result.type) == "List[Tensor]" for result in schema_of(setup.func).returns] or [False] * len(results)
     right = [f"{{{' '.join(words)}}}" if m else " ".join(words) for words, m in zip(results, many, strict=True)]
     return str(parse(" ; ".join([f"{', '.join(left)} -> {', '.join(right)}", *clauses])))
 

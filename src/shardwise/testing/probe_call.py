@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .._torch import pytree
+from .._torch.ops import schema_of
 from ..dispatch.arguments import Kwargs
 from ..ops.schema import operands_of, tensor_arguments
 from .checker import tensors_in
@@ -34,7 +35,7 @@ class ProbeCall:
     """A call that can be resized and split: its operands by number, its other arguments by name."""
 
     def __init__(self, call: Recorded) -> None:
-        names = [argument.name for argument in call.func._schema.arguments]
+        names = [argument.name for argument in schema_of(call.func).arguments]
         self.func = call.func
         self.arguments: Kwargs = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
         self.names = [operand.name for operand in operands_of(call.func)]
@@ -88,7 +89,7 @@ class ProbeCall:
         if result is None:
             result = [copied.arguments[a.name] for a in tensor_arguments(self.func) if a.write]
         results = [result] if isinstance(result, Tensor) or not isinstance(result, (tuple, list)) else list(result)
-        if [str(r.type) for r in self.func._schema.returns] == ["List[Tensor]"]:
+        if [str(r.type) for r in schema_of(self.func).returns] == ["List[Tensor]"]:
             results = [results]
         flat = [pytree.tree_leaves(value) for value in results]
         return flat if all(isinstance(t, Tensor) for tensors in flat for t in tensors) else None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._torch import pytree
 from .._torch.modes import OwnMode
-from .._torch.ops import OpOverload
+from .._torch.ops import OpOverload, packet_name
 from ..dispatch.bind_call import Place
 from .checker import Sample, tensors_in
 
@@ -79,7 +79,7 @@ class Recorder(OwnMode):
 def _draws(func: OpOverload, kwargs: Mapping[str, object]) -> bool:
     # The checker draws its weights from a generator; attention draws for dropout, which is off.
     seeded = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
-    return seeded and "attention" not in func._schema.name
+    return seeded and "attention" not in packet_name(func)
 
 
 def recorded(
@@ -97,5 +97,5 @@ def _is_definite(call: Recorded) -> bool:
     """Return whether a call has a result to compare: not one on meta tensors, by which PyTorch finds out the shape of a
     product with the zeros that autograd makes for a derivative of `sgn`, without their memory."""
     tensors = tensors_in(call)
-    defined = not any(part in call.func._schema.name for part in INDEFINITE)
+    defined = not any(part in packet_name(call.func) for part in INDEFINITE)
     return bool(tensors) and defined and not any(tensor.is_meta for tensor in tensors)

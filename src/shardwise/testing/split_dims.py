@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import torch
 
+from .._torch.ops import schema_of
 from .combine import Way, same_results, ways_of_results
 from .probe_call import KINDS_OF_DATA, Dims, ProbeCall, Size, generator_of, variants, with_other_data
 
@@ -99,7 +100,7 @@ def _size_arguments(setup: ProbeCall, dims: Dims) -> Iterator[tuple[Size, ...]]:
     """Yield no argument, then one or two that contain this size, of those that may differ between simulated ranks."""
     size = setup.size(*dims[0])
     places: list[Size] = []
-    sized = re.findall(r"SymInt\S* (\w+)", str(setup.func._schema))
+    sized = re.findall(r"SymInt\S* (\w+)", str(schema_of(setup.func)))
     for name, value in setup.arguments.items():
         if name not in sized or size == 1:
             continue

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch.modes import OwnMode
+from .._torch.modules import buffers_of, parameters_of
 from .._torch.ops import OpOverload
 from .._torch.pytree import tree_leaves, tree_map
 from ..ops.call import Args, Kwargs
@@ -66,7 +67,7 @@ def make_per_rank(model: nn.Module) -> None:
     """Turn the parameters and buffers of a model into per-rank ones with the same values. Tied ones stay tied."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
-        for table in (module._parameters, module._buffers):
+        for table in (parameters_of(module), buffers_of(module)):
             for name, tensor in table.items():
                 if tensor is not None:
                     if id(tensor) not in made:

@@ -4,7 +4,7 @@
     registry        the running worlds and their groups
     rank_tensor     RankTensor: one local tensor per rank
     rank_int        sizes that differ between ranks
-    implementation  which function runs an op on RankTensors
+    implementation  how an op runs on RankTensors
     mapping         running an op on every rank; `writing` for ops that write, `factories` for ops without tensors
     aten_ops        the few ops that do not simply run on every rank
     functional_ops  communication, and `c10d_ops` for the functions of torch.distributed
@@ -17,6 +17,7 @@
 tensor([4., 4.])
 """
 
+from . import aten_ops, c10d_ops, functional_ops  # noqa: F401  # they say how these ops run on RankTensors
 from .factories import rank_factories
 from .per_rank import map_ranks, replicate
 from .rank_int import rank_int, values_of

@@ -6,24 +6,29 @@ from collections.abc import Sequence
 
 import torch
 
+from .implementation import implements
 from .mapping import join_views, map_op
 from .rank_int import rank_int
 from .rank_op import describe
 from .rank_tensor import RankTensor
 
-__all__ = ["alias", "as_strided", "detach"]
-
+aten = implements("aten")
 _AS_STRIDED = describe(torch.ops.aten.as_strided.default)
 
 
+@aten
 def detach(x: RankTensor) -> object:
     """Return a tensor with the same shards: they carry no autograd state that they would have to be detached from."""
     return join_views(x.shards, x)
 
 
-alias = detach
+@aten
+def alias(x: RankTensor) -> object:
+    """Return a tensor with the same shards."""
+    return join_views(x.shards, x)
 
 
+@aten
 def as_strided(
     x: RankTensor,
     size: Sequence[int | torch.SymInt],

@@ -13,24 +13,14 @@ from torch import distributed as dist
 from .._torch.c10d import finished_work
 from . import collectives
 from .functional_ops import parallel_groups, write
+from .implementation import implements
 from .rank_tensor import RankTensor
 from .registry import Groups
 
-__all__ = [
-    "_allgather_base_",
-    "_reduce_scatter_base_",
-    "allgather_",
-    "allgather_into_tensor_coalesced_",
-    "allreduce_",
-    "alltoall_",
-    "alltoall_base_",
-    "barrier",
-    "broadcast_",
-    "reduce_scatter_",
-    "reduce_scatter_tensor_coalesced_",
-]
+c10d = implements("c10d")
 
 
+@c10d
 def allreduce_(
     xs: list[RankTensor], group: ScriptObject, op: ScriptObject, *_: object, **__: object
 ) -> tuple[list[RankTensor], ScriptObject]:
@@ -40,6 +30,7 @@ def allreduce_(
     return xs, finished_work()
 
 
+@c10d
 def broadcast_(
     xs: list[RankTensor], group: ScriptObject, root: int, *_: object, **__: object
 ) -> tuple[list[RankTensor], ScriptObject]:
@@ -49,6 +40,7 @@ def broadcast_(
     return xs, finished_work()
 
 
+@c10d
 def _allgather_base_(
     out: RankTensor, x: RankTensor, group: ScriptObject, *_: object, **__: object
 ) -> tuple[RankTensor, ScriptObject]:
@@ -56,6 +48,7 @@ def _allgather_base_(
     return write(out, collectives.all_gather(x.shards, parallel_groups(x, _unboxed(group)))), finished_work()
 
 
+@c10d
 def _reduce_scatter_base_(
     out: RankTensor, x: RankTensor, group: ScriptObject, op: ScriptObject, *_: object, **__: object
 ) -> tuple[RankTensor, ScriptObject]:
@@ -64,6 +57,7 @@ def _reduce_scatter_base_(
     return write(out, collectives.reduce_scatter(x.shards, _reduce_op(op), groups)), finished_work()
 
 
+@c10d
 def allgather_into_tensor_coalesced_(
     outs: list[RankTensor], xs: list[RankTensor], group: ScriptObject, *_: object, **__: object
 ) -> ScriptObject:
@@ -73,6 +67,7 @@ def allgather_into_tensor_coalesced_(
     return finished_work()
 
 
+@c10d
 def reduce_scatter_tensor_coalesced_(
     outs: list[RankTensor], xs: list[RankTensor], group: ScriptObject, op: ScriptObject, *_: object, **__: object
 ) -> ScriptObject:
@@ -83,6 +78,7 @@ def reduce_scatter_tensor_coalesced_(
     return finished_work()
 
 
+@c10d
 def allgather_(
     outs: list[list[RankTensor]], xs: list[RankTensor], group: ScriptObject, *_: object, **__: object
 ) -> tuple[list[list[RankTensor]], ScriptObject]:
@@ -93,6 +89,7 @@ def allgather_(
     return outs, finished_work()
 
 
+@c10d
 def reduce_scatter_(
     outs: list[RankTensor], xs: list[list[RankTensor]], group: ScriptObject, op: ScriptObject, *_: object, **__: object
 ) -> tuple[list[RankTensor], ScriptObject]:
@@ -104,6 +101,7 @@ def reduce_scatter_(
     return outs, finished_work()
 
 
+@c10d
 def alltoall_(
     outs: list[RankTensor], xs: list[RankTensor], group: ScriptObject, *_: object, **__: object
 ) -> tuple[list[RankTensor], ScriptObject]:
@@ -114,6 +112,7 @@ def alltoall_(
     return outs, finished_work()
 
 
+@c10d
 def alltoall_base_(
     out: RankTensor,
     x: RankTensor,
@@ -128,6 +127,7 @@ def alltoall_base_(
     return finished_work()
 
 
+@c10d
 def barrier(*_: object, **__: object) -> ScriptObject:
     """Do nothing: simulated ranks run in lockstep."""
     return finished_work()

@@ -17,28 +17,16 @@ import torch.distributed as dist
 
 from ..errors import WorldError
 from . import collectives
+from .implementation import implements
 from .rank_tensor import RankTensor, wrap
 from .registry import Groups, current_world, groups_of
 
-__all__ = [
-    "_wrap_tensor_autograd",
-    "all_gather_into_tensor",
-    "all_gather_into_tensor_coalesced",
-    "all_gather_into_tensor_out",
-    "all_reduce",
-    "all_reduce_",
-    "all_reduce_coalesced",
-    "all_reduce_coalesced_",
-    "all_to_all_single",
-    "broadcast",
-    "broadcast_",
-    "reduce_scatter_tensor",
-    "reduce_scatter_tensor_coalesced",
-    "wait_tensor",
-]
+__all__ = ["parallel_groups", "write"]
 
 Group = str | dist.ProcessGroup
 Sizes = Sequence[int | torch.SymInt]
+
+functional = implements("_c10d_functional", "_c10d_functional_autograd")
 
 
 def parallel_groups(x: object, group: Group, group_size: int | None = None) -> Groups:
@@ -78,71 +66,85 @@ def write(x: RankTensor, values: Sequence[torch.Tensor]) -> RankTensor:
     return x
 
 
+@functional
 def _wrap_tensor_autograd(x: RankTensor) -> RankTensor:
     """Return the tensor: PyTorch's functions wrap it in one that waits, and here there is nothing to wait for."""
     return x
 
 
+@functional
 def wait_tensor(x: RankTensor) -> RankTensor:
     """Return the tensor: communication is finished when a collective returns."""
     return x
 
 
+@functional
 def all_reduce(x: RankTensor, reduce_op: str, group: Group) -> RankTensor:
     """Reduce over each group."""
     return wrap(tuple(collectives.all_reduce(x.shards, reduce_op, parallel_groups(x, group))))
 
 
+@functional
 def all_reduce_(x: RankTensor, reduce_op: str, group: Group) -> RankTensor:
     """Reduce over each group, in place."""
     return write(x, collectives.all_reduce(x.shards, reduce_op, parallel_groups(x, group)))
 
 
+@functional
 def all_gather_into_tensor(x: RankTensor, group_size: int, group: Group) -> RankTensor:
     """Concatenate the tensors of each group along dim 0."""
     return wrap(tuple(collectives.all_gather(x.shards, parallel_groups(x, group, group_size))))
 
 
+@functional
 def all_gather_into_tensor_out(x: RankTensor, group_size: int, group: Group, *, out: RankTensor) -> RankTensor:
     """Concatenate the tensors of each group along dim 0, into `out`."""
     return write(out, collectives.all_gather(x.shards, parallel_groups(x, group, group_size)))
 
 
+@functional
 def reduce_scatter_tensor(x: RankTensor, reduce_op: str, group_size: int, group: Group) -> RankTensor:
     """Reduce over each group, and split the rows of the result among its ranks."""
     return wrap(tuple(collectives.reduce_scatter(x.shards, reduce_op, parallel_groups(x, group, group_size))))
 
 
+@functional
 def all_to_all_single(x: RankTensor, receive: Sizes, send: Sizes, group: Group) -> RankTensor:
     """Send rows from each rank to each rank of its group."""
     return wrap(tuple(collectives.all_to_all(x.shards, receive, send, parallel_groups(x, group))))
 
 
+@functional
 def broadcast(x: RankTensor, src: int, group: Group) -> RankTensor:
     """Send the tensor of one rank of each group to the others."""
     return wrap(tuple(collectives.broadcast(x.shards, src, parallel_groups(x, group))))
 
 
+@functional
 def broadcast_(x: RankTensor, src: int, group: Group) -> RankTensor:
     """Send the tensor of one rank of each group to the others, in place."""
     return write(x, collectives.broadcast(x.shards, src, parallel_groups(x, group)))
 
 
+@functional
 def all_reduce_coalesced(xs: list[RankTensor], reduce_op: str, group: Group) -> list[RankTensor]:
     """Reduce several tensors."""
     return [all_reduce(x, reduce_op, group) for x in xs]
 
 
+@functional
 def all_reduce_coalesced_(xs: list[RankTensor], reduce_op: str, group: Group) -> list[RankTensor]:
     """Reduce several tensors, in place."""
     return [all_reduce_(x, reduce_op, group) for x in xs]
 
 
+@functional
 def all_gather_into_tensor_coalesced(xs: list[RankTensor], group_size: int, group: Group) -> list[RankTensor]:
     """Gather several tensors."""
     return [all_gather_into_tensor(x, group_size, group) for x in xs]
 
 
+@functional
 def reduce_scatter_tensor_coalesced(
     xs: list[RankTensor], reduce_op: str, group_size: int, group: Group
 ) -> list[RankTensor]:

@@ -1,44 +1,54 @@
-"""Which function runs an op on RankTensors: one of its own, named after the op, or the op itself on every rank."""
+"""How an op runs on RankTensors: by a function written for it, or on every rank in turn.
+
+>>> implementation_of(torch.ops.aten.neg.default)([RankTensor([torch.ones(1), torch.zeros(1)])], None)
+RankTensor(rank 0: tensor([-1.]), rank 1: tensor([-0.]))
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
+from typing import TypeVar
 
-from .._torch.ops import OpOverload
+import torch
+
+from .._torch.ops import OpAttribute, OpOverload
 from ..errors import WorldError
 from .rank_op import describe
 
-__all__ = ["implementation_of"]
+__all__ = ["implementation_of", "implements"]
 
 Implementation = Callable[[Sequence[object], dict[str, object] | None], object]
+Function = TypeVar("Function", bound=Callable[..., object])
 
 # Ops of these namespaces communicate. Running one on every rank would call the fake process group, which moves no data
 # and raises no error.
 _COMMUNICATING = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem")
 
 
-@cache
-def implementation_of(func: OpOverload) -> Implementation:
-    """Return the function of (args, kwargs) that runs this op on RankTensors.
+def implements(*namespaces: str) -> Callable[[Function], Function]:
+    """Make the decorated function run, on RankTensors, the op of its name in each of these namespaces that has one.
 
-    A function named after the op in `aten_ops`, `functional_ops` or `c10d_ops` comes first. Otherwise the op runs on
-    every rank, unless it communicates: that is an error.
+    >>> @implements("aten")
+    ... def detach(x: RankTensor) -> RankTensor: ...
     """
-    # Imported here because these modules use RankTensor, whose ops are looked up by this one.
-    from . import aten_ops, c10d_ops, functional_ops, mapping, writing
 
-    namespace, name = func._schema.name.split("::")
-    modules = {
-        "aten": aten_ops,
-        "c10d": c10d_ops,
-        "_c10d_functional": functional_ops,
-        "_c10d_functional_autograd": functional_ops,
-    }
-    module = modules.get(namespace)
-    if module is not None and name in module.__all__ and not func._schema.overload_name:
-        return partial(_call, getattr(module, name))
-    if namespace in _COMMUNICATING:
+    def register(function: Function) -> Function:
+        for namespace in namespaces:
+            packet = getattr(getattr(torch.ops, namespace), function.__name__, None)
+            if packet is not None:
+                implementation_of.set(packet.default, partial(_call, function))
+        return function
+
+    return register
+
+
+def _on_every_rank(func: OpOverload) -> Implementation:
+    """Return the function of (args, kwargs) that runs this op rank by rank; raise if the op communicates."""
+    # Imported here because these modules use RankTensor, whose ops are looked up by this one.
+    from . import mapping, writing
+
+    if func.namespace in _COMMUNICATING:
         raise WorldError(
             f"{func} is not available in a simulated world",
             "use the functional collectives (torch.ops._c10d_functional), or dist.all_reduce, broadcast, all_gather, "
@@ -52,3 +62,7 @@ def implementation_of(func: OpOverload) -> Implementation:
 
 def _call(function: Callable[..., object], args: Sequence[object], kwargs: dict[str, object] | None) -> object:
     return function(*args, **kwargs) if kwargs else function(*args)
+
+
+implementation_of = OpAttribute[Implementation]("on_ranks", _on_every_rank)
+"""From an op to the function of (args, kwargs) that runs it on RankTensors."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .._torch.ops import OpOverload, builtin_of
+from .._torch.ops import OpOverload, builtin_of, schema_of
 
 __all__ = ["RankOp", "describe"]
 
@@ -36,7 +36,7 @@ class RankOp:
 
 def describe(func: OpOverload) -> RankOp:
     """Read the facts about an overload from its schema and tags."""
-    schema = func._schema
+    schema = schema_of(func)
     undeclared = _RUNNING_STATISTICS if _updates_running_statistics(schema) else ()
     writes: list[tuple[int, str]] = []
     by_alias: dict[frozenset[str], tuple[int, str]] = {}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..._torch import pytree
-from ..._torch.ops import OpOverload
+from ..._torch.ops import OpOverload, packet_name
 from ...world import RankTensor, current_world
 from .records import Communication
 
@@ -89,7 +89,7 @@ class Timeline:
         part_of: str,
     ) -> None:
         """An op has run on local tensors."""
-        name = func._schema.name
+        name = packet_name(func)
         if name.endswith("::wait_tensor"):
             number = self._pending.pop(id(args[0]), None)
             if number is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..._torch.ops import OpOverload
+from ..._torch.ops import OpOverload, schema_of
 from ...dispatch.hot_path import Ready
 from ...dispatch.key import Key
 from ...dispatch.observe import Lookup, calling_frame, passes_calls_on
@@ -162,7 +162,7 @@ def is_compared(mesh_info: MeshInfo) -> bool:
 
 def _is_free(func: OpOverload) -> bool:
     """Whether one rank may call an op alone, for a log: views, and what reads a number; that may communicate."""
-    return computes_nothing(func) or not any("Tensor" in str(result.type) for result in func._schema.returns)
+    return computes_nothing(func) or not any("Tensor" in str(result.type) for result in schema_of(func).returns)
 
 
 def _first_spec(key: tuple[object, ...]) -> DTensorSpec | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..._torch import pytree
+from ..._torch.ops import packet_name
 from ..._torch.testing import operator_database
 from ...dispatch.dispatcher import Planned
 from ...dispatch.modes import explicit
@@ -189,7 +190,7 @@ def _rule(name: str, calls: Sequence[Recorded]) -> str:
     names = {name.partition(":")[0].rpartition(".")[2].strip("_"), operator_database()[name].aten_name.strip("_")}
     for call in calls:
         found = rule_for(call.func)
-        if found is not None and call.func._schema.name.removeprefix("aten::").strip("_") in names:
+        if found is not None and packet_name(call.func).removeprefix("aten::").strip("_") in names:
             args, kwargs = pytree.tree_map_only(Tensor, _meta, (call.args, call.kwargs))
             rule = found.rule(Call.make(call.func, args, kwargs, found.operands))
             return "" if rule is None else f"`{rule}`"

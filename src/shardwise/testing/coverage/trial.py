@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..._torch import pytree
+from ..._torch.ops import packet_name
 from ...sharding.placement import AnyShard, Placement, Replicate, Shard
 from ..calls import tolerances
 from ..checker import Answer, tensors_in
@@ -45,7 +46,7 @@ class Trial:
         with Recorder() as recorder:
             self.plain = self.again()
         self.random, self.calls = recorder.draws, list(recorder.calls.values())
-        names = {call.func._schema.name for call in self.calls}
+        names = {packet_name(call.func) for call in self.calls}
         exact = sample.tensors[0].dtype in (torch.float32, torch.float64)
         self.tied = sample.name.partition(":")[0] in TIED and not exact
         self.indefinite = any(part in sample.name for part in INDEFINITE) or "aten::empty" in names
