@@ -6,7 +6,8 @@
 checkout runs in processes of its own, pinned to one core. They take turns, row by row, so that they meet the same
 disturbances. A row has the best and the lower quartile of both checkouts, in microseconds, and the ratio of each; where
 both ratios are above 1.03, it is marked. First calls happen once in a process, so there is a process for each round: a
-row is the median over samples of the best, and of the median, over rounds.
+row is the median over samples of the best, and of the median, over rounds. In each round the garbage collector
+interrupts other samples, so that a row is not slower because its samples happen to be those.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ Times = dict[str, list[list[float]]]
 """For each row, the times of the first checkout and of the second."""
 
 
-def start(checkout: Path, part: str, core: str) -> subprocess.Popen[str]:
+def start(checkout: Path, part: str, core: str, *options: str) -> subprocess.Popen[str]:
     paths = [str(checkout / "src"), str(checkout / "benchmarks")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-    command = ["taskset", "-c", core, sys.executable, str(WORKER), part]
+    command = ["taskset", "-c", core, sys.executable, str(WORKER), part, *options]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, cwd=checkout)
 
@@ -67,7 +68,7 @@ def first_calls(checkouts: list[Path], given: argparse.Namespace) -> None:
     times: dict[str, list[dict[int, list[float]]]] = defaultdict(lambda: [defaultdict(list), defaultdict(list)])
     for turn in range(given.rounds):
         for which in order(turn):
-            worker = start(checkouts[which], "first", given.core)
+            worker = start(checkouts[which], "first", given.core, str(turn))
             for name, samples in read(worker).items():
                 for sample, time in enumerate(samples):
                     times[name][which][sample].append(time)

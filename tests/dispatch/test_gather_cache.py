@@ -83,6 +83,13 @@ def add_by_address(x: DTensor) -> None:
             memory[i] += 1
 
 
+def add_by_address_of_local_tensor(x: DTensor) -> None:
+    """The same by PyTorch's private name of the local shard, which programs pass to their kernels."""
+    for shard in x._local_tensor.shards:  # type: ignore[attr-defined]
+        numbers = (ctypes.c_float * shard.numel()).from_address(shard.data_ptr())
+        numbers[:] = [number + 1 for number in numbers]
+
+
 def give_other_data(x: DTensor) -> None:
     x.data = x + 1
 
@@ -94,6 +101,7 @@ WRITES = [
     add_in_part_of_view,
     add_through_data,
     add_by_address,
+    add_by_address_of_local_tensor,
     give_other_data,
 ]
 
@@ -186,7 +194,7 @@ def test_a_rank_that_looks_at_its_shard_does_not_communicate_alone() -> None:
         mesh = init_device_mesh("cpu", (4,))
         (plain,), (cut,) = weights(mesh, 1)
         x = distribute_tensor(torch.randn(1, ROWS, COLUMNS), mesh, [Shard(1)]) * 1
-        local: Any = x._local_tensor
+        local: Any = x._local_shard
 
         def twice() -> None:
             with torch.no_grad():

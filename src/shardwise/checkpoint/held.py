@@ -31,7 +31,7 @@ class Held(NamedTuple):
 def chunks_of(name: str, tensor: Tensor, ranks: Ranks) -> dict[int, list[Chunk]]:
     """Return the chunks of a tensor that the ranks of this process hold, by rank. All of them hold a plain tensor."""
     if isinstance(tensor, DTensorBase):
-        found = chunks_by_rank(tensor._local_tensor, tensor._spec)
+        found = chunks_by_rank(tensor._local_shard, tensor._spec)
         return {rank: chunks for rank, chunks in found.items() if rank in ranks.mine}
     if is_other(tensor):
         return {ranks.mine[0]: chunks_of_other(name, tensor)}

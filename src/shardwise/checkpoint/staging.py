@@ -111,7 +111,7 @@ def _kept(value: object, owner: object) -> object:
     if isinstance(owner, torch.optim.Optimizer) or value.numel() * value.dtype.itemsize > _SMALL:
         return value
     if isinstance(value, DTensorBase):  # without the cost of an op on a distributed tensor
-        return type(value).concrete.wrap(value._local_tensor.detach().clone(), value._spec)
+        return type(value).concrete.wrap(value._local_shard.detach().clone(), value._spec)
     return value.detach().clone()
 
 
@@ -120,5 +120,5 @@ def _versions(values: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
 
 
 def _version(value: Tensor) -> tuple[int, ...]:
-    tensors = (value, value._local_tensor) if isinstance(value, DTensorBase) else (value,)
+    tensors = (value, value._local_shard) if isinstance(value, DTensorBase) else (value,)
     return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)

@@ -113,7 +113,7 @@ def _reduced(tensor: DTensorBase) -> Tensor:
     if not spec.layout.partial:
         return tensor
     target = spec.with_placements([Replicate() if p.is_partial() else p for p in spec.placements])
-    return type(tensor).concrete.wrap(redistribute_local(tensor._local_tensor, spec, target), target)
+    return type(tensor).concrete.wrap(redistribute_local(tensor._local_shard, spec, target), target)
 
 
 def give_back(state: State, loaded: Mapping[str, Any]) -> None:

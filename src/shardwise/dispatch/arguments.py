@@ -69,13 +69,13 @@ def localize(value: Any, how: Treatment) -> Any:
     if how is None:
         return value
     if how is LOCALIZE:
-        return value._local_tensor
+        return value._local_shard
     if type(how) is DTensorSpec:
         return redistributed(value, how)
     if type(how) is Constant:
         return how.value
     if how is LOCALIZE_LIST:
-        return [tensor._local_tensor for tensor in value]
+        return [tensor._local_shard for tensor in value]
     return [localize(element, its) for element, its in zip(value, how, strict=True)]
 
 

@@ -102,7 +102,7 @@ class OpDispatcher:
         op = resolve(func)
         if op.op.returns_shard:
             self.hot[key] = RETURNING_SHARD
-            return args[0]._local_tensor
+            return args[0]._local_shard
         if op.op.addresses_storage and op.in_place_view is None:
             args, kwargs = on_storage(op, args, kwargs), {}
             key = (id(func), *map(self._argument_key, args))

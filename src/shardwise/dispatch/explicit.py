@@ -73,7 +73,7 @@ def _local_specs(
 
     def still_communicates(specs: Specs) -> bool:
         left = iter(specs)
-        changed = [type(v).wrap(v._local_tensor, next(left)) if isinstance(v, DTensorBase) else v for v in flat]
+        changed = [type(v).wrap(v._local_shard, next(left)) if isinstance(v, DTensorBase) else v for v in flat]
         return communicates(pytree.tree_unflatten(changed, tree), specs)
 
     return _first_local(specs, wanted, still_communicates)

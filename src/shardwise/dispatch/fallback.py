@@ -100,14 +100,14 @@ def _run_on_gathered(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTen
             return made
         index = None if isinstance(result, Tensor) else next(position)
         replay = ViewCall(root, op.func, args, kwargs, index)
-        return kind.wrap_view(made._local_tensor, made._spec, args[0], replay, 0)
+        return kind.wrap_view(made._local_shard, made._spec, args[0], replay, 0)
 
     return pytree.tree_map_only(Tensor, wrap, result)
 
 
 def _gathered(tensor: DTensorBase, writable: bool) -> Tensor:
-    local = redistribute_local(tensor._local_tensor, tensor._spec, tensor._spec.replicated())
-    return local.clone() if writable and local is tensor._local_tensor else local
+    local = redistribute_local(tensor._local_shard, tensor._spec, tensor._spec.replicated())
+    return local.clone() if writable and local is tensor._local_shard else local
 
 
 def _write_back(op: ResolvedOp, written: Written, gathered: dict[int, Tensor]) -> None:
@@ -116,5 +116,5 @@ def _write_back(op: ResolvedOp, written: Written, gathered: dict[int, Tensor]) -
         new, spec = gathered[id(tensor)], tensor._spec
         if new.shape != spec.shape:
             raise InputError(f"{op.func} would change the shape of {spec!r}", "use the op that makes a new tensor")
-        tensor._local_tensor.copy_(redistribute_local(new, spec.replicated(), spec))
+        tensor._local_shard.copy_(redistribute_local(new, spec.replicated(), spec))
         after_write(tensor)

@@ -45,13 +45,13 @@ class GatherCache:
         entry = self._entry
         if entry is None or entry.target is not target or entry.source is not tensor._spec:
             return None
-        if entry.root() is not root_of(tensor) or not entry.watch.unchanged(tensor._local_tensor):
+        if entry.root() is not root_of(tensor) or not entry.watch.unchanged(tensor._local_shard):
             return None
         return entry.result if entry.result_watch.unchanged(entry.result) else None
 
     def keep(self, tensor: DTensorBase, target: DTensorSpec, result: Tensor) -> None:
         """Cache `result`, the local shard of `tensor` under the target spec, replacing the present entry."""
-        root, local = root_of(tensor), tensor._local_tensor
+        root, local = root_of(tensor), tensor._local_shard
         # Writes to inference tensors are not counted.
         if local.is_inference() or result.is_inference() or result is local or is_weight(root):
             self._entry = None
@@ -85,7 +85,7 @@ def redistributed(tensor: DTensorBase, target: DTensorSpec) -> Tensor:
     cache = _Active.cache
     found = cache.find(tensor, target)
     if found is None:
-        found = redistribute_local(tensor._local_tensor, tensor._spec, target)
+        found = redistribute_local(tensor._local_shard, tensor._spec, target)
         cache.keep(tensor, target, found)
     return found
 
@@ -102,7 +102,7 @@ def after_write(tensor: DTensorBase) -> None:
         tensor._source.write_back(tensor)
         forget_gathered()  # writing what it views has gathered that, in its state before
     else:
-        count_write(tensor._local_tensor)
+        count_write(tensor._local_shard)
 
 
 def after_list_write(tensors: Sequence[Tensor], local: Sequence[Tensor]) -> None:
@@ -122,7 +122,7 @@ def after_source_writes(tensors: Sequence[Tensor]) -> None:
 
 def assign(tensor: DTensorBase, value: Tensor) -> None:
     """Copy this value into the local shard; along expanded dims, the first index is copied."""
-    local, spec = tensor._local_tensor, tensor._spec
+    local, spec = tensor._local_shard, tensor._spec
     for dim, (size, stride) in enumerate(zip(spec.shape, spec.stride, strict=True)):
         if stride == 0 and size > 1:
             local, value = local[(slice(None),) * dim + (slice(1),)], value[(slice(None),) * dim + (slice(1),)]

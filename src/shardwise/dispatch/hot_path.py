@@ -211,7 +211,7 @@ def _ready_list(op: ResolvedOp, plan: ListPlan, args: Args, kwargs: Kwargs, kind
 
     def run_on_sources(args: Args, named: Kwargs) -> object:
         local = [
-            [v._local_tensor if type(v) is kind else v for v in value] if listed else value
+            [v._local_shard if type(v) is kind else v for v in value] if listed else value
             for value, listed in zip(args, lists, strict=True)
         ]
         result = run(*local, **named)
@@ -269,7 +269,7 @@ def _shards(tensors: Sequence[DTensorBase]) -> list[Tensor]:
     try:
         return [tensor._shard for tensor in tensors]
     except AttributeError:  # some come from a source
-        return [tensor._local_tensor for tensor in tensors]
+        return [tensor._local_shard for tensor in tensors]
 
 
 def _with_constants(run: Callable[..., object], constants: dict[int, object]) -> Callable[..., object]:

@@ -116,7 +116,7 @@ def _fill_plain(func: OpOverload, result: Any, out: Tensor) -> None:
         )
     spec = result._spec
     out.resize_(result.shape)
-    out.copy_(redistribute_local(result._local_tensor, spec, spec.replicated()))
+    out.copy_(redistribute_local(result._local_shard, spec, spec.replicated()))
 
 
 def _name(tensor: Tensor) -> str:

@@ -136,5 +136,5 @@ def _number(tensor: DTensorBase) -> object:
             f"{spec!r} meets tensors that are not on its mesh, so it must be reduced, in explicit mode",
             "x = x.redistribute(placements=[Replicate(), ...])",
         )
-    local = redistribute_local(tensor._local_tensor, spec, spec.replicated())
+    local = redistribute_local(tensor._local_shard, spec, spec.replicated())
     return local.shards[0] if isinstance(local, RankTensor) and same(local.shards) else local

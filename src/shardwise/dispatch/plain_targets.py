@@ -79,7 +79,7 @@ def _as_result(like: DTensorBase, written: Written, value: Tensor) -> Tensor:
 
 
 def _gathered(tensor: DTensorBase) -> Tensor:
-    return redistribute_local(tensor._local_tensor, tensor._spec, tensor._spec.replicated())
+    return redistribute_local(tensor._local_shard, tensor._spec, tensor._spec.replicated())
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def run_list(plan: ListPlan, args: Args, kwargs: Kwargs, kind: type[DTensorBase]
 
 def _write_back(plan: ListPlan, given: ByPlace, local: ByPlace) -> None:
     for where, index, source, target in plan.moved:
-        given[where][index]._local_tensor.copy_(redistribute_local(local[where][index], source, target))
+        given[where][index]._local_shard.copy_(redistribute_local(local[where][index], source, target))
     for where in plan.writes:
         after_source_writes(given[where])
 

@@ -24,7 +24,7 @@ from ..tensor.dtensor import DTensor
 def _flatten_tensor(tensor: Tensor) -> tuple[Tensor, DTensorSpec | None]:
     """The local shard of a distributed tensor and its spec; a plain tensor and None."""
     if isinstance(tensor, DTensor):
-        return tensor._local_tensor, tensor._spec
+        return tensor._local_shard, tensor._spec
     return tensor, None
 
 
@@ -53,7 +53,7 @@ def _localize_dtensor(module: nn.Module, *_: object, ignored_params: Collection[
                 continue
             leaf = getattr(parameter, "_local_leaf", None)
             if leaf is None:
-                leaf = nn.Parameter(parameter._local_tensor.detach(), parameter.requires_grad)
+                leaf = nn.Parameter(parameter._local_shard.detach(), parameter.requires_grad)
                 leaf._dtensor_spec = parameter._spec
             parameters_of(submodule)[name] = leaf
 

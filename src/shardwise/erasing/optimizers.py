@@ -217,7 +217,7 @@ def recording_optimizers(recorder: OpRecorder, steps: list[OptimizerStep]) -> It
 
 
 def _local(value: T) -> T | Tensor:
-    return value._local_tensor if isinstance(value, DTensorBase) else value
+    return value._local_shard if isinstance(value, DTensorBase) else value
 
 
 def _spec(value: object) -> DTensorSpec | None:

@@ -218,7 +218,7 @@ def _is_leaf(value: object) -> TypeGuard[Tensor]:
 
 
 def _local(value: T) -> T | Tensor:
-    return value._local_tensor if isinstance(value, DTensorBase) else value
+    return value._local_shard if isinstance(value, DTensorBase) else value
 
 
 def _spec(value: object) -> DTensorSpec | None:

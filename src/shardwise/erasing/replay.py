@@ -131,4 +131,4 @@ def _written_state(recorded: Recorded) -> list[Tensor]:
 
 
 def _local(value: T) -> T | Tensor:
-    return value._local_tensor if isinstance(value, DTensorBase) else value
+    return value._local_shard if isinstance(value, DTensorBase) else value

@@ -155,7 +155,7 @@ class ShardedParameter:
         found, self.accumulated = self.accumulated, None
         for leaf in self.leaves.values():
             if leaf.grad is not None:
-                gradient = leaf.grad._local_tensor if isinstance(leaf.grad, DTensor) else leaf.grad
+                gradient = leaf.grad._local_shard if isinstance(leaf.grad, DTensor) else leaf.grad
                 leaf.grad = None
                 found = gradient if found is None else found.add_(gradient)
         assert found is not None
@@ -180,4 +180,4 @@ class ShardedParameter:
 
 def shard_of(tensor: Any) -> Tensor:
     """Return the local shard of a distributed tensor, without a copy."""
-    return tensor._local_tensor
+    return tensor._local_shard

@@ -29,7 +29,7 @@ def shard_parameter(
         spec, other, local = spec_of_plain(parameter, axes, dim), None, parameter.detach()
     else:
         spec, other = spec_of_distributed(name, distributed._spec, axes, dim)
-        local = distributed._local_tensor.detach()
+        local = distributed._local_shard.detach()
     return ShardedParameter(name, owners, axes, dim, spec, other, parameter), local
 
 

@@ -167,7 +167,7 @@ def held_shards(tensor: Tensor) -> list[HeldShard]:
     A plain tensor is held by every rank of the world; in a simulated world there is one of it.
     """
     if isinstance(tensor, DTensorBase):
-        return _of_distributed(tensor._local_tensor.detach(), tensor._spec)
+        return _of_distributed(tensor._local_shard.detach(), tensor._spec)
     tensor = tensor.detach()
     if isinstance(tensor, RankTensor):
         return [_replica(rank, shard, len(tensor.shards)) for rank, shard in enumerate(tensor.shards)]

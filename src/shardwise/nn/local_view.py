@@ -93,7 +93,7 @@ class LocalView:
                 if local is None:
                     local = made[id(tensor)] = self._local(tensor, each.spec)
                 tensors[each.name] = local
-                written = None if tensors is parameters_of(owner) else writes_to(tensor._local_tensor) or ()
+                written = None if tensors is parameters_of(owner) else writes_to(tensor._local_shard) or ()
                 self._hidden.append((each, tensor, local, written))
 
     def _local(self, tensor: DTensor, spec: DTensorSpec | None) -> Tensor:
@@ -122,7 +122,7 @@ class LocalView:
                 written = ()
             tensors[each.name] = tensor
             # Batch norms in training write without counting.
-            if written is not None and (owner.training or writes_to(tensor._local_tensor) != written):
+            if written is not None and (owner.training or writes_to(tensor._local_shard) != written):
                 changed[id(tensor)] = tensor
         if changed and self.broadcast_buffers:
             _take_from_first([*changed.values()], self.data)
@@ -144,11 +144,11 @@ def _take_from_first(buffers: list[DTensor], data: MeshInfo) -> None:
         by_dtype.setdefault(buffer.dtype, []).append(buffer)
     with torch.no_grad():
         for same in by_dtype.values():
-            local = [buffer._local_tensor for buffer in same]
+            local = [buffer._local_shard for buffer in same]
             received = wait(broadcast(torch.cat([tensor.reshape(-1) for tensor in local]), 0, data.groups[axes]))
             pieces = received.split([tensor.numel() for tensor in local])
             for buffer, tensor, piece in zip(same, local, pieces, strict=True):
-                buffer._local_tensor = piece.view_as(tensor).clone()
+                buffer._local_shard = piece.view_as(tensor).clone()
 
 
 def _before(module: nn.Module, args: object, kwargs: object) -> None:

@@ -200,7 +200,7 @@ def _replicate_over(tensor: DTensor, data: MeshInfo, ties: Ties, owner: nn.Modul
     joined = root if axes == root.mesh_dim_names else root[axes]
     placements = dict(zip(own.names, tensor.placements, strict=True))
     spread: list[Placement] = [placements.get(axis, Replicate()) for axis in axes]
-    new = DTensor.from_local(tensor._local_tensor, joined, spread, shape=tensor.shape, stride=tensor.stride())
+    new = DTensor.from_local(tensor._local_shard, joined, spread, shape=tensor.shape, stride=tensor.stride())
     made: Any = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
     own_gradient = made._leaf_gradient
     copy_attributes(tensor, made)

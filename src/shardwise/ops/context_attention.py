@@ -110,7 +110,7 @@ def _ring(query: DTensorBase, key: DTensorBase, value: DTensorBase, given: Atten
     dropout = None
     if given.dropout_p > 0:
         weights = contiguous_meta((*query.shape[:3], key.shape[2]), query.dtype)
-        drawn = draw_dropout(mesh_info, weights, given.dropout_p, query._local_tensor.device)
+        drawn = draw_dropout(mesh_info, weights, given.dropout_p, query._local_shard.device)
         dropout = _replicated(drawn, mesh_info)
     scale = 1.0 / math.sqrt(query.shape[-1]) if given.scale is None else given.scale
     rest = mask, dropout, given.dropout_p, given.is_causal, scale, list(given.documents), given.zigzag, rotate

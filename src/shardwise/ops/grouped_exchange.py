@@ -85,9 +85,9 @@ def exchanged_product(
     """The product of each group's rows with its matrix, in the layout of the rows; and the rows that arrived."""
     over_rows, _, summed, features = exchange.dims()
     route = _route(exchange, ends)
-    local = redistribute_local(rows._local_tensor, rows._spec, rows._spec.with_layout(exchange.rows))
+    local = redistribute_local(rows._local_shard, rows._spec, rows._spec.with_layout(exchange.rows))
     arrived = _sent(local, route)
-    product = _on_ranks(grouped_mm, exchange.axis, arrived, matrices._local_tensor, route.counts)
+    product = _on_ranks(grouped_mm, exchange.axis, arrived, matrices._local_shard, route.counts)
     result = _returned(product, route, local)
     return exchange.wrapped(result, over_rows, features, summed=dim_axes(summed)), arrived
 
@@ -106,11 +106,11 @@ def exchanged_gradients(
     over_rows, groups, summed, features = exchange.dims()
     axis, route = exchange.axis, _route(exchange, ends)
     target = gradient._spec.with_layout(Layout.make(axis.mesh_info.sizes, (over_rows, features)))
-    local = redistribute_local(gradient._local_tensor, gradient._spec, target)
+    local = redistribute_local(gradient._local_shard, gradient._spec, target)
     sent = _sent(local, route)
     of_rows = of_matrices = None
     if needed[0]:
-        product = _on_ranks(grouped_mm, axis, sent, matrices._local_tensor.transpose(1, 2), route.counts)
+        product = _on_ranks(grouped_mm, axis, sent, matrices._local_shard.transpose(1, 2), route.counts)
         of_rows = exchange.wrapped(_returned(product, route, local), over_rows, summed, summed=dim_axes(features))
     if needed[1]:
         product = _on_ranks(grouped_outer, axis, arrived.t(), sent, route.counts)
@@ -152,7 +152,7 @@ _ROUTES = "_routes_of_rows"
 def _route(exchange: Exchange, ends: DTensorBase) -> TokenRoute:
     """The route of the rows to their groups."""
     axis, layout = exchange.axis, exchange.rows
-    local = redistribute_local(ends._local_tensor, ends._spec, ends._spec.replicated())
+    local = redistribute_local(ends._local_shard, ends._spec, ends._spec.replicated())
     shards = local.shards if isinstance(local, RankTensor) else (local,)
     if any(tensor.is_inference() for tensor in (ends, *shards)):  # no version says whether they were written
         return _made(local.long(), layout, axis)

@@ -156,5 +156,5 @@ def _full(tensor: Tensor) -> Tensor:
             raise InputError(
                 f"create_block_mask with {spec!r} on a rank outside of its mesh", "call it on the ranks of the mesh"
             )
-        tensor = redistribute_local(tensor._local_tensor, spec, spec.replicated())
+        tensor = redistribute_local(tensor._local_shard, spec, spec.replicated())
     return common(tensor.detach()) if isinstance(tensor, RankTensor) else tensor

@@ -67,11 +67,11 @@ def _distributing(original: Function) -> Function:
 
 def _full(tensor: DTensorBase) -> Tensor:
     """Return the global tensor, on every rank."""
-    return redistribute_local(tensor._local_tensor, tensor._spec, tensor._spec.replicated())
+    return redistribute_local(tensor._local_shard, tensor._spec, tensor._spec.replicated())
 
 
 def _sharded(full: Tensor, like: DTensorBase) -> DTensorBase:
     """Return a tensor that every rank has in full, sharded like another one. It shares no memory with the input."""
     replicated = as_replicated(full, like)
     spec = like._spec.with_meta(replicated._spec.tensor_meta)
-    return type(like).concrete.wrap(redistribute_local(replicated._local_tensor, replicated._spec, spec).clone(), spec)
+    return type(like).concrete.wrap(redistribute_local(replicated._local_shard, replicated._spec, spec).clone(), spec)

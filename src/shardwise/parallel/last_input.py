@@ -73,16 +73,16 @@ def _watched(source: Tensor, result: Tensor) -> list[tuple[Watch, Tensor]] | Non
         return None
     if not isinstance(source, DTensorBase):
         return [] if _share_memory(source, result) else None
-    local, base = source._local_tensor, source._base
+    local, base = source._local_shard, source._base
     watched = [(Watch(local), local)]
     if isinstance(base, DTensorBase):
-        watched.append((Watch(base._local_tensor), base._local_tensor))
+        watched.append((Watch(base._local_shard), base._local_shard))
     return watched
 
 
 def _share_memory(source: Tensor, result: Tensor) -> bool:
     """Whether a result is the memory of a plain tensor, on every rank."""
-    local = result._local_tensor if isinstance(result, DTensorBase) else result
+    local = result._local_shard if isinstance(result, DTensorBase) else result
     if type(source) is type(local) is Tensor:
         return source.untyped_storage() is local.untyped_storage()
     if isinstance(source, RankTensor) and isinstance(local, RankTensor):

@@ -57,7 +57,7 @@ def described(tensor: Tensor) -> Described:
     """Return the metadata of a tensor."""
     if not isinstance(tensor, DTensor):
         return Described(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, None)
-    local, spec = tensor._local_tensor, tensor._spec
+    local, spec = tensor._local_shard, tensor._spec
     sizes = tuple(local.shape), local.stride(), tensor.dtype, tensor.requires_grad
     return Described(*sizes, tensor.placements, tuple(spec.shape), tuple(spec.stride))
 

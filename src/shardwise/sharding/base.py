@@ -33,7 +33,7 @@ class LocalSource(Protocol):
 
 
 class DTensorBase(Tensor):
-    """A distributed tensor. `_spec` says how it is sharded; `_local_tensor` is this rank's shard.
+    """A distributed tensor. `_spec` says how it is sharded; `_local_shard` is this rank's shard.
 
     The shard lies in the slot `_shard`. The slot is empty while the data comes from a `_source`.
     """
@@ -49,21 +49,24 @@ class DTensorBase(Tensor):
     """The class of all distributed tensors, set where it is defined."""
 
     @property
-    def _local_tensor(self) -> Tensor:
-        """The local shard, from its source if there is one. The hot path reads the slot itself."""
+    def _local_shard(self) -> Tensor:
+        """The local shard, from its source if there is one. The hot path reads the slot itself.
+
+        For the library alone. Users get it from methods that record that they have it (`dispatch/watch`).
+        """
         try:
             return self._shard
         except AttributeError:
             assert self._source is not None, "a tensor without a shard has a source"
             return self._source.local(self)
 
-    @_local_tensor.setter
-    def _local_tensor(self, local: Tensor) -> None:
+    @_local_shard.setter
+    def _local_shard(self, local: Tensor) -> None:
         self._shard = local
 
     def alias(self) -> DTensorBase:
         """Return an alias of this tensor that keeps its data when this one gets other data (`x.data = y`)."""
-        local = self._local_tensor  # a collective that is under way ends here
+        local = self._local_shard  # a collective that is under way ends here
         other = self.wrap(local, self._spec)
         if self._source is not None:
             del other._shard

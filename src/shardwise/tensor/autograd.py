@@ -77,7 +77,7 @@ def _redistributed(tensor: DTensorBase, target: DTensorSpec, async_op: bool, dty
         made = call_in_graph(MoveInGraph(tensor._spec, target, dtype), tensor)
         if made is not NotImplemented:
             return made
-    local, source = tensor._local_tensor, tensor._spec
+    local, source = tensor._local_shard, tensor._spec
     if dtype is not None and dtype != source.dtype:
         local = local.to(dtype)
         source, target = source.with_dtype(dtype), target.with_dtype(dtype)

@@ -215,7 +215,7 @@ class DTensor(ChangingShape, GlobalValues, Pieces, Hooks):
             if made is not NotImplemented:
                 return made
         # In memory of its own, unless there is one rank.
-        return hand_out(self) if gathered._local_tensor is self._local_tensor else gathered._local_tensor
+        return hand_out(self) if gathered._local_shard is self._local_shard else gathered._local_shard
 
     def redistribute(
         self,
@@ -269,7 +269,7 @@ class DTensor(ChangingShape, GlobalValues, Pieces, Hooks):
     @property
     def shards(self) -> dict[int, Tensor]:
         """The local shards that this process holds, by rank: those of the mesh's ranks when simulated, else its own."""
-        local = self._local_tensor
+        local = self._local_shard
         mark_exposed(local)
         if isinstance(local, RankTensor):
             return dict(zip(self._spec.mesh_info.ranks, local.shards, strict=True))
@@ -278,7 +278,7 @@ class DTensor(ChangingShape, GlobalValues, Pieces, Hooks):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         grad = f", grad_fn=<{type(self.grad_fn).__name__}>" if self.grad_fn is not None else ""
         grad = grad or (", requires_grad=True" if self.requires_grad else "")
-        return f"DTensor({self._spec!r} on {self._spec.mesh_info!r}{grad}, local={self._local_tensor!r})"
+        return f"DTensor({self._spec!r} on {self._spec.mesh_info!r}{grad}, local={self._local_shard!r})"
 
     _repr_html_ = Drawn._repr_html_
 
@@ -294,7 +294,7 @@ class DTensor(ChangingShape, GlobalValues, Pieces, Hooks):
     def data(self, other: Tensor) -> None:
         if not isinstance(other, DTensor):
             other = self._distributed_data(other)
-        local, source = other._local_tensor, other._source
+        local, source = other._local_shard, other._source
         _data.__set__(self, other)
         set_local(self, local)  # no longer a view of what it was
         self._spec = other._spec
@@ -341,7 +341,7 @@ class DTensor(ChangingShape, GlobalValues, Pieces, Hooks):
             return memo[id(self)]
         if not self.is_leaf:
             raise InputError("deepcopy of a DTensor that is not a leaf", "detach it, or copy what it was made from")
-        copied = _rebuild(copy.deepcopy(self._local_tensor, memo), self._spec, self.requires_grad, _is_param(self))
+        copied = _rebuild(copy.deepcopy(self._local_shard, memo), self._spec, self.requires_grad, _is_param(self))
         memo[id(self)] = copied
         if self.grad is not None:
             copied.grad = copy.deepcopy(self.grad, memo)
@@ -349,7 +349,7 @@ class DTensor(ChangingShape, GlobalValues, Pieces, Hooks):
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         spec = self._spec
-        return _load, (self._local_tensor, spec, self.requires_grad, _is_param(self), spec.mesh_info.coordinate)
+        return _load, (self._local_shard, spec, self.requires_grad, _is_param(self), spec.mesh_info.coordinate)
 
 
 DTensorBase.concrete = DTensor

@@ -148,7 +148,7 @@ class AddedLater(LocalSource):
                 with torch.no_grad():
                     tensor.wrap(self._local, tensor._spec).add_(self._gradient)
                 set_local(tensor, self._local)
-        return tensor._local_tensor
+        return tensor._local_shard
 
     def write_back(self, tensor: DTensorBase) -> None:
         """Do nothing: reading the shard to write it removed the source."""
@@ -160,7 +160,7 @@ def _add_later(grad: DTensorBase, gradient: DTensorBase) -> bool:
     buckets = _passes.get(current_pass())
     if leaf is None or leaf.grad is not grad or buckets is None:
         return False
-    local = grad._local_tensor
+    local = grad._local_shard
     if grad._source is not None or grad._spec.layout is not gradient._spec.layout or grad.dtype != gradient.dtype:
         return False
     grad._source = AddedLater(local, gradient)
@@ -186,7 +186,7 @@ class GradientBuckets:
     def collect(self, grad: DTensorBase, target: DTensorSpec, reduction: Reduction, size: int) -> DTensorBase:
         """Return the gradient with the target's placements; its data is set at the end of the pass, or when read."""
         device = grad.device
-        source = Collected(*self._put(reduction, grad._local_tensor, device, size))
+        source = Collected(*self._put(reduction, grad._local_shard, device, size))
         self._collected.append(source)
         return source.name(target, device)
 
@@ -214,7 +214,7 @@ class GradientBuckets:
         for source in self._collected:
             source.complete()
         for grad in self.sums:
-            _ = grad._local_tensor
+            _ = grad._local_shard
         self._collected.clear()
         self.sums.clear()
 
@@ -230,7 +230,7 @@ def reduced(grad: DTensorBase, target: DTensorSpec, size: int | None = None) -> 
     its reductions by itself.
     """
     size = _size.get() if size is None else size
-    if size and not torch.is_grad_enabled() and type(grad._local_tensor) in _REAL and not is_recording():
+    if size and not torch.is_grad_enabled() and type(grad._local_shard) in _REAL and not is_recording():
         reduction = reduction_between(grad._spec, target)
         if reduction is not None:
             return _buckets().collect(grad, target, reduction, size)

@@ -37,7 +37,7 @@ def hand_out(tensor: DTensorBase) -> Tensor:
     try:
         local = tensor._shard
     except AttributeError:  # it comes from a source
-        local = tensor._local_tensor
+        local = tensor._local_shard
     before: _HandedOut | None = tensor._handed_out
     if before is not None and before[0] is local and before[1] is not None:
         return before[1]
@@ -53,7 +53,7 @@ def hand_out_new(tensor: DTensorBase) -> Tensor:
     try:
         local = tensor._shard
     except AttributeError:
-        local = tensor._local_tensor
+        local = tensor._local_shard
     before: _HandedOut | None = tensor._handed_out
     if before is None or before[0] is not local:
         handed = _first_alias(tensor, local, keep=False)
@@ -79,7 +79,7 @@ def exposed(tensor: Any) -> Tensor:
     if tensor.requires_grad:
         found: Tensor = tensor.to_local()
         return found
-    local: Tensor = tensor._local_tensor
+    local: Tensor = tensor._local_shard
     mark_exposed(local)
     return local
 

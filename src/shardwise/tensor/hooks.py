@@ -1,4 +1,4 @@
-"""The methods that PyTorch's compiler and `torch.distributed.checkpoint` call on a distributed tensor."""
+"""What PyTorch's compiler, `torch.distributed.checkpoint` and programs for PyTorch use of a distributed tensor."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from .._torch.fake_tensors import STAND_INS
+from ..dispatch.memory_notes import shards_of
+from ..dispatch.watch import mark_exposed
 from ..sharding.base import DTensorBase
 from ..sharding.mesh import mesh_info_of
 from .autograd import to_spec
@@ -19,6 +22,18 @@ if TYPE_CHECKING:
 
 class Hooks(DTensorBase):
     """The methods by which the compiler flattens a tensor, and checkpoints find its shards."""
+
+    @property
+    def _local_tensor(self) -> Tensor:
+        """PyTorch's name for the local shard. Programs that read it may write it, also by its address."""
+        local = self._local_shard
+        _mark_if_in_memory(local)
+        return local
+
+    @_local_tensor.setter
+    def _local_tensor(self, local: Tensor) -> None:
+        _mark_if_in_memory(local)
+        self._local_shard = local
 
     # ---- the compiler: see tensor/flat.py -----------------------------------------------------------------------
 
@@ -61,16 +76,22 @@ class Hooks(DTensorBase):
         """Return what this process writes, for torch.distributed.checkpoint."""
         from .checkpoint import write_items  # with all of torch.distributed.checkpoint, half a second of importing
 
-        return write_items(fqn, self._local_tensor, self._spec)
+        return write_items(fqn, self._local_shard, self._spec)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Return what this process reads, for torch.distributed.checkpoint."""
         from .checkpoint import chunk_list
 
-        return chunk_list(self._local_tensor, self._spec)
+        return chunk_list(self._local_shard, self._spec)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """Return the shard at an index, for torch.distributed.checkpoint."""
         from .checkpoint import shard_at
 
-        return shard_at(index, self._local_tensor, self._spec)
+        return shard_at(index, self._local_shard, self._spec)
+
+
+def _mark_if_in_memory(local: Tensor) -> None:
+    """Record that a program has this local shard. A stand-in in a compiler's trace has no memory to write."""
+    if not any(isinstance(shard, STAND_INS) for shard in shards_of(local)):
+        mark_exposed(local)

@@ -123,7 +123,7 @@ class UnreducedGradient(LeafGradient):
             return None
         moved = to_spec(as_distributed_gradient(grad, self.spec), self.target.with_dtype(grad.dtype))
         # With the strides of the leaf, for which autograd would copy it otherwise.
-        local = in_memory_order(moved._local_tensor, self.spec.memory_order)
+        local = in_memory_order(moved._local_shard, self.spec.memory_order)
         return DTensorBase.concrete.wrap(local, self.spec.with_dtype(grad.dtype))
 
 

@@ -76,7 +76,7 @@ class Replayed(LocalSource):
             fresh = self.view.of(self.view.root)
             source = fresh._source
             # Just made, so it is not asked again: an inference tensor would be made anew for ever.
-            local = source.cached if isinstance(source, Replayed) else fresh._local_tensor
+            local = source.cached if isinstance(source, Replayed) else fresh._local_shard
             self.cached = redistribute_local(local, fresh._spec, tensor._spec)
             self.seen = self._writes()
         return self.cached
@@ -97,7 +97,7 @@ class Replayed(LocalSource):
             if written is None:
                 written = self._put_into_gathered(tensor)
         target = root._spec.with_meta(written._spec.tensor_meta)
-        assign(root, redistribute_local(written._local_tensor, written._spec, target))
+        assign(root, redistribute_local(written._local_shard, written._spec, target))
         if root._source is not None:
             root._source.write_back(root)
         self.seen = self._writes()
@@ -124,7 +124,7 @@ class Replayed(LocalSource):
     def _gathered_root(self) -> Tensor:
         """A copy of the root, on every rank, with memory for each element."""
         root = self.view.root
-        value = redistribute_local(root._local_tensor, root._spec, root._spec.replicated(row_major=True))
+        value = redistribute_local(root._local_shard, root._spec, root._spec.replicated(row_major=True))
         return value.clone(memory_format=torch.contiguous_format)
 
     def _gathered_value(self, tensor: DTensorBase) -> Tensor:
@@ -141,7 +141,7 @@ class Replayed(LocalSource):
     def shard(self) -> Tensor:
         """Return the local shard of the outermost root."""
         root = self.view.root
-        return root._source.shard() if isinstance(root._source, Replayed) else root._local_tensor
+        return root._source.shard() if isinstance(root._source, Replayed) else root._local_shard
 
 
 def _write(view: Tensor, value: Tensor) -> None:

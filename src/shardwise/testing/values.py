@@ -67,7 +67,7 @@ def assemble(dtensor: DTensor, *, instance: int | None = None) -> Tensor:
     rank holds an element. Nested Partial axes are reduced from the innermost (rightmost) outwards. On a submesh all
     parallel instances must agree, unless `instance` chooses one.
     """
-    spec, local = dtensor._spec, dtensor._local_tensor
+    spec, local = dtensor._spec, dtensor._local_shard
     if not isinstance(local, RankTensor):
         raise WorldError("assemble needs the shards of all ranks", "call x.full_tensor() outside a simulated world")
     by_instance = spec.mesh_info.instances.flatten(1).tolist()

@@ -76,10 +76,10 @@ class TransferRun:
             if name not in self.reduced:
                 placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
                 self.reduced[name] = shards_here(
-                    tensor.redistribute(placements=placements)._local_tensor, spec.mesh_info
+                    tensor.redistribute(placements=placements)._local_shard, spec.mesh_info
                 )
             return self.reduced[name]
-        return shards_here(tensor._local_tensor, spec.mesh_info)
+        return shards_here(tensor._local_shard, spec.mesh_info)
 
     def _target(self, name: str) -> dict[int, Tensor]:
         found = self.made.get(name)

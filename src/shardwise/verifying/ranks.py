@@ -94,7 +94,7 @@ def held(value: Tensor, axes: Axes, close: Close) -> Ranks:
 
 
 def _of_dtensor(value: DTensor, axes: Axes, close: Close) -> Ranks:
-    spec, shards = value._spec, value._local_tensor.shards  # type: ignore[attr-defined]
+    spec, shards = value._spec, value._local_shard.shards  # type: ignore[attr-defined]
     info = spec.mesh_info
     own = [name for name, placement in zip(info.names, spec.placements, strict=True) if placement.is_replicate()]
     if not info.covers_world() or not set(info.names) <= set(axes.names):  # a mesh of the program's own

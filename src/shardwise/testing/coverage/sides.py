@@ -65,7 +65,7 @@ class Processes:
             raise TypeError(f"the result is a {type(found).__name__}, not a DTensor")
         with torch.no_grad():
             value = found.full_tensor()
-        check_strides(found._local_tensor, found._spec, dist.get_rank())
+        check_strides(found._local_shard, found._spec, dist.get_rank())
         return value
 
     def settle(self, failed: bool) -> bool:
