@@ -12,7 +12,7 @@ from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, ini
 from shardwise.comm.cost import CostModel, links_of, using_cost_model
 from shardwise.comm.groups import adopt
 from shardwise.comm.redistribute import redistribute_local
-from shardwise.sharding.cache import Cache
+from shardwise.sharding.cache import Cache, cached_within
 from shardwise.sharding.mesh import mesh_info_of
 from shardwise.sharding.runtime import WorldCache, WorldState, active_runtime, all_runtimes, runtime_of_world
 
@@ -49,6 +49,23 @@ def test_the_recent_generation_is_one_dict():
     cache.clear()
     assert cache.recent is recent
     assert (len(cache), cache.nbytes) == (0, 0)
+
+
+def test_results_of_a_function_stay_bounded():
+    calls = []
+
+    @cached_within(max_bytes=10_000, size_of=lambda result: 8 * len(result))
+    def up_to(stop):
+        calls.append(stop)
+        return tuple(range(stop))
+
+    assert up_to(3) == up_to(3) == (0, 1, 2)
+    assert calls == [3]
+    for stop in range(200):
+        assert up_to(stop) == tuple(range(stop))
+        assert up_to.cache.nbytes <= 10_000 + 8 * stop
+    assert up_to(3) == (0, 1, 2)
+    assert calls.count(3) == 2
 
 
 # ---- the caches of a world --------------------------------------------------------------------------------------

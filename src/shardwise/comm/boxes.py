@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
+from ..sharding.cache import cached_within
 from ..sharding.layout import Coordinate, Layout, Run
 
 Box = tuple[tuple[int, int, int], ...]
@@ -95,7 +95,7 @@ Placed = list[tuple[int, int, int]]
 """Runs, each with its offset in the local shard."""
 
 
-@lru_cache(maxsize=65536)
+@cached_within(16 << 20, lambda runs: 150 * len(runs))
 def _common_runs(
     have: tuple[Run, ...], need: tuple[Run, ...], segment: tuple[int, int, int] | None
 ) -> Sequence[tuple[int, int, int]]:

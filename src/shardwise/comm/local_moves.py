@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
+from ..sharding.cache import cached_within
 from ..sharding.layout import Coordinate, Layout
 from .boxes import Box, intersection
 from .packing import received_box, sent_box
@@ -14,7 +13,7 @@ from .plan import Step
 from .transport import identity
 
 
-@lru_cache(maxsize=65536)
+@cached_within(16 << 20, lambda boxes: 200 * sum(map(len, boxes)))
 def _overlap(before: Layout, after: Layout, at: Coordinate) -> tuple[Box, ...]:
     return intersection(before.runs(at), after.runs(at))
 

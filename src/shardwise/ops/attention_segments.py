@@ -13,9 +13,9 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
+from ..sharding.cache import cached_within
 from ..sharding.layout import Factor, Run, factor_range
 
 
@@ -64,7 +64,7 @@ def zigzag_order(length: int, ranks: int) -> list[int]:
     return [position for run in zigzag_runs(length, ranks) for position in range(*run)]
 
 
-@lru_cache(maxsize=1024)
+@cached_within(16 << 20, lambda ranks: 200 * sum(map(len, ranks)))
 def segments_of(
     length: int, bounds: tuple[Run, ...], documents: tuple[int, ...] = (), zigzag: int = 0
 ) -> tuple[tuple[Segment, ...], ...]:

@@ -12,11 +12,13 @@ moves the entry to `recent`. When `recent` has filled half of the budget, `older
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable
+from functools import wraps
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 K = TypeVar("K")
 V = TypeVar("V")
+P = ParamSpec("P")
 
 ENTRY_BYTES = 256
 """What an entry takes besides its value: a slot in the table, and a key of a few pointers."""
@@ -64,3 +66,31 @@ class Cache(Generic[K, V]):
         self.recent.clear()
         self.older.clear()
         self._recent_bytes = self._older_bytes = 0
+
+
+def cached_within(max_bytes: int, size_of: Callable[[Any], int]) -> Callable[[Callable[P, V]], Callable[P, V]]:
+    """Cache the results of a pure function of hashable arguments, in at most about `max_bytes`.
+
+    For results whose sizes vary widely; `size_of(result)` returns the bytes of one. Where all are small, `lru_cache` is
+    bounded, too, and quicker.
+
+    >>> @cached_within(1 << 20, size_of=lambda divisors: 36 * len(divisors))
+    ... def divisors_of(number):
+    ...     return tuple(d for d in range(1, number + 1) if number % d == 0)
+    """
+
+    def decorate(function: Callable[P, V]) -> Callable[P, V]:
+        cache: Cache[tuple[Hashable, ...], V] = Cache(max_bytes, lambda key, value: ENTRY_BYTES + size_of(value))
+
+        @wraps(function)
+        def cached(*args: P.args, **kwargs: P.kwargs) -> V:
+            key = cast(tuple[Hashable, ...], (*args, *kwargs.items()) if kwargs else args)
+            found = cache.get(key)
+            if found is None:
+                found = cache[key] = function(*args, **kwargs)
+            return found
+
+        cached.cache = cache  # type: ignore[attr-defined]
+        return cached
+
+    return decorate

@@ -23,6 +23,7 @@ from typing import ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 from .._torch.symbols import hint, hinted, specialized
+from .cache import cached_within
 from .once import making
 
 Sizes = tuple[int, ...]
@@ -266,7 +267,7 @@ def dim_runs(dim: Dim, ranges: Sequence[Run]) -> tuple[Run, ...]:
     return tuple(spans)
 
 
-@lru_cache(maxsize=65536)
+@cached_within(16 << 20, lambda runs: 120 * len(runs))
 def _runs_at(sizes: Sizes, dim: Dim, place: tuple[int, ...]) -> tuple[Run, ...]:
     """The runs of one dim for a rank with these indices on the axes that shard it; many ranks share them."""
     indices = iter(place)
