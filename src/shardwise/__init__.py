@@ -12,7 +12,7 @@ modes         explicit, implicit_replication, strict_ops
 training      accumulate_gradients, bucket_gradients; erase: record a step, and run plain local code from then on
 modules       distribute_module, shard_parameters, replicate; parallel styles and plans are in shardwise.parallel,
               fully_shard in shardwise.fsdp
-files         shardwise.checkpoint: save, async_save, load and latest; shardwise.hub: models in the files of hubs
+files         shardwise.checkpoint: save, async_save, load and latest; shardwise.hub: models in the files of model hubs
 proving       verify: a program on simulated ranks, compared with one device tensor by tensor
 take-over     install: shardwise in the place of torch.distributed.tensor, also `python -m shardwise.run program.py`
 inspecting    debug: draw, show, explain, report, watch, CommDebugMode
@@ -113,10 +113,10 @@ never_traced(
         *("sharding", "tensor", "testing", "transferring", "verifying", "world"),
     )
 )
-_DTensorSpec = DTensorSpec  # by this name, other parts of PyTorch import it from torch.distributed.tensor
+_DTensorSpec = DTensorSpec  # PyTorch imports it from torch.distributed.tensor by this name
 find_table_modules()
 
 
 def __getattr__(name: str) -> object:
-    """`shardwise._random` and others: modules made from the table of `dropin`, without being imported first."""
+    """Return a module of the table of `dropin`, such as `shardwise._random`, without an import statement."""
     return table_module(name)

@@ -56,7 +56,7 @@ def to_torch(dtensor: DTensor) -> TorchDTensor:
 
 
 class _Context(Protocol):
-    """What a conversion keeps for the backward pass."""
+    """The autograd context of a conversion."""
 
     spec: DTensorSpec
 
@@ -98,7 +98,10 @@ def _as_gradient(grad: DTensor, spec: DTensorSpec) -> DTensor:
 def _our_spec(theirs: TorchDTensor) -> DTensorSpec:
     mesh_info = adopt(theirs.device_mesh)
     if mesh_info.simulated:
-        raise InputError("from_torch in a simulated world", "PyTorch's DTensor needs a process for each rank")
+        raise InputError(
+            "from_torch in a simulated world: PyTorch's DTensor needs a process for each rank",
+            "run the program under torchrun",
+        )
     placements = [_ours(placement, theirs) for placement in theirs.placements]
     interleaved = any(isinstance(placement, InterleavedShard) for placement in placements)
     order: ShardOrder | None = None if interleaved else getattr(theirs._spec, "shard_order", None)
@@ -117,7 +120,7 @@ def _our_spec(theirs: TorchDTensor) -> DTensorSpec:
     if held != expected:
         raise InputError(
             f"from_torch of {spec!r}: the local shard of this rank has shape {list(held)}, not {list(expected)}",
-            "its global shape does not fit its shards: give PyTorch's from_local the right shape",
+            "pass the right global shape and stride to PyTorch's DTensor.from_local",
         )
     return spec
 
@@ -137,7 +140,10 @@ def _their_placements(spec: DTensorSpec) -> list[TorchPlacement]:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     if spec.mesh_info.simulated:
-        raise InputError("to_torch in a simulated world", "PyTorch's DTensor needs a process for each rank")
+        raise InputError(
+            "to_torch in a simulated world: PyTorch's DTensor needs a process for each rank",
+            "run the program under torchrun",
+        )
     found: list[TorchPlacement] = []
     for placement in _in_their_order(spec):
         if isinstance(placement, Partial):

@@ -1,6 +1,6 @@
 """The names of `torch.distributed.tensor.placement_types`: Placement, Shard, Replicate and Partial.
 
-The others are those that programs written for PyTorch import from there.
+Programs written for PyTorch import the other names from there, too.
 """
 
 from .sharding import placement

@@ -50,7 +50,7 @@ def test_a_function_with_its_own_world_as_json(program, capsys):
     [
         ("program_to_explain", "names no function"),
         ("program_to_explain:nothing", "has no 'nothing'"),
-        ("program_to_explain:number", "is no function"),
+        ("program_to_explain:number", "is a int, not a function"),
         ("no_such_program:f", "there is no module no_such_program"),
         ("no_such_program.py:f", "there is no file no_such_program.py"),
     ],

@@ -41,7 +41,7 @@ def test_accelerators_have_other_costs(capsys):
         (["f32[8@dq]", "f32[8]", "--mesh", "dp=2"], "no axis dq"),
         (["f32[8]", "f32[9]", "--mesh", "dp=2"], "different tensors"),
         (["f32[8]", "f32[8]", "--mesh", "dp"], "'dp' is not an axis"),
-        (["f32[8]", "f32[8]", "--mesh", "dp=2,dp=3"], "axis dp is there twice"),
+        (["f32[8]", "f32[8]", "--mesh", "dp=2,dp=3"], "axis dp is given twice"),
     ],
 )
 def test_wrong_usage(arguments, message, capsys):

@@ -68,7 +68,7 @@ def test_strict_counts_warnings(capsys):
         ("no.such.module:step", "there is no module no.such.module"),
         ("no/such/file.py:step", "there is no file"),
         (f"{PROGRAM}:no_such", "has no 'no_such'"),
-        (f"{PROGRAM}:not_a_function", "is no function"),
+        (f"{PROGRAM}:not_a_function", ", not a function"),
         (f"{PROGRAM}:needs_more", "needs 2 arguments"),
     ],
 )

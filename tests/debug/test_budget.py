@@ -104,7 +104,7 @@ def test_an_error_in_the_block_is_not_hidden() -> None:
 @pytest.mark.parametrize(
     ("limits", "problem"),
     [
-        ({"all_gathers": 2}, "budget got all_gathers=: collectives are all_gather, "),
+        ({"all_gathers": 2}, "budget got all_gathers=, which is no collective: use one of all_gather, "),
         ({"bytes": "3 MeB"}, "budget got the size '3 MeB'"),
         ({"bytes": -1}, "budget got the size -1"),
     ],
@@ -116,6 +116,6 @@ def test_wrong_limits(limits, problem) -> None:
 
 
 def test_an_axis_that_no_mesh_has() -> None:
-    problem = "budget got over='cp': axes of meshes are dp, tp"
+    problem = "budget got over='cp', which is no mesh axis: use dp, tp"
     with mesh_of(2, 2, names=("dp", "tp")) as mesh, pytest.raises(InputError, match=problem), budget(over="cp"):
         program(mesh)

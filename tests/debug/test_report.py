@@ -194,7 +194,7 @@ def test_a_module_runs_with_arguments():
 
 
 def test_other_subjects_are_refused():
-    with pytest.raises(InputError, match="the subject is a int"):
+    with pytest.raises(InputError, match="report got a subject of type int"):
         report(3)
 
 

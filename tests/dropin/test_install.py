@@ -191,7 +191,7 @@ def test_a_private_module_that_is_not_there_is_an_error():
         """,
         fails=True,
     )
-    assert "ModuleNotFoundError: torch.distributed.tensor._tp_conv: shardwise stands in the place" in text
+    assert "ModuleNotFoundError: torch.distributed.tensor._tp_conv: shardwise replaces" in text
 
 
 def test_importing_and_using_shardwise_leaves_plain_tensors_alone():

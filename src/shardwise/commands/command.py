@@ -16,9 +16,9 @@ class Command(NamedTuple):
     """Lines that a user can copy, printed by --help."""
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
-    """Does the work, prints, and returns the exit code: 0 fine, 1 found something wrong. Wrong usage is a UsageError.
-    `given.json` says whether to print JSON instead of text; main() adds that option to every command."""
+    """Runs the command, prints, and returns the exit code: 0, or 1 if it found something wrong. Raises a UsageError for
+    wrong arguments. `given.json` is True to print JSON instead of text; main() adds that option to every command."""
 
 
 class UsageError(Exception):
-    """The arguments are wrong: main() prints the message and returns 2."""
+    """Wrong arguments. main() prints the message and returns 2."""

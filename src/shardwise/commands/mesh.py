@@ -27,7 +27,7 @@ def parse_mesh(text: str) -> Mesh:
     for part in text.split(","):
         found = _AXIS.fullmatch(part.strip())
         if found is None or found[1] in sizes:
-            problem = f"axis {found[1]} is there twice" if found else f"{part.strip()!r} is not an axis with its size"
+            problem = f"axis {found[1]} is given twice" if found else f"{part.strip()!r} is not an axis with its size"
             shown = f"    {text}\n    {' ' * position}{'^' * max(len(part), 1)}"
             raise UsageError(f"{problem}\n{shown}\nwrite --mesh dp=2,tp=4")
         sizes[found[1]] = int(found[2])

@@ -22,8 +22,8 @@ shardwise plan "f32[10@tp]" "f32[10]" --mesh tp=4 --json
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help='the tensor as it is, such as "f32[8@dp, 16]"')
-    parser.add_argument("target", help='the tensor as it shall be, such as "f32[8, 16@tp]" or "f32[8, 16] sum(dp)"')
+    parser.add_argument("source", help='the spec to start from, such as "f32[8@dp, 16]"')
+    parser.add_argument("target", help='the spec to reach, such as "f32[8, 16@tp]" or "f32[8, 16] sum(dp)"')
     add_mesh_argument(parser, required=True)
     add_device_argument(parser)
 
@@ -69,7 +69,7 @@ def _received(found: SpecPlan) -> int:
 
 
 def _text(found: SpecPlan) -> str:
-    """Return the plan as lines: what is done, over which axes, bytes that a rank receives, time, and the result."""
+    """Return the plan as text: a line for each step, with its axes, the bytes that a rank receives, time and result."""
     rows = [_row(number, step, found.source) for number, step in enumerate(found.plan.steps, 1)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"{found.source} -> {found.target}"]

@@ -15,7 +15,7 @@ from .mesh import parse_mesh, simulated_mesh
 
 @contextmanager
 def program_mesh(mesh: str | None) -> Iterator[DeviceMesh | None]:
-    """Yield the mesh of --mesh: over the ranks of torchrun, or else over simulated ones. None if none is given."""
+    """Yield the mesh of --mesh: over the ranks of torchrun, or else over simulated ones. Yield None without --mesh."""
     if mesh is None:
         yield None
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:

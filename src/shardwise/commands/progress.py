@@ -4,7 +4,7 @@
 ...     progress("measuring dp")
 ...     measure("dp")
 
-Nothing is written before a second has passed, nor where standard error is no terminal. The line is erased at the end.
+Nothing is written in the first second, nor if standard error is not a terminal. The line is erased at the end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Progress:
         self._thread: threading.Thread | None = None
 
     def __call__(self, label: str) -> None:
-        """Show the label of the present step."""
+        """Show this label from now on."""
         self._label = label
 
     def __enter__(self) -> Progress:

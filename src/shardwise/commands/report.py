@@ -54,7 +54,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _report(function: Callable[..., object], mesh: DeviceMesh | None, title: str) -> Report:
-    """Return the report of what the function does; if it returns a model or a step, of that."""
+    """Return the report of the function; if it returns a model or a step, the report of that."""
     step = run_step(call_with_mesh, (function, mesh), {})
     if isinstance(step.result, nn.Module) or callable(step.result):
         return report(step.result, title=title)

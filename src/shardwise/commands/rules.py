@@ -10,7 +10,7 @@ from .command import Command
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op", help="such as aten.mm, aten::mm or aten.mm.default")
+    parser.add_argument("op", help="the name of an op, such as aten.mm, aten::mm or aten.mm.default")
 
 
 def _run(given: argparse.Namespace) -> int:

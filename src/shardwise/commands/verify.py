@@ -20,8 +20,10 @@ shardwise verify train:check --mesh dp=4,tp=2 --steps 1
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("function", help=HELP)
-    add_mesh_argument(parser, required=False, help="another mesh than the function says, such as dp=2,tp=4")
-    parser.add_argument("--steps", type=int, help="another number of steps")
+    add_mesh_argument(
+        parser, required=False, help="a mesh in place of the one that the function returns, such as dp=2,tp=4"
+    )
+    parser.add_argument("--steps", type=int, help="a number of steps in place of the one that the function returns")
 
 
 def _run(given: argparse.Namespace) -> int:
@@ -45,7 +47,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _changed(given: argparse.Namespace) -> dict[str, object]:
-    """Return the arguments that the command line replaces."""
+    """Return the arguments of `verify` that the command line overrides."""
     changed: dict[str, object] = {}
     if given.steps:
         changed["steps"] = given.steps

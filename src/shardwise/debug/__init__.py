@@ -9,10 +9,10 @@ budget                raises an error with that explanation if a block communica
 trace, merge_traces   write what ranks compute and communicate, and when, for chrome://tracing and ui.perfetto.dev
 report                writes one page about a step: placements, memory, communication, timeline, reasons, warnings
 show                  draws a tensor, spec, plan, mesh or module in a notebook; after `%load_ext shardwise.debug`
-                      meshes and modules draw themselves, as the others do
+                      meshes and modules draw themselves, too
 watch                 stops all ranks when they do different things, when one raises an error, and when one dies
-unwatched             where one rank may run ops alone, while the others are watched over
-check_local_tensors   finds local tensors that are not what from_local, local_map or a style takes them for
+unwatched             a context, inside a watch, in which one rank may run ops alone
+check_local_tensors   finds local tensors that are not what from_local, local_map or a style assumes
 """
 
 from ..sharding.runtime import active_runtime
@@ -47,7 +47,7 @@ __all__ = [
 
 
 def _clear_sharding_prop_cache() -> None:
-    """Forget all plans of ops: the name that programs for PyTorch call between worlds."""
+    """Clear the caches of the active world, by the name that programs written for PyTorch call."""
     active_runtime().clear_caches()
 
 

@@ -23,7 +23,7 @@ class budget:
     """Limits the communication of the block; raises a `BudgetError` at its end if there was more.
 
     A limit is a number of collectives by name, as `all_gather=2`, `all_reduce=0`; names are those of
-    `CommDebugMode.get_comm_counts()`, also without the `_into_tensor` or `_tensor` at their end. `total` limits the
+    `CommDebugMode.get_comm_counts()`, with or without their ending `_into_tensor` or `_tensor`. `total` limits the
     number of all collectives, `bytes` what a rank receives in them. With `over`, only collectives over this mesh axis
     count, or over one of these axes; a collective over several axes at once counts for each of them. Without any limit,
     nothing may be communicated.
@@ -43,7 +43,8 @@ class budget:
         known = collective_names()
         for name in counts:
             if name not in known:
-                raise InputError(f"budget got {name}=", f"collectives are {', '.join(sorted(set(known.values())))}")
+                listed = ", ".join(sorted(set(known.values())))
+                raise InputError(f"budget got {name}=, which is no collective", f"use one of {listed}")
         self._counts = counts
         self._total = 0 if total is None and bytes is None and not counts else total
         self._bytes = None if bytes is None else bytes_of(bytes, "budget")
@@ -71,7 +72,7 @@ class budget:
         axes = {name for mesh_info in active_runtime().meshes.values() for name in mesh_info.names}
         missing = [axis for axis in self._over or () if axis not in axes]
         if missing and axes:
-            raise InputError(f"budget got over={missing[0]!r}", f"axes of meshes are {', '.join(sorted(axes))}")
+            raise InputError(f"budget got over={missing[0]!r}, which is no mesh axis", f"use {', '.join(sorted(axes))}")
 
     def _counts_for(self, each: Communication) -> bool:
         return self._over is None or any(axis in self._over for axis in each.over)

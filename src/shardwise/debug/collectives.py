@@ -18,7 +18,7 @@ from ..ops.collectives import FUNCTIONAL_NAMESPACES, CollectiveOp
 from ..world import RankTensor, current_world, values_of
 
 _MESSAGES = {"send": "send", "receive": "recv_"}
-"""The ops that stand for messages between simulated ranks, and those of processes."""
+"""The op of `c10d` that each op for messages between simulated ranks is counted as."""
 
 
 def public_op(op: object) -> object:
@@ -31,12 +31,12 @@ def public_op(op: object) -> object:
         return getattr(torch.ops.c10d, _MESSAGES[name])
     if namespace not in FUNCTIONAL_NAMESPACES:
         return packet
-    # What a collective does in place counts as what it does: users name `all_reduce`.
+    # A collective in place (`all_reduce_`) counts under the name that users write (`all_reduce`).
     return getattr(torch.ops.c10d_functional, name.removesuffix("_"), packet)
 
 
 def runs_its_own_code(kind: type[Tensor]) -> bool:
-    """Whether tensors of this type run other ops in the place of an op. Plain tensors are among the types, too."""
+    """Whether `__torch_dispatch__` of this type replaces an op by other ops, which modes then see themselves."""
     return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not issubclass(kind, RankTensor)
 
 
@@ -62,7 +62,7 @@ def received_bytes(op: CollectiveOp, args: Sequence[object], kwargs: Mapping[str
 
 
 def _exchanged(splits: Sequence[int], got: list[int], group: str) -> int:
-    """Return what an all-to-all brings from other ranks: its result without what a rank sends to itself."""
+    """Return the bytes that an all-to-all receives from other ranks: its result without what a rank sends to itself."""
     rows = [[_value(size, rank) for size in splits] for rank in range(len(got))]
     return max(
         size * (sum(row) - row[position]) // max(sum(row), 1)

@@ -16,8 +16,8 @@
 └──────────┴──────────────────────────────────┴──────────────────────────────────┘
 
 It works on processes and on simulated ranks. A collective of simulated ranks counts once. Messages from rank to rank,
-such as those between the stages of a pipeline, count as `send` and `receive`: on a process its own, among simulated
-ranks those of all stages.
+such as those between the stages of a pipeline, count as `send` and `receive`: a process counts its own, a simulated
+world those of all stages.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class CommDebugMode(OwnMode):
         args: Sequence[object] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        """Record an op, then run it; for tensor subclasses in their own code, whose ops this mode records too."""
+        """Record an op and run it. Tensor subclasses run it by their own code, whose ops this mode records, too."""
         kwargs = kwargs or {}
         tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         inputs = tuple((tuple(t.shape), t._spec if isinstance(t, DTensor) else None) for t in tensors)
@@ -186,6 +186,6 @@ class CommDebugMode(OwnMode):
 
 
 def _tag(args: Sequence[object], kwargs: dict[str, object]) -> int:
-    """The tag of a message, the last argument of its op."""
+    """Return the tag of a message, the last argument of its op."""
     tag = kwargs.get("tag", args[-1])
     return tag if isinstance(tag, int) else 0

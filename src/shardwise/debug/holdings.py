@@ -55,7 +55,7 @@ class Grid:
 
 
 def grid(spec: DTensorSpec, most: int | None = None) -> Grid:
-    """Return the grid of a tensor of one or two dims; of many rows or columns the first ones and the last."""
+    """Return the grid of a tensor of one or two dims; of more than `most` rows or columns some."""
     shards = {runs: ranks for runs, ranks in holdings(spec).items() if runs}
     if spec.ndim == 1:
         shards = {(((0, 1),), *runs): ranks for runs, ranks in shards.items()}

@@ -1,4 +1,4 @@
-"""check_local_tensors: find local tensors that are not what `from_local` takes them for.
+"""check_local_tensors: find local tensors that are not what `from_local` assumes.
 
 >>> with check_local_tensors():
 ...     model(x)
@@ -15,11 +15,11 @@ from ..tensor.from_local import set_checking
 
 @contextmanager
 def check_local_tensors() -> Iterator[None]:
-    """Inside, the ranks compare the local tensors that become distributed ones. Enter it on all ranks alike.
+    """Compare the local tensors of all ranks in every `from_local` inside the block. Enter it on all ranks.
 
-    That is in `from_local`, and so in `local_map` and in styles that get plain inputs. Otherwise these communicate
-    nothing: they take shards for even, or for shards of the given shape, and replicas for equal. Here it is an error,
-    on all ranks, if they are not. Each call costs a collective, a host read and a pass over the data.
+    This includes `local_map` and styles that get plain inputs. Without the check they communicate nothing: they assume
+    that shards are even, or shards of the given global shape, and that replicas are equal. With it, a wrong assumption
+    is an error on all ranks. Each call costs a collective, a host read and a pass over the data.
     """
     before = set_checking(True)
     try:

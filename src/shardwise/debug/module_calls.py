@@ -107,7 +107,7 @@ class ModuleCalls:
         for path, submodule in module.named_modules():
             known = self._names.setdefault(submodule, f"{name}.{path}" if path else name)
             self.modules.setdefault(known, submodule)
-            for own, parameter in submodule.named_parameters(recurse=False):  # before hooks show others in their place
+            for own, parameter in submodule.named_parameters(recurse=False):  # before hooks replace them
                 self._parameters.setdefault(id(parameter), f"{known}.{own}")
 
     def parameter_name(self, tensor: Tensor) -> str | None:

@@ -22,7 +22,7 @@ from .explaining.trace_file import write_events
 def trace(path: str | Path, **speeds: float) -> Iterator[Explanation]:
     """Write a trace of the block to a JSON file. `speeds` are those of `Explanation.trace`.
 
-    The block's explanation is what `as` names.
+    Yields the explanation of the block.
     """
     with Explanation() as explanation:
         yield explanation
@@ -30,7 +30,7 @@ def trace(path: str | Path, **speeds: float) -> Iterator[Explanation]:
 
 
 def merge_traces(paths: Iterable[str | Path], path: str | Path) -> Path:
-    """Join the traces of several ranks in one file."""
+    """Write the events of several trace files to one, and return its path."""
     events: list[dict[str, object]] = []
     for each in paths:
         events += json.loads(Path(each).read_text())["traceEvents"]

@@ -1,4 +1,4 @@
-"""The place of `torch.distributed.tensor`: its import paths under `shardwise`, and take-over of the module itself.
+"""Replace `torch.distributed.tensor`: its import paths under `shardwise`, and take-over of the module itself.
 
     table            where each name of `torch.distributed.tensor` and its submodules lives in shardwise
     modules          makes the modules of the table when a program imports them

@@ -42,10 +42,9 @@ _cp_options = options
 
 
 def set_rotate_method(rotate_method: str) -> None:
-    """Choose how keys and values travel in this process: "allgather", or "alltoall" for a ring.
+    """Choose how keys and values are sent in this process: "allgather", or "alltoall" for a ring.
 
-    The values computed are the same. Without a choice, the cost model makes it, and takes a ring or an all-to-all by
-    heads.
+    Results do not depend on it. Without this call, the cost model chooses between a ring and an all-to-all by heads.
 
     >>> set_rotate_method("alltoall")
     """
@@ -56,7 +55,7 @@ def set_rotate_method(rotate_method: str) -> None:
 
 
 _ARRANGED: WorldState[dict[MeshInfo, _LoadBalancer | None]] = WorldState(dict)
-"""For each mesh, how the buffers that were sharded over it last were rearranged before."""
+"""For each mesh, the load balancer of the buffers that were sharded over it last."""
 
 
 class _Attention(TorchFunctionMode):
@@ -89,7 +88,7 @@ class _Attention(TorchFunctionMode):
         return result.redistribute(placements=self.placements).to_local()
 
     def _follows_positions(self, balancer: _LoadBalancer | None, shards: Sequence[DTensor], masked: bool) -> bool:
-        """Whether a ring finds the positions of the tokens by itself, so that they need not be put back in order."""
+        """Whether a ring handles the order of the load balancer itself, so that the sequence need not be restored."""
         if type(balancer) is not _HeadTailLoadBalancer or masked or self.dim != _SEQUENCE_DIM:
             return False
         fits = balancer.world_size == self.mesh.size() and all(shard.dim() == 4 for shard in shards)
@@ -111,7 +110,7 @@ def context_parallel(
     buffer_seq_dims: list[int] | None = None,
     no_restore_buffers: set[Tensor] | None = None,
 ) -> Iterator[None]:
-    """Inside, the buffers are shards of a sequence, and attention of plain tensors is that of the global sequence.
+    """Shard buffers by position inside the block, and compute attention of plain tensors over the global sequence.
 
     Each buffer is sharded over `mesh` in its dim of `buffer_seq_dims`, in place, and restored at the end unless it is
     in `no_restore_buffers`.
@@ -121,7 +120,10 @@ def context_parallel(
     """
     buffers, dims = buffers or [], buffer_seq_dims or []
     if len(buffers) != len(dims):
-        raise InputError(f"{len(buffers)} buffers and {len(dims)} buffer_seq_dims", "give one dim for each buffer")
+        raise InputError(
+            f"context_parallel got {len(buffers)} buffers and {len(dims)} buffer_seq_dims",
+            "give one dim for each buffer",
+        )
     kept = no_restore_buffers or set()
     saved = [None if buffer in kept else buffer.detach().clone() for buffer in buffers]
     balancer = _default_balancer(mesh, buffers[0].shape[dims[0]], buffers[0].device) if buffers else None
@@ -142,9 +144,9 @@ def _context_parallel_shard(
     seq_dims: Sequence[int] | Mapping[str, int],
     load_balancer: _LoadBalancer | None = None,
 ) -> list[Any]:
-    """This rank's shard of each buffer, rearranged by the load balancer before; of a BlockMask its rows.
+    """Return this rank's shard of each buffer, in the order of the load balancer; of a BlockMask, this rank's rows.
 
-    Attention over this mesh takes its arguments in the order that was used last.
+    Attention over this mesh assumes that its arguments have the order of the last call.
     """
     if isinstance(buffers, Mapping):
         assert isinstance(seq_dims, Mapping)
@@ -164,7 +166,7 @@ def _context_parallel_shard(
 
 
 def _rank_block_mask(mask: BlockMask, mesh: DeviceMesh, balancer: _LoadBalancer | None) -> BlockMask:
-    from .block_masks import rank_block_mask  # PyTorch's flex_attention, which that needs, takes a while to import
+    from .block_masks import rank_block_mask  # imports PyTorch's flex_attention, which is slow
 
     return rank_block_mask(mask, mesh, balancer)
 
@@ -173,13 +175,13 @@ T = TypeVar("T", bound=Tensor)
 
 
 def _rearranged(tensor: T, dim: int, balancer: _LoadBalancer | None, restore: bool = False) -> T:
-    """A tensor with its sequence in the order of a load balancer, or back from it."""
+    """Return a tensor with its sequence in the order of a load balancer, or restored from it."""
     indices = None if balancer is None else balancer._generate_indices(restore)
     if indices is None:
         return tensor
     if indices.shape[-1] != tensor.shape[dim]:
         raise ShapeError(
-            f"a tensor of shape {list(tensor.shape)}, whose dim {dim} is a sequence that was rearranged as one of "
+            f"dim {dim} of a tensor of shape {list(tensor.shape)} is the sequence, but the load balancer is for length "
             f"{indices.shape[-1]}",
             "shard the buffers of this step with a load balancer for its length, or with none",
         )
@@ -199,13 +201,14 @@ def _default_balancer(mesh: DeviceMesh, length: int, device: torch.device) -> _L
 def _shard(mesh: DeviceMesh, buffer: Tensor, dim: int) -> Tensor:
     if buffer.shape[dim] % mesh.size():
         raise ShapeError(
-            f"a sequence of {buffer.shape[dim]} over {mesh.size()} ranks", "pad it to a multiple of the mesh's size"
+            f"a sequence of {buffer.shape[dim]} tokens cannot be sharded evenly over {mesh.size()} ranks",
+            f"pad it to a multiple of {mesh.size()}",
         )
     shard = distribute_tensor(buffer, mesh, [Shard(dim)] * mesh.ndim, src_data_rank=None).to_local()
     if isinstance(shard, RankTensor) and not isinstance(buffer, RankTensor):
         raise InputError(
-            "context_parallel with plain buffers in a simulated world: one plain tensor cannot become a shard per rank",
-            "distribute them before, and pass no buffers: distribute_tensor(x, mesh, [Shard(dim)]).to_local()",
+            "context_parallel got plain buffers in a simulated world: one plain tensor cannot become a shard per rank",
+            "shard them yourself, and pass no buffers: distribute_tensor(x, mesh, [Shard(dim)]).to_local()",
         )
     return shard
 
@@ -213,7 +216,7 @@ def _shard(mesh: DeviceMesh, buffer: Tensor, dim: int) -> Tensor:
 def context_parallel_unshard(
     mesh: DeviceMesh, buffers: Sequence[Tensor], seq_dims: Sequence[int], load_balancer: _LoadBalancer | None = None
 ) -> list[Tensor]:
-    """The global sequence of each local shard, in the order before the load balancer."""
+    """Gather the global sequence of each local shard, in the order before the load balancer."""
     found = []
     for buffer, dim in zip(buffers, seq_dims, strict=True):
         gathered = DTensor.from_local(buffer, mesh, [Shard(dim)] * mesh.ndim).full_tensor()

@@ -17,10 +17,10 @@ from .attention import _Attention
 
 
 class _ContextParallel(ParallelStyle):
-    """The style of a module that calls attention with its arguments: they hold this rank's shard of the sequence.
+    """The style of a module that calls attention on this rank's shard of the sequence.
 
-    `SDPA`: inside, `F.scaled_dot_product_attention` is that of the global sequence. `FLEX`: the module gets all keys
-    and values, and calls `flex_attention` with this rank's mask.
+    `SDPA`: inside the module, `F.scaled_dot_product_attention` computes attention over the global sequence. `FLEX`: the
+    module gets the keys and values of all ranks, and calls `flex_attention` with this rank's mask.
     """
 
     class AttentionType(enum.Enum):
@@ -49,9 +49,9 @@ class _ContextParallel(ParallelStyle):
 
 
 def _with_all_keys(mesh: DeviceMesh, dim: int, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """The arguments of a module with the keys and values of all ranks.
+    """Gather the keys and values of all ranks: the second and third argument of a module. Return all arguments.
 
-    They are its second and third argument. The mask, made by `_context_parallel_shard`, is that of this rank's queries.
+    The mask among them, made by `_context_parallel_shard`, is that of this rank's queries.
     """
     names = list(inspect.signature(module.forward).parameters)[1:3]
     gathered = [_gathered(value, mesh, dim) if i in (1, 2) else value for i, value in enumerate(args)]
@@ -60,7 +60,7 @@ def _with_all_keys(mesh: DeviceMesh, dim: int, module: nn.Module, args: Args, kw
 
 
 def _gathered(local: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """The shards of all ranks, whose gradients are summed."""
+    """Gather the shards of all ranks. In backward their gradients are summed."""
     shards = DTensor.from_local(local, mesh, [Shard(dim)] * mesh.ndim)
     gathered = shards.redistribute(placements=[Replicate()] * mesh.ndim)
     return gathered.to_local(grad_placements=[Partial()] * mesh.ndim)

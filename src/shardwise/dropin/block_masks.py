@@ -20,10 +20,13 @@ from .load_balancers import _LoadBalancer
 
 
 def rank_block_mask(mask: BlockMask, mesh: DeviceMesh, balancer: _LoadBalancer | None) -> BlockMask:
-    """The mask for this rank's queries and all keys, both in the order of the load balancer."""
+    """Return the mask for this rank's queries and all keys, both in the order of the load balancer."""
     queries, keys = mask.seq_lengths
     if queries % mesh.size():
-        raise ShapeError(f"a block mask of {queries} queries over {mesh.size()} ranks", "pad to a multiple of them")
+        raise ShapeError(
+            f"a block mask of {queries} queries cannot be sharded evenly over {mesh.size()} ranks",
+            f"pad the sequence to a multiple of {mesh.size()}",
+        )
     indices = None if balancer is None else balancer._generate_indices()
     device = mask.kv_num_blocks.device
     order = torch.arange(keys, device=device)[None] if indices is None else indices.long().to(device)
@@ -47,7 +50,7 @@ _NAMES = "positions", "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full
 
 
 def _table(name: str, mask: BlockMask, rows: Layout, order: Tensor, at: Coordinate) -> Tensor:
-    """One of the tables of the mask for the rank at this coordinate, or the positions of its queries."""
+    """Return a table of the mask for the rank at this coordinate, or the positions of its queries."""
     ((run, *_),) = rows.runs(at)
     positions, states, size = order[:, run[0] : run[1]], block_states(mask), (mask.BLOCK_SIZE[0], mask.BLOCK_SIZE[1])
     made = [
@@ -55,5 +58,5 @@ def _table(name: str, mask: BlockMask, rows: Layout, order: Tensor, at: Coordina
         for i, (own, keys) in enumerate(zip(positions, order, strict=True))
     ]
     ours = torch.cat(made) if len(order) > 1 else states_at(states, size, positions[0], order[0])
-    made_of = dict(zip(_NAMES, (positions, *lists_of(ours, MASKED), *lists_of(ours, FULL)), strict=True))
-    return made_of[name]
+    tables = dict(zip(_NAMES, (positions, *lists_of(ours, MASKED), *lists_of(ours, FULL)), strict=True))
+    return tables[name]

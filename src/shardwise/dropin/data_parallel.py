@@ -22,7 +22,7 @@ from ..tensor.dtensor import DTensor
 
 
 def _flatten_tensor(tensor: Tensor) -> tuple[Tensor, DTensorSpec | None]:
-    """The local shard of a distributed tensor and its spec; a plain tensor and None."""
+    """Return the local shard of a distributed tensor and its spec; for a plain tensor, the tensor and None."""
     if isinstance(tensor, DTensor):
         return tensor._local_shard, tensor._spec
     return tensor, None
@@ -31,7 +31,7 @@ def _flatten_tensor(tensor: Tensor) -> tuple[Tensor, DTensorSpec | None]:
 def _unflatten_tensor(
     tensor: Tensor, spec: DTensorSpec, *, device_handle: object = None, compute_stream: object = None
 ) -> DTensor:
-    """The distributed tensor with this local shard. Differentiable."""
+    """Return the distributed tensor with this local shard. Differentiable."""
     return DTensor.from_local(tensor, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 
@@ -59,7 +59,7 @@ def _localize_dtensor(module: nn.Module, *_: object, ignored_params: Collection[
 
 
 def _reconstruct_dtensor(module: nn.Module, _input: object) -> None:
-    """Replace local shards by the distributed tensors that they came from, as functions of the local parameters."""
+    """Replace local parameters by distributed tensors that are made from them, so that gradients flow to them."""
     for submodule in module.modules():
         for name, parameter in list(parameters_of(submodule).items()):
             spec = getattr(parameter, "_dtensor_spec", None)
@@ -73,23 +73,26 @@ def _reconstruct_dtensor(module: nn.Module, _input: object) -> None:
 
 
 class DTensorExtensions:
-    """How the first FSDP flattens the distributed parameters of a tensor-parallel module, and gives them back."""
+    """Converts distributed parameters to local ones, which the first FSDP flattens, and back."""
 
     def __init__(self, device_handle: object) -> None:
         self.device_handle = device_handle
         self.compute_stream = None
 
     def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, DTensorSpec | None]:
-        """The tensor that FSDP flattens, and what `post_unflatten_transform` needs."""
+        """Return the tensor that FSDP flattens, and the argument of `post_unflatten_transform`."""
         return _flatten_tensor(tensor)
 
     def post_unflatten_transform(self, tensor: Tensor, param_extension: DTensorSpec) -> Tensor:
-        """The distributed tensor of a local one. Differentiable."""
+        """Return the distributed tensor with this local shard. Differentiable."""
         return _unflatten_tensor(tensor, param_extension)
 
     def chunk_tensor(self, *args: object) -> Tensor:
-        """Not supported: use fully_shard."""
-        raise NotImplementedError("sharded state dicts of the first FSDP; use torch.distributed.fsdp.fully_shard")
+        """Raise an error: sharded state dicts of the first FSDP are not supported."""
+        raise NotImplementedError(
+            "FullyShardedDataParallel has no sharded state dict for parameters that are DTensors: wrap the module with "
+            "torch.distributed.fsdp.fully_shard instead"
+        )
 
     chunk_dtensor = pre_load_state_dict_transform = all_gather_dtensor = chunk_tensor
 
@@ -98,7 +101,7 @@ class DTensorExtensions:
 
 
 def input_reshard(module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_dim: int | None = None) -> nn.Module:
-    """Save the activations of a module for backward sharded over a mesh, instead of replicated."""
+    """Save the replicated activations of a module for its backward pass as shards over a mesh."""
     if input_reshard_dim is None:
         return module
     hooks: list[saved_tensors_hooks] = []

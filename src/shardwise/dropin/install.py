@@ -38,7 +38,7 @@ class _AliasLoader(Loader):
 
 
 class _AliasFinder(MetaPathFinder):
-    """Finds `torch.distributed.tensor.parallel` and the like: the module of that name in shardwise."""
+    """Resolves submodules, such as `torch.distributed.tensor.parallel`, to the modules of shardwise of that name."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -48,7 +48,7 @@ class _AliasFinder(MetaPathFinder):
         name = fullname.removeprefix(f"{THEIRS}.")
         if name not in MODULES and name not in FILES:
             raise ModuleNotFoundError(
-                f"{fullname}: shardwise stands in the place of {THEIRS} and has no module {name!r}, "
+                f"{fullname}: shardwise replaces {THEIRS} in this process and has no module {name!r}, "
                 "a private one of PyTorch's DTensor",
                 name=fullname,
             )
@@ -77,8 +77,8 @@ def install() -> None:
     _check_not_too_late()
     for name in [name for name in sys.modules if _is_theirs(name)]:
         _replaced[name] = sys.modules.pop(name)
-    # PyTorch's dispatcher looks `torch.distributed.tensor.DTensor` up once, and then runs that class by code of its
-    # own that bypasses __torch_dispatch__. It must find another class than ours.
+    # PyTorch's dispatcher looks `torch.distributed.tensor.DTensor` up once, and runs ops of that class by its own
+    # code, which bypasses __torch_dispatch__. So it must find another class than ours.
     sys.modules[THEIRS] = _placeholder
     settle_dtensor_class()
     ours = sys.modules[PACKAGE]
@@ -93,8 +93,8 @@ def install() -> None:
 def uninstall() -> None:
     """Put `torch.distributed.tensor` back. Modules that imported it meanwhile keep what they imported.
 
-    Names and isinstance tests are PyTorch's again. Its DTensor cannot run any more, if `install()` came before the
-    first tensor subclass: the dispatcher has read another class. Any op on it raises.
+    Names and isinstance tests are PyTorch's again. If PyTorch's dispatcher has not read the class `DTensor` before
+    `install()`, it has read a placeholder: then any op on PyTorch's DTensor raises from now on.
     """
     if not installed():
         return
@@ -116,8 +116,8 @@ def uninstall() -> None:
 
 def _refuse_ops(func: object, *_: object, **__: object) -> object:
     raise InputError(
-        f"{func} on PyTorch's DTensor after shardwise.uninstall(): PyTorch's dispatcher reads its class once, and "
-        "shardwise stood in its place",
+        f"{func} on PyTorch's DTensor after shardwise.uninstall(): PyTorch's dispatcher reads that class once, and "
+        "did so while shardwise replaced it",
         "use shardwise.DTensor, or start a process without shardwise.install()",
     )
 

@@ -19,13 +19,13 @@ from ..errors import ShapeError
 
 
 class _LoadBalancer(ABC):
-    """Puts a sequence in another order. A subclass of the user's own implements `_generate_indices`."""
+    """Defines the order of a sequence before it is sharded. Subclasses implement `_generate_indices`."""
 
     @abstractmethod
     def _generate_indices(self, restore: bool = False) -> Tensor | None:
-        """The index of the element at each place, `[1, sequence]` or `[batch, sequence]`; None keeps the order.
+        """Return the index of the element at each position, `[1, sequence]` or `[batch, sequence]`; None for no change.
 
-        With `restore`, the indices that put the rearranged sequence back.
+        With `restore`, return the indices that restore the original order.
         """
 
 
@@ -41,7 +41,7 @@ class _HeadTailLoadBalancer(_LoadBalancer):
 
 
 class _PerDocumentHeadTailLoadBalancer(_LoadBalancer):
-    """The same for each document of each sequence of a batch; `seq_length_per_doc` are their lengths."""
+    """Balances each document by itself: `seq_length_per_doc` has the document lengths of each sequence of a batch."""
 
     def __init__(self, seq_length_per_doc: list[list[int]], world_size: int, device: str | torch.device) -> None:
         self.seq_length_per_doc, self.world_size, self.device = seq_length_per_doc, world_size, device
@@ -60,7 +60,7 @@ class _PerDocumentHeadTailLoadBalancer(_LoadBalancer):
 def _head_tail(length: int, ranks: int) -> list[int]:
     if length % (2 * ranks):
         raise ShapeError(
-            f"a sequence of {length} in chunks of head and tail for {ranks} ranks",
+            f"head-tail order for {ranks} ranks needs {2 * ranks} equal chunks, but the sequence has {length} tokens",
             f"pad it to a multiple of {2 * ranks}",
         )
     chunk = length // (2 * ranks)

@@ -19,7 +19,7 @@ PACKAGE = __name__.partition(".")[0]
 
 
 class _NoCounterpart(type):
-    """The type of a name of PyTorch's implementation that has no counterpart: nothing is an instance, no use works."""
+    """The type of names of PyTorch's implementation without a counterpart: isinstance is False, other uses raise."""
 
     def _refuse(cls, *args: object, **kwargs: object) -> object:
         raise InputError(
@@ -95,7 +95,7 @@ def find_table_modules() -> None:
 
 
 def table_module(name: str) -> ModuleType:
-    """The module of the table with this name, directly below the package; an AttributeError if there is none."""
+    """Return the module `shardwise.<name>` of the table; raise an AttributeError if there is none."""
     if name not in MODULES:
         raise AttributeError(f"module {PACKAGE!r} has no attribute {name!r}")
     return importlib.import_module(f"{PACKAGE}.{name}")

@@ -63,7 +63,9 @@ def _module_code(name: str, namespace: dict[str, object]) -> CodeType:
     if spec is not None and spec.submodule_search_locations is not None:
         spec = find_spec(f"{name}.__main__")
     if spec is None or spec.loader is None:
-        raise InputError(f"shardwise.run -m {name}: there is no such module", "check the name and the folder")
+        raise InputError(
+            f"shardwise.run -m {name}: there is no such module", f"check the name; the current folder is {os.getcwd()}"
+        )
     code: CodeType = spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
     namespace.update(__file__=spec.origin, __doc__=None, __package__=spec.parent)
     _set_spec(namespace, spec.parent or "")

@@ -1,7 +1,7 @@
 """Random state by the names of `torch.distributed.tensor._random`.
 
-Random numbers do not depend on sharding here, so that no tracker of offsets is needed; programs that only ask whether
-one is there, or seed through it, keep working.
+Random numbers of shardwise do not depend on sharding, so no tracker of offsets is needed. These names keep programs
+working that test for a tracker, or seed through it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _rng_tracker = None
 
 
 def is_rng_supported_mesh(device_mesh: DeviceMesh) -> bool:
-    """Whether random ops on this mesh give the same numbers however tensors are sharded: on every mesh."""
+    """Return True: on every mesh, random ops give the same numbers for any sharding."""
     return True
 
 
@@ -31,7 +31,7 @@ class _PhiloxState:
 
     @property
     def state(self) -> Tensor:
-        """The state as a generator takes it."""
+        """The state, as `Generator.set_state` takes it."""
         return self._state
 
     @property
@@ -45,7 +45,7 @@ class _PhiloxState:
 
     @property
     def offset(self) -> int:
-        """How many numbers were drawn, in the generator's own unit."""
+        """The offset of the generator."""
         return int(self._state[8:].view(torch.int64).item())
 
     @offset.setter
@@ -54,7 +54,7 @@ class _PhiloxState:
 
 
 class OffsetBasedRNGTracker:
-    """A tracker without state of its own: random numbers come from the generator of the device alone."""
+    """A tracker without state: random numbers depend on the generator of the device alone."""
 
     def __init__(self, device_mesh: DeviceMesh, run_state_sync: bool = True) -> None:
         self.device_mesh = device_mesh

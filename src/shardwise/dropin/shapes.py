@@ -24,7 +24,7 @@ Coordinate = Sequence[int] | Callable[[int], int] | None
 def compute_local_shape_and_global_offset(
     global_shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], skip_offset: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of this rank's local shard, and the global index of its first element.
+    """Return the shape of this rank's local shard, and the global index of its first element.
 
     >>> compute_local_shape_and_global_offset((8, 4), mesh, [Shard(0)])      # on rank 1 of 2
     ((4, 4), (4, 0))
@@ -41,7 +41,7 @@ def _compute_local_shape_and_global_offset(
     placements: Sequence[Placement],
     skip_offset: bool = False,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The same for the rank at a coordinate, given as a list or as a function of the axis; None is outside the mesh."""
+    """Return shape and offset for a coordinate: a list, a function of the axis, or None for a rank outside the mesh."""
     if my_coordinate is None:
         return (0,), ()
     axes = range(len(mesh_shape))
@@ -53,12 +53,12 @@ def _compute_local_shape_and_global_offset(
 def compute_local_shape(
     global_shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[int, ...]:
-    """The shape of this rank's local shard."""
+    """Return the shape of this rank's local shard."""
     return compute_local_shape_and_global_offset(global_shape, mesh, placements)[0]
 
 
 def compute_local_stride(global_stride: Sequence[int], local_shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a local shard whose dims lie in memory in the order of the global tensor's."""
+    """Return the strides of a local shard whose dims have the memory order of the global tensor."""
     stride, step = [0] * len(local_shape), 1
     for dim in sorted(range(len(local_shape)), key=lambda dim: (global_stride[dim], -dim)):
         if global_stride[dim]:
@@ -70,7 +70,7 @@ def compute_local_stride(global_stride: Sequence[int], local_shape: Sequence[int
 def compute_local_tensor_info(
     global_tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[list[int], list[int]]:
-    """The shape and strides of this rank's local shard of a global tensor."""
+    """Return the shape and strides of this rank's local shard of a global tensor."""
     shape = compute_local_shape(global_tensor.shape, mesh, placements)
     return list(shape), list(compute_local_stride(global_tensor.stride(), shape))
 
@@ -78,13 +78,13 @@ def compute_local_tensor_info(
 def compute_global_tensor_info(
     tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[list[int], list[int]]:
-    """The shape and strides of the global tensor, if `tensor` is one of its local shards and all have equal sizes."""
+    """Return the shape and strides of the global tensor, if all local shards have the size of `tensor`."""
     shape = list(tensor.shape)
     for axis, placement in enumerate(placements):
         if isinstance(placement, AnyShard):
             shape[placement.dim] *= mesh.size(axis)
         elif not isinstance(placement, (Replicate, Partial)):
-            raise RuntimeError(f"the placement of axis {axis} is {placement!r}: use Shard, Replicate or Partial")
+            raise RuntimeError(f"the placement of axis {axis} is {placement!r}: pass Shard, Replicate or Partial")
     order = memory_order(TensorMeta(torch.Size(tensor.shape), tensor.stride(), tensor.dtype))
     dims = range(len(shape)) if order is None or order.expanded else order.dims
     stride, step = [0] * len(shape), 1
@@ -94,7 +94,7 @@ def compute_global_tensor_info(
 
 
 def compute_global_tensor_shape(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Size:
-    """The global shape from this rank's local shape: along each sharding axis, the sum of what its ranks hold.
+    """Return the global shape from this rank's local shape: along each sharding axis, the sum of what its ranks hold.
 
     The ranks exchange their shapes, so shards may have any sizes.
     """
@@ -115,7 +115,7 @@ def compute_global_tensor_shape(shape: Sequence[int], mesh: DeviceMesh, placemen
 
 
 def normalize_to_torch_size(size: Sequence[int] | Sequence[Sequence[int]] | int) -> torch.Size:
-    """A size as factories take it, `(2, 3)` or `((2, 3),)`, as a torch.Size."""
+    """Return a size as factories take it, `(2, 3)` or `((2, 3),)`, as a torch.Size."""
     if isinstance(size, int):
         return torch.Size([size])
     if len(size) == 1 and isinstance(size[0], Sequence):
@@ -124,7 +124,7 @@ def normalize_to_torch_size(size: Sequence[int] | Sequence[Sequence[int]] | int)
 
 
 def try_find_mesh_from_args(op_call: object, args: Sequence[object]) -> DeviceMesh:
-    """The mesh of the first distributed tensor among an op's arguments."""
+    """Return the mesh of the first distributed tensor among an op's arguments."""
     for argument in args:
         for value in argument if isinstance(argument, (list, tuple)) else (argument,):
             if isinstance(value, DTensorBase):
@@ -138,17 +138,17 @@ def try_find_mesh_from_args(op_call: object, args: Sequence[object]) -> DeviceMe
 
 
 def prod(xs: Iterable[int]) -> int:
-    """The product of some integers."""
+    """Return the product of some integers."""
     return math.prod(xs)
 
 
 def normalize_dim(dim: int, ndim: int) -> int:
-    """A dim counted from the front."""
+    """Return a dim counted from the front."""
     return dim + ndim if dim < 0 else dim
 
 
 def normalize_dims(dims: int | Sequence[int], ndim: int) -> Sequence[int]:
-    """Dims counted from the front."""
+    """Return dims counted from the front."""
     return (normalize_dim(dims, ndim),) if isinstance(dims, int) else [normalize_dim(dim, ndim) for dim in dims]
 
 

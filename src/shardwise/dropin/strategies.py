@@ -1,8 +1,8 @@
 """Sharding strategies in the form of `torch.distributed.tensor._op_schema`, registered as rules.
 
 A strategy is a function from an `OpSchema`, which holds an `OpStrategy` for each tensor argument, to the `OpStrategy`
-of the op: a list of acceptable output and input specs. It is called for inputs with each placement, on a mesh of one
-axis, and what it returns are the rows of `shardwise.register_sharding`.
+of the op: a list of acceptable output and input specs. It is called once for each placement of the inputs, on a mesh of
+one axis, and its results become the rows of `shardwise.register_sharding`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OpSpec:
     def output_spec(self) -> DTensorSpec:
         """The spec of the only output."""
         if not isinstance(self.output_specs, DTensorSpec):
-            raise InputError(f"output_spec of {self.output_specs!r}", "read output_specs: there is not just one")
+            raise InputError(f"output_spec of an OpSpec with {self.output_specs!r}", "read output_specs instead")
         return self.output_specs
 
     @property
@@ -51,13 +51,13 @@ class OpSpec:
         """The mesh of the outputs."""
         first = self.output_specs if isinstance(self.output_specs, DTensorSpec) else (self.output_specs or (None,))[0]
         if first is None:
-            raise InputError("the mesh of an OpSpec without an output spec", "give the first output a spec")
+            raise InputError("an OpSpec without a spec of its first output has no mesh", "give the first output a spec")
         return first.mesh
 
     def input_spec(self, index: int = 0) -> DTensorSpec:
-        """The spec that an input must have."""
+        """Return the spec that an input must have."""
         if self.input_specs is None:
-            raise InputError("input_spec of an OpSpec without input specs", "pass input_specs")
+            raise InputError("input_spec of an OpSpec without input specs", "pass input_specs= to OpSpec")
         return self.input_specs[index]
 
 
@@ -66,7 +66,7 @@ class StrategyType:
 
 
 class OpStrategy(StrategyType):
-    """The ways to run an op, or for an argument: the specs it has."""
+    """The ways to run an op; for an argument, the spec that it has."""
 
     def __init__(self, strategies: list[OpSpec]) -> None:
         self.strategies = strategies
@@ -97,7 +97,7 @@ class OpStrategy(StrategyType):
         return self.strategies[0].output_spec.tensor_meta
 
     def max_num_shards(self) -> int:
-        """The largest number of shards among the specs."""
+        """Return the largest number of shards among the specs."""
         return max(strategy.output_spec.num_shards for strategy in self.strategies)
 
 
@@ -110,7 +110,7 @@ class TupleStrategy(StrategyType):
 
 @dataclass
 class RuntimeSchemaInfo:
-    """Which arguments PyTorch's cache keys on; here every argument is part of a plan's key."""
+    """The arguments that PyTorch's cache keys on. Not used: here every argument is part of a plan's key."""
 
     static_argnum: int = 100
     static_kwargkey: list[str] | None = None
@@ -119,7 +119,7 @@ class RuntimeSchemaInfo:
 
 @dataclass
 class OutputSharding:
-    """The specs of an op's outputs, and the arguments it has to be called with instead."""
+    """The specs of an op's outputs, and the redistributed arguments to call it with."""
 
     output_spec: DTensorSpec | Sequence[DTensorSpec | None] | None
     redistribute_schema: OpSchema | None = None
@@ -151,7 +151,7 @@ class OpSchema:
         return tuple(strategy.strategies[0].output_spec for strategy in self.args_strategy)
 
     def get_mesh_from_args(self, validate: bool = True) -> DeviceMesh:
-        """The mesh of the tensor arguments."""
+        """Return the mesh of the tensor arguments."""
         return (*self.args_strategy, *self.kwargs_strategy)[0].mesh
 
 
@@ -190,7 +190,7 @@ _MESH: WorldState[dict[str, DeviceMesh]] = WorldState(dict)
 
 
 def _one_axis_mesh() -> DeviceMesh:
-    """A mesh of all ranks on one axis, on which strategies are asked for their rows."""
+    """Return a mesh of all ranks on one axis, on which strategies are called for their rows."""
     meshes = _MESH.of(runtime_of_world())
     if "all" not in meshes:
         meshes["all"] = mesh_without_groups("cpu", torch.arange(dist.get_world_size()), None, dist.get_rank())
@@ -232,7 +232,7 @@ def _as_strategy(value: object, placement: Placement) -> object:
 
 
 def _row(option: OpSpec, values: Sequence[object]) -> Row:
-    """The placements of outputs and inputs on the one axis; inputs that are not tensors have none."""
+    """Return the placements of outputs and inputs on the one axis; inputs that are not tensors have none."""
     given = option.output_specs
     outputs = [
         None if spec is None else spec.placements[0] for spec in (given if isinstance(given, tuple) else (given,))
@@ -245,7 +245,7 @@ def _row(option: OpSpec, values: Sequence[object]) -> Row:
 
 
 def replicate_op_strategy(op_schema: OpSchema) -> OpStrategy:
-    """The strategy that replicates all inputs and outputs."""
+    """Return the strategy that replicates all inputs and outputs."""
     replicated = [
         DTensorSpec(s.mesh, [Replicate()] * s.mesh.ndim, s.strategies[0].output_spec.tensor_meta)
         for s in (*op_schema.args_strategy, *op_schema.kwargs_strategy)
@@ -262,7 +262,7 @@ def expand_to_full_mesh_op_strategy(
     input_index: int = 1,
     **_: object,
 ) -> OpStrategy:
-    """The strategy of rows for one axis: outputs first, then inputs, `input_index` being the first of them."""
+    """Return the strategy of rows for one axis: outputs first, then inputs, which start at `input_index`."""
     metas = [s.strategies[0].output_spec.tensor_meta for s in (*op_schema.args_strategy, *op_schema.kwargs_strategy)]
     options = []
     for row in single_mesh_dim_strategies:
@@ -281,7 +281,7 @@ def _fits(placement: Placement, meta: HasMeta) -> bool:
 
 
 def generate_redistribute_costs(src_strategy: OpStrategy, dst_spec: DTensorSpec) -> list[float]:
-    """Zeros: the planner estimates costs itself."""
+    """Return zeros: the planner estimates costs itself."""
     return [0.0] * len(src_strategy.strategies)
 
 
@@ -290,7 +290,7 @@ def register_inductor_prims() -> None:
 
 
 class ShardingPropagator:
-    """Registers strategies, as `register_op_strategy` does. Strategies are kept as rules, not here."""
+    """Registers strategies as rules, as `register_op_strategy` does. It has no state of its own."""
 
     _fake_mode_lock: ClassVar[AbstractContextManager[object]] = nullcontext()  # PyTorch's test classes replace it
 

@@ -136,5 +136,5 @@ FILES = ("debug", "device_mesh", "experimental", "parallel", "parallel.loss", "p
 
 
 def names_of(module: str) -> dict[str, str]:
-    """For each name of a module of the table, the module of shardwise that it lives in."""
+    """Return, for each name of a module of the table, the module of shardwise that defines it."""
     return {name: home for home, names in MODULES[module].items() for name in names.split()}

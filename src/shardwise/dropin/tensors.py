@@ -27,7 +27,7 @@ from_local = DTensor.from_local
 def _shard_tensor(
     full_tensor: Tensor, placements: Sequence[Placement], device_mesh: DeviceMesh | None = None
 ) -> DTensor:
-    """The distributed tensor of a global tensor that every rank holds. Nothing is communicated."""
+    """Distribute a global tensor that every rank holds, without communication."""
     return distribute_tensor(full_tensor, device_mesh, placements, src_data_rank=None)
 
 
@@ -40,14 +40,14 @@ def redistribute_local_tensor(
     use_graph_based_transform: bool | None = None,
     is_explicit: bool = True,
 ) -> Tensor:
-    """The local tensor after redistribution from one spec to another."""
+    """Redistribute a local tensor from one spec to another, and return the new local tensor."""
     if async_op:
         return start_redistribute(local_tensor, current_spec, target_spec)()
     return redistribute_local(local_tensor, current_spec, target_spec)
 
 
 def redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec) -> float:
-    """The estimated microseconds of a redistribution; infinite between meshes."""
+    """Return the estimated microseconds of a redistribution; infinity between different meshes."""
     if current_spec.mesh_info is not target_spec.mesh_info:
         return float("inf")
     links = links_of(current_spec.mesh_info)
@@ -67,13 +67,13 @@ def disable_redistribute_transform_optimization(disabled: bool = True) -> Iterat
 
 
 def _get_flattened_mesh_by_layout_impl(*args: object, **kwargs: object) -> None:
-    """None: groups of several axes are made when a mesh is adopted, not looked up among flattened meshes."""
+    """Return None: groups of several axes are made when a mesh is adopted, not looked up among flattened meshes."""
 
 
 def ExplicitRedistributionContext(
     enable: bool = True, strict: bool = False, mode: str = "raise"
 ) -> AbstractContextManager[None]:
-    """`shardwise.explicit`: inside, an op that needs communication is an error, or a warning with `mode="warn"`."""
+    """Return `shardwise.explicit()`: an op that needs communication raises, or with `mode="warn"` warns."""
     return warning_of_communication() if enable and mode == "warn" else explicit(enable)
 
 
@@ -87,7 +87,7 @@ def _local_map_wrapped(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """`local_map` and its call in one."""
+    """Apply `local_map` to a function and call it."""
     mapped = local_map(
         func,
         out_placements,
@@ -134,7 +134,7 @@ def shard_dim_alltoall(input: Tensor, gather_dim: int, shard_dim: int, mesh: Dev
 
 
 def pad_tensor(tensor: Tensor, pad_dim: int, pad_size: int) -> Tensor:
-    """The tensor with zeros appended to one dim."""
+    """Return the tensor with zeros appended to one dim."""
     if pad_size == 0:
         return tensor
     shape = list(tensor.shape)
@@ -143,5 +143,5 @@ def pad_tensor(tensor: Tensor, pad_dim: int, pad_size: int) -> Tensor:
 
 
 def unpad_tensor(tensor: Tensor, pad_dim: int, pad_size: int) -> Tensor:
-    """The tensor without the last elements of one dim."""
+    """Return the tensor without the last `pad_size` elements of one dim."""
     return tensor if pad_size == 0 else tensor.narrow(pad_dim, 0, tensor.size(pad_dim) - pad_size)

@@ -11,7 +11,7 @@ shards. Neither communicates, so a test that uses them shares no code with what 
 True
 
 `check` compares a function on distributed tensors with the one-device answer. `discover` finds the rule of an op by
-trying it on pieces of sample inputs. `shardwise.testing.strategies` draws meshes, shapes, dtypes, placements and specs;
+trying it on slices of sample inputs. `shardwise.testing.strategies` draws meshes, shapes, dtypes, placements and specs;
 it imports hypothesis on first use.
 """
 

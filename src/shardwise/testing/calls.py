@@ -6,8 +6,8 @@
 >>> try_call(calls[1], (2,))
 Tried(cases=13, failures=[])
 
-Here operands already have placements that need no communication: sharded along a factor of the rule, or Partial if the
-rule allows it. A random choice of placements would rarely be one of these.
+Operands get placements that need no communication: sharded along a factor of the rule, or Partial if the rule allows
+it. Random placements would rarely be one of these.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .hostile import OPS, hostile_calls
 from .recording import Recorded
 from .values import assemble, with_spec
 
-REASON = 300  # characters of an error that are kept
+REASON = 300  # characters of an error that a failure has
 AVERAGED = 1e30  # the largest number that averages are tried with
 
 HALF = (torch.float16, torch.bfloat16, torch.complex32)
@@ -119,7 +119,7 @@ def split_call(call: Recorded, found: BoundCall, mesh_info: MeshInfo, seed: int)
     return None
 
 
-# ---- the placements it allows ---------------------------------------------------------------------------------------
+# ---- the placements that a rule allows -------------------------------------------------------------------------------
 
 Option = int | tuple[str, Passing] | None
 """What an axis does: shard a factor, hold operands as Partial by an op, or nothing."""
@@ -128,7 +128,7 @@ Option = int | tuple[str, Passing] | None
 def allowed(
     bound: Bound, mesh_sizes: tuple[int, ...], limit: int, seed: int, among: Collection[int] | None = None
 ) -> list[tuple[Option, ...]]:
-    """Return what all axes may do together: all combinations, or a sample of `limit` of them.
+    """Return combinations of what the axes may do: all, or a sample of `limit` of them.
 
     With `among`, only those in which some axis shards one of these factors.
     """
@@ -280,6 +280,6 @@ def _compare(wanted: list[object], found: list[object], infinite_is_nan: bool = 
 
 
 def _without_infinities(tensor: Tensor) -> Tensor:
-    """NaN in the place of infinities."""
+    """Return a tensor with NaN in place of infinities."""
     has_nan = tensor.is_floating_point() or tensor.is_complex()
     return tensor.where(tensor.isfinite(), torch.nan) if has_nan else tensor

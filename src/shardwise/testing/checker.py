@@ -1,4 +1,4 @@
-"""The checker: a function on distributed tensors gives the one-device answer, forward and backward.
+"""The checker: compare a function on distributed tensors with one device, forward and backward.
 
 >>> check(torch.softmax, torch.randn(5, 4), dim=1)          # every placement on meshes of 2, 3, 4 and 2x2 ranks
 Checked(cases=50, skipped=0)

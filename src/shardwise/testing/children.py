@@ -4,8 +4,8 @@
 {'a': 1, 'b': Lost('crash')}
 
 A fork has all ops that the caller has defined. It has no other threads, so it computes with one. Jobs that are ranks of
-one process group meet through a file: a server of a `TCPStore` in the caller has a thread, and a fork copies the locks
-that the thread holds at that moment, so that the child waits for them forever.
+one process group meet through a file: the server of a `TCPStore` in the caller would have a thread, and a fork copies
+the locks that this thread holds, so that the child might wait for them forever.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ R = TypeVar("R")
 
 
 class Lost(NamedTuple):
-    """The reason why a job has no result: `crash`, `slow` (out of time), or the text of an error."""
+    """The answer of a job without a result: `reason` is `crash`, `slow` (out of time), or the text of an error."""
 
     reason: str
 
@@ -76,13 +76,13 @@ def in_children(
 
 @contextmanager
 def meeting_file() -> Iterator[str]:
-    """The path of a new file, as the `FileStore` of jobs that are ranks of one process group."""
+    """Yield the path of a new file for the `FileStore` of jobs that are ranks of one process group."""
     with tempfile.TemporaryDirectory() as folder:
         yield os.path.join(folder, "store")
 
 
 def store_at(path: str, timeout: timedelta) -> FileStore:
-    """The store in a file; its operations wait this long."""
+    """Return the store in a file, with this timeout."""
     store = FileStore(path)
     store.set_timeout(timeout)
     return store

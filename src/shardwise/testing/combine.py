@@ -1,4 +1,4 @@
-"""How the result of an op follows from its results on pieces of the input.
+"""How the result of an op is combined from its results on slices of the input.
 
 >>> set(ways_of_tensor(torch.tensor([1.0, 2.0, 3.0]), [torch.tensor([1.0]), torch.tensor([2.0, 3.0])]))
 {('concat', 0)}
@@ -18,7 +18,7 @@ Way = tuple[str, int]
 
 
 def ways_of_results(expected: list[list[Tensor]], pieces: Sequence[list[list[Tensor]] | None]) -> list[set[Way]]:
-    """Return for each result all ways in which it follows from the results of pieces."""
+    """Return for each result all ways in which it is combined from the results of pieces."""
     ways: list[set[Way]] = []
     for index, tensors in enumerate(expected):
         parts = [piece[index] if piece is not None and index < len(piece) else None for piece in pieces]
@@ -32,7 +32,7 @@ def ways_of_results(expected: list[list[Tensor]], pieces: Sequence[list[list[Ten
 
 
 def ways_of_tensor(expected: Tensor, pieces: Sequence[Tensor]) -> Iterator[Way]:
-    """Yield all ways in which a tensor follows from pieces."""
+    """Yield all ways in which a tensor is combined from pieces."""
     if all(_same(piece, expected) for piece in pieces):
         yield "same", 0
     if any(piece.dim() != expected.dim() or piece.dtype != expected.dtype for piece in pieces):

@@ -4,7 +4,7 @@
 a b, a -> a b
 
 Probing can refute a rule but not prove it: see `split_dims` for what is tried. A rule that it finds is verified like
-any other before it is returned. It takes seconds, and runs in a child process, since some ops crash on pieces of
+any other before it is returned. It takes seconds, and runs in a child process, since some ops crash on slices of
 their inputs. It is for authors of rules; dispatch never uses it.
 """
 
@@ -69,8 +69,8 @@ def discover(
 ) -> Discovered:
     """Find the rule of an op from sample calls: tuples of arguments, or pairs of such a tuple and keyword arguments.
 
-    Give samples of all ranks, dtypes and options that the rule must fit; sizes do not matter. Which operands may stay
-    Partial is not guessed: pass `passing="linear 0 | 1"`, which probing tries to refute.
+    Give samples of all numbers of dims, dtypes and options that the rule must fit; sizes do not matter. Which operands
+    may stay Partial is not discovered: pass `passing="linear 0 | 1"`, which probing tries to refute.
     """
     calls = [_call(op, sample) for sample in samples]
     if not calls:

@@ -1,10 +1,11 @@
 """The generated table of rules: `make rules`, or
 
-    python -m shardwise.testing.generate [--only NAME] [--print]
+    python -m shardwise.testing.generate [--only NAME] [--entries NAME]
 
 First all entries of PyTorch's operator database and of our own samples run, forward and backward, and calls of ops
 without a hand-written rule are recorded. Then each of these ops is probed in a child process, and the rules that are
-found are written to ops/generated.txt, sorted. The same versions give the same file.
+found are written to ops/generated.txt, sorted; with an option they are printed instead. The same versions give the same
+file.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def collected(entries: Sequence[str]) -> dict[str, list[Recorded]]:
     chunks = [entries[i : i + CHUNK] for i in range(0, len(entries), CHUNK)]
     answers = _results_of("running entries", {str(i): partial(calls_of, chunk) for i, chunk in enumerate(chunks)})
     crashed = [name for i, chunk in enumerate(chunks) if isinstance(answers[str(i)], Lost) for name in chunk]
-    alone = {name: partial(calls_of, [name]) for name in crashed}
-    answers |= _results_of("running entries of chunks that crashed", alone) if alone else {}
+    retried = {name: partial(calls_of, [name]) for name in crashed}
+    answers |= _results_of("running entries of chunks that crashed", retried) if retried else {}
     calls: dict[str, dict[Hashable, Recorded]] = {}
     for _, answer in sorted(answers.items(), key=lambda item: item[0]):
         for key, args, kwargs in () if isinstance(answer, Lost) else answer:
@@ -127,8 +128,10 @@ def _results_of(what: str, jobs: Mapping[K, Callable[[], R]]) -> dict[K, R | Los
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m shardwise.testing.generate", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", metavar="NAME", help="ops whose name contains this; the file stays")
-    parser.add_argument("--entries", metavar="NAME", default="", help="samples whose name contains this")
+    parser.add_argument("--only", metavar="NAME", help="probe ops whose name contains this, and print their rules")
+    parser.add_argument(
+        "--entries", metavar="NAME", default="", help="use samples whose name contains this, and print the rules"
+    )
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

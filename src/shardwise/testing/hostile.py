@@ -1,8 +1,8 @@
-"""Calls with data that only exact rules survive: NaNs, infinities, zeros of both signs, integers that wrap around.
+"""Calls with data on which only exact rules hold: NaNs, infinities, zeros of both signs, integers that wrap around.
 
-A rule that lets operands stay Partial must hold for all of these. A sum may meet such numbers in the Partial operands
-alone: its other operands are finite, since an infinite sum may be NaN by contract where operands of it meet infinity.
-Extremes may meet them everywhere.
+A rule that lets operands stay Partial must hold for all of these. For Partial sums only the Partial operands get such
+numbers, and the others stay finite, since an infinite sum may by contract be NaN where its operands meet an infinity.
+For extremes all operands get them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .recording import Recorded
 
 OPS = ("sum", "avg", "max", "min")
 LARGE = 2.0**17
-"""More than float16 holds."""
+"""Larger than the largest float16."""
 
 
 def hostile_calls(call: Recorded, found: BoundCall) -> Iterator[tuple[Recorded, str, Passing]]:
-    """Yield the call with other data, and the way in which operands of that data must be able to stay Partial."""
+    """Yield the call with other data, the reduction, and the operands that must be able to stay Partial by it."""
     for op in OPS:
         for number, way in enumerate(passes(found.bound, op)):
             for kind in (_special, _as_integers):
@@ -49,7 +49,7 @@ def _with_data(
 
 
 def _special(tensor: Tensor, anything: bool, generator: torch.Generator) -> Tensor:
-    """The same data, with numbers among it that are not finite, if `anything` may be; integers keep theirs."""
+    """Return the data with NaNs, infinities and zeros among it; unchanged for integers, or unless `anything`."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or not anything:
         return tensor
     numbers = [torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0, LARGE, -LARGE]
@@ -58,7 +58,7 @@ def _special(tensor: Tensor, anything: bool, generator: torch.Generator) -> Tens
 
 
 def _as_integers(tensor: Tensor, anything: bool, generator: torch.Generator) -> Tensor:
-    """int32 in the place of floats, up to the limits of the dtype."""
+    """Return random int32 in place of floats, up to the limits of the dtype; integers are unchanged."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     limits = torch.iinfo(torch.int32)

@@ -1,4 +1,4 @@
-"""Whether a line of the table says of a call exactly what was found by trying it."""
+"""Check whether a line of the table allows exactly the splits of a call that were found by trying it."""
 
 from __future__ import annotations
 

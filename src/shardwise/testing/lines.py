@@ -1,10 +1,10 @@
-"""Turn split dims into lines of the rule table: as few lines as possible that describe every call that was tried.
+"""Convert split dims to lines of the rule table: as few lines as possible that describe every call that was tried.
 
 >>> lines_of("aten::ormqr.default", groups)
 [Line(op='aten::ormqr.default', ranks=(), arguments=(), rule='b.. _ _, b.. _, b.. _ _ -> b.. _ _')]
 
-For calls of one kind the line is written dim by dim. A line is used for other kinds too if it says of each of them
-exactly what was found: a run of dims becomes `b..`, or the line gets conditions on ranks or arguments.
+For calls of one kind the line is written dim by dim. A line is used for other kinds, too, if it allows exactly the
+splits that were found for them: a run of dims becomes `b..`, or the line gets conditions on ranks or arguments.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .probe_call import ProbeCall
 from .split_dims import SplitDims
 
 Tokens = list[list[str]]
-"""The words of the pattern of each operand or result."""
+"""For each operand or result, the words of its pattern."""
 
 
 OF_NEW_TENSORS = ("dtype", "out_dtype", "layout", "device", "pin_memory", "memory_format")
-"""Arguments that say what kind of tensor is made; their type is int in a schema."""
+"""Arguments that choose the kind of the result; some of them have type int in a schema."""
 
 
 class Group(NamedTuple):
@@ -59,7 +59,7 @@ def _is_readable(kind: str) -> bool:
 
 
 def tokens(group: Group) -> tuple[Tokens, Tokens, list[str]]:
-    """Return the words of each operand and each result, and the clauses."""
+    """Return the words of each operand and of each result, and the clauses."""
     setup = group.calls[0]
     operands: Tokens = []
     for operand in range(len(setup.names)):
@@ -203,7 +203,7 @@ def _is_varied(name: str, groups: Sequence[Group]) -> bool:
 
 
 def _with_conditions(op: str, groups: Sequence[Group], ranked: bool, names: tuple[str, ...]) -> list[Line] | None:
-    """Return lines with conditions on these arguments; None if they would say too little, or more than was tried."""
+    """Return lines with conditions on these arguments; None if such lines would not fit all calls that were tried."""
     others = {name for group in groups for name in group.statics} - set(names)
     parts: dict[str, list[Group]] = {}
     for group in groups:
@@ -221,7 +221,7 @@ def _with_conditions(op: str, groups: Sequence[Group], ranked: bool, names: tupl
 
 
 def _of_all(groups: Sequence[Group]) -> str | None:
-    """Return a line that says of every group exactly what was found there; None if there is none."""
+    """Return a line that allows exactly the splits that every group allows; None if there is none."""
     widest = sorted(groups, key=lambda group: (-len(group.splits), -sum(map(len, group.ranks)), group.ranks[::-1]))
     tried: dict[str, None] = {}
     for group in widest[:4]:

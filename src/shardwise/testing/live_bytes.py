@@ -22,7 +22,7 @@ from ..world import RankTensor
 class LiveBytes(OwnMode):
     """Counts the memory of local tensors made inside its `with` block; in a simulated world, of all ranks together.
 
-    What kernels in C++ need for a moment is not seen, nor is memory that was there before.
+    Temporary memory of kernels in C++ is not counted, nor is memory that existed before.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class LiveBytes(OwnMode):
 
 
 def _storages(values: object) -> Iterator[tuple[StorageWeakRef, int]]:
-    """The memory of tensors, and its size. A weak reference keeps its place from being given to other memory."""
+    """Yield the storages of tensors and their sizes. The weak references keep the ids of storages from being reused."""
     for value in pytree.tree_leaves(values):
         if isinstance(value, Tensor) and not isinstance(value, (DTensorBase, RankTensor)):
             storage = value.untyped_storage()

@@ -15,18 +15,18 @@ aten = torch.ops.aten
 
 
 def random_values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Normal numbers with few digits."""
+    """Return normally distributed numbers with few digits, so that sums of some of them are exact."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return ((values * 1024).round() / 1024).to(dtype)
 
 
 def integers(high: int, *shape: int, seed: int = 0) -> Tensor:
-    """Integers from 0 to below a limit."""
+    """Return random integers from 0 up to, but not including, `high`."""
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _lists(count: int, positive: bool = False) -> tuple[list[Tensor], ...]:
-    """Lists of tensors of the same three shapes."""
+    """Return `count` lists of three tensors, with the same shapes in each list."""
     found = []
     for i in range(count):
         tensors = [random_values(*shape, seed=10 * i + j) for j, shape in enumerate([(5, 3), (4,), (2, 6)])]
@@ -176,7 +176,7 @@ def _views() -> list[Row]:
 
 
 def _direct() -> list[Row]:
-    """Ops that functions reach on other devices, without gradients, or not at all."""
+    """Return calls of ops that functions call on other devices, without gradients, or not at all."""
     x, y, image = random_values(5, 4), random_values(5, 4, seed=1), random_values(2, 3, 4, 6)
     rows = integers(5, 3)
     return [
@@ -227,4 +227,4 @@ OWN: dict[str, Callable[[], list[Row]]] = {
     "own:views": _views,
     "own:direct": _direct,
 }
-"""What there are samples of, by the name of the entry."""
+"""The function that returns the samples of each entry, by its name."""

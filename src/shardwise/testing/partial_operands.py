@@ -19,7 +19,7 @@ def operands(value: Tensor, count: int, op: str, generator: torch.Generator, uni
     """Return `count` different tensors, of both signs, whose reduction by `op` is `value`.
 
     Sums and averages add multiples of `unit`, so that integers stay integers. Products multiply by powers of two, or by
-    signs alone if the dtype has no fractions. Some operands are hostile to whoever does not reduce them first: sums of
+    signs alone if the dtype has no fractions. Some operands give a wrong result unless they are reduced first: sums of
     integers wrap around, a NaN is the sum of two infinities, and one rank alone holds a NaN or infinite extreme.
     """
     dtype = value.dtype
@@ -51,7 +51,7 @@ def operands(value: Tensor, count: int, op: str, generator: torch.Generator, uni
 
 
 def _wrapping(noise: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Integers, a third of which are so large that a sum of them wraps around."""
+    """Return the integers with a third of them replaced by ones so large that their sum wraps around."""
     top = min(torch.iinfo(dtype).max, torch.iinfo(torch.int64).max)
     large = torch.randint(top // 2, top, noise.shape, generator=generator).to(noise)
     return torch.where(torch.randint(3, noise.shape, generator=generator).to(noise) > 0, noise, large)
@@ -95,7 +95,7 @@ def _pick(like: Tensor, choices: Sequence[complex], generator: torch.Generator) 
 def _extreme_operands(
     wide: Tensor, dtype: torch.dtype, count: int, op: str, generator: torch.Generator
 ) -> list[Tensor]:
-    """For each element one random rank holds the extreme value; the others differ from it by up to 12.
+    """Return operands of which, for each element, one random rank holds the extreme; others differ by up to 12.
 
     Some integers are as far from it as the dtype allows. The operands of an infinite extreme or NaN are finite, but
     those of a maximum of -inf are all -inf.

@@ -1,4 +1,4 @@
-"""Refuting that operands may stay Partial: the claims of a `linear`, `monotone` or `antitone` clause, on hostile data.
+"""Try to refute that operands may stay Partial, as a `linear`, `monotone` or `antitone` clause claims, on random data.
 
 >>> refuted([ProbeCall(call)], "linear 0 | 1")          # of aten::mul
 ''
@@ -26,7 +26,7 @@ COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def refuted(setups: Sequence[ProbeCall], clauses: str, seed: int = 0) -> str:
-    """Return which of these clauses some sample refutes; an empty text if none is refuted."""
+    """Return the first clause that some sample refutes, as a sentence; "" if none is refuted."""
     operands = ", ".join(["_.."] * len(setups[0].names))
     rule = parse(f"{operands} -> _.. ; {clauses}")
     for word in PASSING:
@@ -41,11 +41,11 @@ def _passes(setup: ProbeCall, word: str, members: Sequence[int], seed: int) -> b
     """Return whether combining two operands and then calling the op equals combining the two results."""
     generator = torch.Generator().manual_seed(seed)
 
-    def part(tensor: Tensor) -> Tensor:
+    def random_like(tensor: Tensor) -> Tensor:
         wide = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * 3
         return wide.round().to(tensor.dtype) if tensor.numel() % 2 else wide.to(tensor.dtype)
 
-    others = {id(t): part(t) for member in members for t in setup.tensors(member)}
+    others = {id(t): random_like(t) for member in members for t in setup.tensors(member)}
     second = setup.replaced(lambda operand, t: others.get(id(t), t))
     both = setup.replaced(lambda operand, t: COMBINE[word](t, others[id(t)]) if id(t) in others else t)
     runs = [one.run() for one in (setup, second, both)]

@@ -1,10 +1,10 @@
-"""What a rule could allow but does not, found by trying: split inputs along a factor that must be replicated.
+"""Find shardings that a rule could allow but does not, by splitting inputs along a factor that must be replicated.
 
 >>> probe(call)          # of aten::foo with the rule "a [b] -> a [b]"
 [Suggestion(key='aten::foo', factor='b', found='concat 1', rule='a [b] -> a [b]')]
 
 Agreement on a few inputs proves nothing, so these are hints for authors of rules. Run it in a child process: some ops
-crash on pieces of their inputs.
+crash on slices of their inputs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SMALLEST = 4  # the smallest size of a factor that is probed
 
 
 class Suggestion(NamedTuple):
-    """A factor that must be replicated by a rule, and how each result follows from pieces split along it."""
+    """A factor that a rule replicates, and how each result could be combined from pieces that are split along it."""
 
     key: str
     factor: str
@@ -88,12 +88,12 @@ def _other_data(call: Recorded) -> Iterator[Recorded]:
 
 
 def _ways_of_one(call: Recorded, found: BoundCall, factor: int, bounds: list[int]) -> list[set[str]] | None:
-    cut = _dims_to_cut(found, factor)
-    if not cut:
+    split = _dims_to_split(found, factor)
+    if not split:
         return None
     try:
         expected = tensors_in(call.func(*call.args, **call.kwargs))
-        pieces = [tensors_in(_on_piece(call, cut, start, stop)) for start, stop in itertools.pairwise(bounds)]
+        pieces = [tensors_in(_on_piece(call, split, start, stop)) for start, stop in itertools.pairwise(bounds)]
     except Exception:
         return None
     if not expected or any(len(piece) != len(expected) for piece in pieces):
@@ -101,20 +101,20 @@ def _ways_of_one(call: Recorded, found: BoundCall, factor: int, bounds: list[int
     return [_names(ways_of_tensor(want, [piece[i] for piece in pieces])) for i, want in enumerate(expected)]
 
 
-def _dims_to_cut(found: BoundCall, factor: int) -> dict[Place, int] | None:
-    cut: dict[Place, int] = {}
+def _dims_to_split(found: BoundCall, factor: int) -> dict[Place, int] | None:
+    split: dict[Place, int] = {}
     for operand, place in zip(found.operands, found.places, strict=True):
         dims = [dim for dim, factors in enumerate(operand.tensor.dims) if factor in factors]
         if any(len(operand.tensor.dims[dim]) > 1 for dim in dims) or len(dims) > 1:
             return None
         if dims:
-            cut[place] = dims[0]
-    return cut
+            split[place] = dims[0]
+    return split
 
 
-def _on_piece(call: Recorded, cut: dict[Place, int], start: int, stop: int) -> object:
+def _on_piece(call: Recorded, split: dict[Place, int], start: int, stop: int) -> object:
     def part(place: Place, value: object) -> object:
-        dim = cut.get(place)
+        dim = split.get(place)
         if dim is None or not isinstance(value, Tensor):
             return value
         return value.narrow(dim, start, stop - start).clone()

@@ -28,7 +28,7 @@ Dims = tuple[tuple[int, int], ...]
 """Dims that are split together: (operand, dim). All tensors of a list are one operand."""
 
 Size = tuple[str, int | None]
-"""An argument that contains the size of what is split, and the index of the size if it is a list."""
+"""An argument that contains the size of the dims that are split, and the index of the size if it is a list."""
 
 
 class ProbeCall:

@@ -1,6 +1,6 @@
 """Calls of ops that no function of PyTorch's operator database makes, for probing.
 
-They vary what a rule may depend on: ranks, flags and dims. Sizes need not vary.
+They vary what a rule may depend on: numbers of dims, flags and dims. Sizes need not vary.
 """
 
 from __future__ import annotations

@@ -94,8 +94,11 @@ def recorded(
 
 
 def _is_definite(call: Recorded) -> bool:
-    """Return whether a call has a result to compare: not one on meta tensors, by which PyTorch finds out the shape of a
-    product with the zeros that autograd makes for a derivative of `sgn`, without their memory."""
+    """Return whether a call has a defined result to compare.
+
+    Calls on meta tensors have none: PyTorch makes them to infer the shape of a product with zeros that have no memory,
+    as autograd makes them for the derivative of `sgn`.
+    """
     tensors = tensors_in(call)
     defined = not any(part in packet_name(call.func) for part in INDEFINITE)
     return bool(tensors) and defined and not any(tensor.is_meta for tensor in tensors)

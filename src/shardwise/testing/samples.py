@@ -22,7 +22,7 @@ from .checker import Sample
 from .own_samples import OWN
 
 DTYPES = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128)
-"""The dtypes of samples: the first that an op supports."""
+"""The dtypes of samples, in order of preference: the first that an op supports is used."""
 
 LARGEST = 4000  # elements of all tensors of a sample
 
@@ -45,9 +45,9 @@ def names() -> list[str]:
 
 
 def samples(name: str, count: int, seed: int) -> list[Sample]:
-    """Return a few small samples of an entry, chosen by the seed."""
+    """Return a few small samples of an entry, chosen by the seed; of our own entries all, unless `count` is 1."""
     found = [Sample(*row) for row in OWN[name]()] if name in OWN else list(_from_database(name))
-    count = count if name not in OWN or count == 1 else len(found)  # of our own, all are used
+    count = count if name not in OWN or count == 1 else len(found)
     if len(found) > count:
         found = random.Random(f"{seed} {name}").sample(found, count)
     return [usable for sample in found if (usable := _differentiable(sample))]

@@ -15,7 +15,7 @@ Agreement on one input says little. These precautions keep false rules out:
 - all factors of a call are tried again with a second shape, in which all of them have new sizes;
 - results without elements prove nothing, and a result that fits several ways (zeros) is not used.
 
-Some ops crash on pieces of their inputs: run this in a child process.
+Some ops crash on slices of their inputs: run this in a child process.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def factors_of(setup: ProbeCall, seed: int = 0, gentle: bool = False) -> list[Sp
         for sizes in _size_arguments(setup, dims):
             ways = _ways(setup, dims, sizes, seed, gentle)
             if ways and all(way == ("same", 0) for way in ways):
-                unread += dims  # no result depends on it: splitting it alone is of no use
+                unread += dims  # no result depends on these dims: splitting them alone is of no use
                 break
             if ways:
                 found.append(SplitDims(dims, ways, sizes))
@@ -180,7 +180,7 @@ def _accepts_no_rows(setup: ProbeCall, dims: Dims) -> bool:
 
 
 def _on_second_shape(setup: ProbeCall, found: list[SplitDims], seed: int, gentle: bool) -> list[SplitDims]:
-    """Return those that still hold when all split dims have other sizes, all different."""
+    """Return the splits that also hold when all split dims have other sizes, all different."""
     longer = setup
     taken: list[int] = []
     for split in found:

@@ -56,13 +56,13 @@ def mesh_shapes(max_ranks: int = 8, max_axes: int = 3) -> SearchStrategy[tuple[i
 
 
 def tensor_shapes(max_dims: int = 3, max_size: int = 9, min_dims: int = 0) -> SearchStrategy[tuple[int, ...]]:
-    """Shapes with even, uneven and small sizes, empty ones, and the shape without dims."""
+    """Shapes with even, uneven, small and zero sizes, and the shape without dims."""
     size = st.integers(1, max_size) | st.sampled_from([n for n in (0, 1, 4, 6, 8) if n <= max_size])
     return st.lists(size, min_size=min_dims, max_size=max_dims).map(tuple)
 
 
 def dtypes(choices: Sequence[torch.dtype] = DTYPES) -> SearchStrategy[torch.dtype]:
-    """Dtypes that can be reduced."""
+    """Dtypes among `choices`, by default all that can be reduced."""
     return st.sampled_from(tuple(choices))
 
 

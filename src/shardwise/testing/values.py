@@ -1,6 +1,6 @@
 """Distributed tensors from known values, and back, without communication.
 
-Everything here follows from `spec.layout.runs`, the global index ranges that each rank holds. On a Partial axis every
+All of it is computed from `spec.layout.runs`, the global index ranges that each rank holds. On a Partial axis every
 rank has different operands, of both signs, so that a missing, repeated or misordered reduction changes the result.
 """
 
@@ -134,10 +134,10 @@ def _assemble_ranks(ranks: Sequence[int], shards: Sequence[Tensor], spec: DTenso
 
 
 def check_strides(shard: Tensor, spec: DTensorSpec, rank: int) -> None:
-    """Raise AssertionError if the shard of a rank does not lie in memory as the spec says of the global tensor."""
-    said = f"{spec!r} with strides {list(spec.stride)}"
+    """Raise AssertionError if the shard of a rank has not the memory order that the spec gives the global tensor."""
+    expected = f"{spec!r} with strides {list(spec.stride)}"
     has = f"{list(shard.shape)} with strides {list(shard.stride())}"
-    _check(lies_as(shard, spec.tensor_meta), f"{said}: rank {rank} has {has}")
+    _check(lies_as(shard, spec.tensor_meta), f"{expected}: rank {rank} has {has}")
 
 
 def _reduced(table: dict[Key, Tensor], partial: PartialAxes, dtype: torch.dtype) -> Tensor:

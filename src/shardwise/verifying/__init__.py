@@ -1,16 +1,16 @@
 """Check a parallel program: its training on simulated ranks is compared with training on one device.
 
 verify         the public function
-program        running the program: build, distribute, train
-recording      what a run computes, in order
-rank_program   code for local tensors on simulated ranks; `rank_numbers` for the numbers of ranks
-tolerance      how much of a difference is rounding
-ranks          what ranks hold of a tensor, as a grid
-distribution   which distribution explains what they hold
-comparing      one tensor, compared
+program        runs the program: build, distribute, train
+recording      the tensors that a run computes, in order
+rank_program   runs code for local tensors on simulated ranks; `rank_numbers` makes `get_rank()` each rank's own
+tolerance      the largest difference that rounding explains, for each tensor
+ranks          what ranks hold of a tensor, as a grid of one tensor per rank
+distribution   which placements reproduce the reference from that grid
+comparing      compares one tensor
 cause          the pattern of a difference: a factor, a missing reduction, ranks that differ, ...
 finding        where differences begin
-advice         what they usually come from, and what to write instead
+advice         what a pattern usually comes from, and what to write instead
 report         the result
 """
 

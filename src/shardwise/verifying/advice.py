@@ -1,4 +1,4 @@
-"""What a difference usually comes from, and the code that fixes it."""
+"""Text for a difference: what it usually comes from, and the code that fixes it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def advice(
 
 
 def advice_without_mesh(key: Key, cause: Cause) -> tuple[str, str]:
-    """Return what to say of a difference that is there on a mesh of one rank, too."""
+    """Return the same for a difference that a mesh of one rank has, too."""
     if cause.pattern == "factor" and key.kind == "gradient":
         return (
             "gradients are scaled on ranks in a way that does not depend on the mesh",
@@ -47,7 +47,7 @@ def advice_without_mesh(key: Key, cause: Cause) -> tuple[str, str]:
     if key.kind == "parameter":
         return _parameter(cause, "the mesh")
     return (
-        "no communication is at fault: on ranks the program computes something else than on one device",
+        "the mesh is not the cause: on ranks the program computes something else than on one device",
         "look at what apply() changes in the model, and at code that runs on ranks only (`if mesh is not None`)",
     )
 
@@ -59,7 +59,7 @@ def _all_reduce(what: str, axes: tuple[str, ...]) -> str:
 def _initial(key: Key, cause: Cause, over: str) -> tuple[str, str]:
     if cause.pattern == "shape":
         return (
-            "the local shard is no part of the parameter",
+            "the local tensor is not a shard of the parameter",
             "shard with shardwise.distribute_tensor(p, mesh, placements)",
         )
     return (
@@ -109,13 +109,13 @@ def _gradient(
         )
     if cause.pattern == "factor" and cause.factor > 1:
         return (
-            f"this gradient was summed twice over {over}, or it is the same on all ranks and not a part of a sum",
+            f"this gradient was summed twice over {over}, or it is the same on all ranks and not an operand of a sum",
             f"remove one of the reductions over {over}"
             + (f", or divide the loss by {_sizes(axes)} once" if common is not None else ""),
         )
     if cause.pattern == "factor" and 0 < cause.factor < 1:
         return (
-            f"this gradient was divided by the size of {over} once too often, or averaged where it is a part of a sum",
+            f"this gradient was divided by the size of {over} once too often, or averaged where it should be summed",
             f"sum instead of averaging over {over}, or divide the loss once less",
         )
     if tied:
@@ -150,10 +150,10 @@ def _parameter(cause: Cause, over: str) -> tuple[str, str]:
 def _forward(key: Key, cause: Cause, axes: tuple[str, ...], over: str, before: Key | None) -> tuple[str, str]:
     if cause.pattern == "sum":
         return (
-            f"ranks of {over} hold parts of a sum (Partial), and the program goes on as if each held the sum",
+            f"ranks of {over} hold operands of a sum (Partial), and the program continues as if each held the sum",
             f"reduce it before it is used: {_all_reduce('x', cause.axes)}; or "
             "x.redistribute(placements=[Replicate()]) before to_local(), and from_local(x, mesh, [Partial()]) for "
-            "what is a part",
+            "an operand",
         )
     if cause.pattern == "average":
         return f"each rank of {over} holds its own average", f"average it: {_all_reduce('x', cause.axes)}"
@@ -185,7 +185,7 @@ def _forward(key: Key, cause: Cause, axes: tuple[str, ...], over: str, before: K
         )
     last = f"the {before.kind} of {before.path or 'the model'}" if before is not None else "what this is computed from"
     return (
-        f"{last} is right, so the code from there to here does not do on ranks of {over} what it does on one device: a "
-        "missing or repeated collective, a wrong dim, an index or mask that is not that of the local shard",
+        f"{last} is right, so the code in between computes something else on ranks of {over} than on one device: a "
+        "missing or repeated collective, a wrong dim, or an index or mask that does not match the local shard",
         "compare the shapes and indices of these lines with those on one device; DTensors do this for you",
     )

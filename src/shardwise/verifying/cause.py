@@ -1,7 +1,7 @@
-"""How the tensors of ranks differ from what they should be, and what that usually means.
+"""The pattern of a difference between the tensors that ranks hold and those that they should hold.
 
-`find_cause` compares two grids of tensors, and looks for a pattern: a factor, a missing reduction, ranks that differ,
-some rows, another order, zeros in other places.
+`find_cause` compares the two grids, and looks for a pattern: a factor, a missing reduction, ranks that differ, some
+rows, another order, zeros in other places.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Cause:
 
 
 def find_cause(got: Ranks, want: Ranks, close: Close, axes: Axes) -> Cause:
-    """Return how what ranks hold differs from what they should hold. Both grids have the same axes."""
+    """Return how `got`, what ranks hold, differs from `want`, what they should hold. Both have the same axes."""
     pairs = [(got.values[at], want.values[at]) for at in sorted(got.values)]
     for one, other in pairs:
         if one.shape != other.shape:
@@ -66,7 +66,7 @@ def _as_factor(got: Ranks, want: Ranks, close: Close, axes: Axes) -> Cause | Non
     if factor is None:
         return None
     if want.first().numel() == 1 and not products(abs(factor), axes):
-        return None  # any two numbers have a factor: it says something if it is made of sizes
+        return None  # any two numbers have a factor: it means something only if it is a product of axis sizes
     names = tuple(dict.fromkeys(name for sets in products(abs(factor), axes) for name in sets))
     return Cause("factor", factor_text(factor, axes), names, factor)
 
@@ -100,7 +100,7 @@ def products(factor: float, axes: Axes) -> list[tuple[str, ...]]:
 
 
 def factor_text(factor: float, axes: Axes) -> str:
-    """Say a factor, by the axes whose sizes it is made of."""
+    """Return a factor as text: `is tp times too large (2 is the size of tp)`."""
     if factor < 0:
         return f"is {factor:.4g} times the reference: its sign is wrong"
     large = factor > 1
@@ -195,7 +195,7 @@ def _not_a_number(pairs: list[tuple[Tensor, Tensor]]) -> Cause:
 
 
 def _as_zeros(got: Ranks, want: Ranks, close: Close, axes: Axes) -> Cause | None:
-    """Zeros in other places, and what is zero in neither is right: another draw of a dropout mask."""
+    """Find zeros in other places, with equal values where both are not zero: another draw of a dropout mask."""
     moved = 0
     for at, one in got.values.items():
         other = want.values[at]
@@ -211,7 +211,7 @@ def _as_zeros(got: Ranks, want: Ranks, close: Close, axes: Axes) -> Cause | None
 
 
 def _as_rows(got: Ranks, want: Ranks, close: Close, axes: Axes) -> Cause | None:
-    """Wrong in some rows of one dim only."""
+    """Find a tensor that is wrong in some neighbouring rows of one dim only."""
     for at in sorted(got.values):
         one, other = got.values[at], want.values[at]
         for dim in range(one.dim()):

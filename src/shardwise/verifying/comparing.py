@@ -1,7 +1,7 @@
 """Comparing one tensor of a run on ranks with the same tensor of the run on one device.
 
-Some tensors must agree: the loss, gradients, norms, parameters and buffers. Activations may lie in any way that the
-program likes; they are compared as far as a simple distribution explains them, and show where a difference begins.
+Some tensors must agree: the loss, gradients, norms, parameters and buffers. Activations may be distributed in any way
+that the program likes; they are compared if a simple distribution reproduces them, and show where a difference begins.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MUST_AGREE = ("initial", "loss", "value", "gradient", "norm", "clipped gradient"
 _OF_STATE = ("initial", "gradient", "clipped gradient", "parameter", "buffer")
 
 Status = Literal["same", "suspect", "differs", "unknown"]
-"""A tensor is suspect if it is the reference only after a reduction, or in another order: the program may know that."""
+"""A tensor is suspect if it equals the reference only after a reduction or in another order, as may be intended."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Comparison:
     def _missing(self, key: Key) -> Outcome:
         value = self.reference.seen[key].value
         if key.kind != "gradient" or key.path not in self.found.names or self.found.error or not largest(value):
-            return Outcome("unknown")  # of another module or parameter, which has no twin
+            return Outcome("unknown")  # a module or parameter that the ranks do not have
         return Outcome("differs", Cause("missing", "is None on the ranks: nothing that they compute depends on it"))
 
     def _called_alike(self, key: Key) -> bool:
@@ -104,10 +104,10 @@ class Comparison:
         return Outcome("differs", find_cause(got, want, close, self.axes))
 
     def _scale(self, key: Key, got: Ranks, reference: Tensor, close: Close) -> float:
-        """Return the factor that all activations' gradients of a step may have.
+        """Return the factor between all activations' gradients of a step on ranks and those of the reference.
 
-        A rank that averages its own rows has gradients as many times larger as there are such ranks, until gradients
-        of parameters are averaged. The first gradient of the step decides.
+        Where n ranks each average the loss of their own rows, gradients of activations are n times larger, until
+        gradients of parameters are averaged. The first gradient of the step determines the factor.
         """
         if key.step not in self._scales:
             sizes = sorted({1.0, *(_product(self.axes, names) for names in _subsets(self.axes.names))})
@@ -134,7 +134,7 @@ class Comparison:
         want = self._expected(key, got, reference)
         if want is None:
             shapes = sorted({tuple(value.shape) for value in got.values.values()})
-            text = f"has shape {list(shapes[0])} on ranks, which is no shard of {list(reference.shape)}"
+            text = f"has shape {list(shapes[0])} on ranks, which cannot be a shard of {list(reference.shape)}"
             return Outcome("differs", Cause("shape", text))
         if all(close(value, want.values[at]) for at, value in got.values.items()):
             return _SAME
@@ -184,7 +184,7 @@ def _indices(got: Ranks, reference: Tensor, close: Close) -> Ranks | None:
 
 
 def _likely(got: Ranks, reference: Tensor) -> Ranks | None:
-    """Return the shards of the reference that have the shapes of what ranks hold, those that differ least."""
+    """Return the shards of the reference with the shapes that ranks hold: of several shardings, the closest one."""
     if all(value.shape == reference.shape for value in got.values.values()):
         return Ranks(got.axes, dict.fromkeys(got.values, reference))
     if got.first().dim() != reference.dim():

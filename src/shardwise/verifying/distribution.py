@@ -1,7 +1,7 @@
-"""Which distribution explains what ranks hold: replicas of the reference, shards of it, or parts that add up to it.
+"""Find how ranks hold the reference: as replicas, as shards, or as operands of a sum or an average.
 
-A local tensor does not say how it is distributed. Axis by axis, the search tries the ways in which ranks can hold a
-tensor, and takes the first that gives the reference.
+A local tensor does not say how it is distributed. Axis by axis, the search tries all placements, and takes the first
+that reproduces the reference.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def explain(ranks: Ranks, reference: Tensor, close: Close, *, partial: bool) -> Distribution | None:
-    """Return the distribution by which ranks hold the reference, or None if there is no simple one.
+    """Return the distribution that reproduces the reference from what ranks hold, or None if there is no simple one.
 
     Sums and averages are considered if `partial`. They come after replicas and shards: a tensor is rarely Partial.
     """
     for reductions in ((), ('Partial("sum")', 'Partial("avg")')) if partial else ((),):
-        # The order matters where two axes shard one dim: the inner one is put together first.
+        # The order matters where two axes shard one dim: the inner one is concatenated first.
         for order in itertools.permutations(reversed(ranks.axes)):
             for found, placements in _leaves(ranks, order, reference, close, reductions, ()):
                 if found.shape == reference.shape and close(found, reference):
@@ -72,7 +72,7 @@ Placements = tuple[tuple[str, str], ...]
 def _leaves(
     ranks: Ranks, order: tuple[str, ...], reference: Tensor, close: Close, reductions: tuple[str, ...], done: Placements
 ) -> Iterator[tuple[Tensor, Placements]]:
-    """Iterate over the tensors that ranks may stand for."""
+    """Yield the global tensors that the ranks may hold, with the placements that give each."""
     if not order:
         yield ranks.first(), done
         return

@@ -1,7 +1,7 @@
 """Finding where a run on ranks first departs from the reference.
 
-Whether there is a difference is decided by tensors that must agree. Where it begins is shown by activations, which may
-look different for good reasons; so one of them counts only if nothing computed from it is right again.
+Whether there is a difference is decided by tensors that must agree. Activations show where it begins. They may differ
+for good reasons, so one of them counts only if nothing computed from it is right again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Found:
     key: Key
     outcome: Outcome
     before: Key | None = None
-    """The tensor that was computed right before, and is right."""
+    """The last tensor before it that is the same in both runs."""
 
 
 def find(comparison: Comparison) -> list[Found]:
@@ -38,7 +38,7 @@ def find(comparison: Comparison) -> list[Found]:
         return found
     if must:
         step = must[0].step
-    elif comparison.found.error is not None:  # perhaps because of a difference in the step that it ended
+    elif comparison.found.error is not None:  # a difference in that step may have caused it
         step = max(key.step for key in comparison.found.seen)
     else:
         return []
@@ -66,7 +66,7 @@ def _first_forward(comparison: Comparison, forward: list[Key], *, surely: bool) 
         return None
     at = forward.index(wrong[0]) if wrong else len(forward)
     first = wrong[0] if wrong else None
-    # A part of a sum is fine until something else than the sum is computed from it.
+    # An operand of a sum is fine as long as only the sum is computed from it.
     for key in reversed(forward[:at]):
         status = comparison.outcome(key).status
         if status not in ("suspect", "unknown"):
@@ -86,7 +86,7 @@ def _healed(comparison: Comparison, key: Key, forward: list[Key]) -> bool:
 
 
 def _first_gradient(comparison: Comparison, before: list[Key], must: list[Key]) -> Key | None:
-    """Return the first activation whose gradient is wrong, if all gradients of parameters behind it are, too."""
+    """Return the first activation with a wrong gradient whose module has only parameters with wrong gradients."""
     wrong = {key.path for key in must if key.kind == "gradient" and key.step == must[0].step}
     known = {key.path for key in comparison.reference.seen if key.kind == "gradient" and key.step == must[0].step}
     for key in before:

@@ -37,7 +37,7 @@ class Program:
     build_model: Callable[[], nn.Module]
     apply: Callable[[nn.Module, DeviceMesh], nn.Module | None]
     batches: Sequence[Batch]
-    """One for each step. They are made before any run, so that all runs get the same."""
+    """One for each step. They are made before any run, so that all runs get the same batches."""
     loss: Callable[..., Tensor] | None
     place: Callable[[Batch, DeviceMesh], Batch] | Sequence[Placement] | None
     optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer] | None
@@ -81,7 +81,7 @@ def run_alone(program: Program, eps: float = 0.0, noise_seed: int = 0) -> tuple[
 
 
 class FloatDtypes(OwnMode):
-    """Collects the floating-point dtypes of all results inside."""
+    """Collects the floating-point dtypes of the results of all ops inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class FloatDtypes(OwnMode):
 
 
 def run_on_ranks(program: Program, axes: Axes, initial: Initial) -> Recording:
-    """Run the program on simulated ranks. An error of the program is kept in the recording."""
+    """Run the program on simulated ranks. An error of the program is stored in the recording."""
     with ExitStack() as stack:
         stack.enter_context(simulate(len(axes.coordinates())))
         stack.enter_context(_set_up(program))
@@ -123,10 +123,10 @@ def run_on_ranks(program: Program, axes: Axes, initial: Initial) -> Recording:
 
 
 def _start_from(model: nn.Module, initial: Initial) -> None:
-    """Give ranks the reference's parameters, unless the program has given them different ones.
+    """Copy the parameters of the one-device model to the ranks, except those in which ranks already differ.
 
-    A model that is built twice from one seed may differ, say by a generator of its own; all ranks then get the values
-    of the first. If ranks differ from each other, that is a finding.
+    A model that is built twice from one seed may differ, for example if it has a generator of its own. Parameters that
+    differ between ranks are left as they are, so that the comparison finds them.
     """
     with torch.no_grad():
         for name, tensor in _named_state(model):
@@ -205,7 +205,8 @@ def _run_step(
         returned = output if isinstance(output, Tensor) else getattr(output, "loss", None)
         if returned is None or returned.dim():
             raise InputError(
-                "the model returns no loss", "pass loss=, a function of the model's output and the targets"
+                "verify got no loss=, and the output of the model is no scalar and has no .loss",
+                "pass loss=, a function of the model's output and the targets",
             )
         loss = returned
     loss.backward()
@@ -213,7 +214,7 @@ def _run_step(
 
 
 def _line_of(program: Program) -> Line | None:
-    """Return where the user's function that computes the loss begins; None if PyTorch's own does."""
+    """Return the first line of the user's function that computes the loss; None if a library's function does."""
     code = getattr(inspect.unwrap(program.step or program.loss or program.build_model), "__code__", None)
     return None if code is None or is_library(code.co_filename) else Line.at(code.co_filename, code.co_firstlineno)
 

@@ -1,8 +1,8 @@
 """Numbers of ranks in a program for local tensors: `dist.get_rank()` is each rank's own number.
 
 Simulated ranks run in lockstep, so a rank's number is one integer with a value for each rank, as sizes that differ are
-(`world/rank_int.py`). Slices, arithmetic and `torch.manual_seed` work with it. A branch cannot: no one branch is that
-of all ranks.
+(`world/rank_int.py`). Slices, arithmetic and `torch.manual_seed` work with it. A branch on it raises an error, since
+ranks would take different branches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["rank_numbers"]
 
 
 class RankNumberNode(RankIntNode):
-    """The node of a rank's number. Unlike a size it has no general case: every comparison is that of each rank."""
+    """The node of a rank's number. Comparisons are made for each rank, also with 0 and 1 (see `rank_int.py`)."""
 
     __slots__ = ()
 
@@ -60,7 +60,7 @@ def _number(values: list[int]) -> int | torch.SymInt:
 
 @contextmanager
 def rank_numbers(axes: Axes) -> Iterator[None]:
-    """Let the user's code read each rank's own number. PyTorch and shardwise go on to see those of rank 0."""
+    """Let `get_rank()` and the like return each rank's own number to the user's code, and rank 0's to libraries."""
     places = axes.coordinates()
 
     def number_in(group: dist.ProcessGroup | None) -> int | torch.SymInt:

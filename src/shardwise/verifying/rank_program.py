@@ -1,10 +1,10 @@
-"""Running a program for one rank's local tensors on all simulated ranks: plain tensors become per-rank tensors.
+"""Run a program for one rank's local tensors on all simulated ranks: plain tensors become per-rank tensors.
 
-A process has tensors of its own. In a simulated world a plain tensor belongs to all ranks at once, so three things
-would go wrong in code that is written for local tensors. `RankProgram` puts them right while the code runs:
+A process has tensors of its own. In a simulated world a plain tensor belongs to all ranks at once. While `RankProgram`
+is active, code that is written for local tensors runs as in a process:
 
 - a tensor made by the user's code is per rank, so that ranks may write different values into it;
-- ops on plain tensors take numbers that differ between ranks, such as a rank (`rank_numbers`);
+- ops on plain tensors accept numbers that differ between ranks, such as a rank (`rank_numbers`);
 - collectives of plain tensors, which the fake process group would ignore, move data.
 """
 
@@ -27,13 +27,13 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 class RankProgram(OwnMode):
-    """While it is active, code for local tensors runs in a simulated world as each rank of it would."""
+    """A mode in which code for local tensors runs in a simulated world as in a process of each rank."""
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if types:  # of a class of ours, which handles ranks
+        if types:  # a tensor class of ours, which handles ranks itself
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if tensors and func.namespace in _COLLECTIVES:

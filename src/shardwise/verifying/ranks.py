@@ -1,7 +1,7 @@
 """What the ranks of a mesh hold of one tensor, as a grid of plain tensors.
 
-A `Ranks` has some axes of the mesh, and a tensor for each coordinate on them. `along` takes one axis away: it combines
-the tensors of the ranks that differ in that axis alone.
+A `Ranks` has some axes of the mesh, and a tensor for each coordinate on them. `along` removes one axis: it combines the
+tensors of the ranks that differ in that axis alone.
 """
 
 from __future__ import annotations
@@ -80,10 +80,9 @@ class Ranks:
 
 
 def held(value: Tensor, axes: Axes, close: Close) -> Ranks:
-    """Return what ranks hold of a tensor. Axes over which a DTensor is distributed as it says are gone already.
+    """Return what ranks hold of a tensor. A DTensor is assembled over the axes of its mesh, which the result lacks.
 
-    An axis stays if the tensor is local to the ranks of it, or if a DTensor says that its ranks hold the same and they
-    do not.
+    An axis remains if the tensor is local to its ranks, or if a DTensor is replicated over it and replicas differ.
     """
     if isinstance(value, DTensor):
         return _of_dtensor(value, axes, close).without_axes_of_size_1()
@@ -114,7 +113,7 @@ def _of_dtensor(value: DTensor, axes: Axes, close: Close) -> Ranks:
 def _with_fixed(
     places: Sequence[Coordinate], shards: Sequence[Tensor], axes: Axes, fixed: dict[str, int], replicated: Sequence[str]
 ) -> list[Tensor]:
-    """Return each rank's shard as seen from one coordinate: replicas are those of the first rank that holds them."""
+    """Return a shard for each rank: that at the `fixed` coordinates, and at 0 on the other replicated axes."""
     by_place = dict(zip(places, shards, strict=True))
     chosen = []
     for place in places:
@@ -125,7 +124,7 @@ def _with_fixed(
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Return a tensor in a dtype in which comparing does not round."""
+    """Return a tensor in float64 or int64, in which comparing does not round."""
     tensor = tensor.detach()
     if tensor.is_complex():
         return torch.view_as_real(tensor).double()

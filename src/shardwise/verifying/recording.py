@@ -1,7 +1,7 @@
-"""What a run of a program computes, in order: outputs of modules, their gradients, the loss, parameters, buffers.
+"""The tensors that a run computes, in order: outputs of modules, their gradients, the loss, parameters, buffers.
 
-Calls of modules are seen by replacing `nn.Module.__call__`, as outputs are wanted after all hooks of a module, those of
-parallel styles included. Gradients of parameters are seen when the optimizer is about to use them.
+`nn.Module.__call__` is replaced, to record outputs after all hooks of a module, those of parallel styles included.
+Gradients of parameters are recorded when the optimizer is about to use them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
 
 
 class Key(NamedTuple):
-    """Which tensor of a run: the same key means the same tensor in two runs."""
+    """Identifies a tensor of a run: in two runs the same key means the same tensor."""
 
     step: int
     kind: Kind
@@ -62,11 +62,11 @@ class Recording:
     def __init__(self) -> None:
         self.seen: dict[Key, Seen] = {}
         self.tied: list[set[str]] = []
-        """Names of one parameter that has several."""
+        """The sets of names that belong to one tied parameter."""
         self.names: set[str] = set()
         """Names of all parameters and buffers."""
         self.lines: dict[str, Line] = {}
-        """Where each module was called first."""
+        """The line that first called each module."""
         self.error: Exception | None = None
         self.dtypes: set[torch.dtype] = set()
 
@@ -85,7 +85,7 @@ class Recorder:
         self._order: dict[str, int] = {}
         self._clipped = False
         self._known: dict[int, tuple[Tensor, int]] = {}
-        """Outputs of modules in this step, with their versions when recorded. Kept alive, so that ids stay valid."""
+        """Outputs of modules in this step, with their versions when recorded. Holding them keeps their ids valid."""
         self.made.tied = _tied(model)
         self.made.names = {name for name, _ in self._state()}
 

@@ -16,7 +16,7 @@ class Difference:
     path: str
     """Path of the module or parameter, or "loss", "grad_norm", "output"."""
     kind: str
-    """What of it: "output", "gradient", "parameter", ..."""
+    """The kind of tensor: "output", "gradient", "parameter", ..."""
     step: int
     line: str
     """The user's line, such as "train.py:31: x = self.norm(x)"."""
@@ -26,13 +26,13 @@ class Difference:
     fix: str = ""
 
     def what(self) -> str:
-        """Name the tensor, such as "the gradient of norm.weight"."""
+        """Return the name of the tensor, such as "the gradient of norm.weight"."""
         return _named(self.kind, self.path)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found. It is true if nothing differs."""
+    """The result of `verify`. `bool(report)` is True if nothing differs."""
 
     differences: tuple[Difference, ...]
     """All tensors that differ, in the order in which they are computed."""
@@ -40,12 +40,12 @@ class Report:
     mesh: str
     dtype: str
     needed: str = ""
-    """On which axes the difference depends, as found by runs with one axis of size 1."""
+    """A sentence that says on which axes the difference depends, as found by runs with one axis of size 1."""
     notes: tuple[str, ...] = field(default=())
 
     @property
     def ok(self) -> bool:
-        """Whether all that must agree does."""
+        """Whether all tensors that must agree do."""
         return not self.differences
 
     @property
@@ -57,7 +57,7 @@ class Report:
         return self.ok
 
     def to_dict(self) -> dict[str, object]:
-        """Return the report as values of JSON."""
+        """Return the report as plain values."""
         return {"ok": self.ok, "first": self.first, **asdict(self)}
 
     def to_json(self) -> str:

@@ -1,6 +1,6 @@
-"""How far two correct runs of a program may lie apart.
+"""How far two correct runs of a program may differ.
 
-Rounding is not guessed: the program runs on one device again, from parameters that were moved by a few roundings, and
+Rounding is measured: the program runs on one device again, from parameters that were moved by a few roundings, and
 each tensor may differ from the reference by a multiple of what it moved. So whatever amplifies rounding (depth, a
 normalisation, Adam's division by a tiny gradient) widens the tolerance of the tensors behind it, and of no others.
 """
@@ -16,7 +16,7 @@ from .ranks import Close
 from .recording import Key, Recording
 
 _ROUNDINGS = 4
-"""By how many roundings parameters are moved."""
+"""The noise on parameters, in rounding errors."""
 
 
 class Tolerances:
@@ -75,7 +75,7 @@ def closeness(tolerance: float) -> Close:
 
 
 def move(parameters: Sequence[Tensor], eps: float, seed: int) -> None:
-    """Move parameters by a few roundings."""
+    """Multiply parameters by noise of a few rounding errors, in place."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in parameters:

@@ -1,4 +1,4 @@
-"""`verify`: the user's program on simulated ranks beside one device."""
+"""`verify`: compare the user's program on simulated ranks with one device."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def verify(
                  batch for a dict). It may be left out if the model returns a loss.
     mesh, names  sizes and names of the axes.
     place        how a batch is distributed: placements for all its tensors, or a function of (batch, mesh).
-    step         a training step of one's own instead: `step(model, batch, mesh)` runs forward, backward and what the
+    step         a training step of your own instead: `step(model, batch, mesh)` runs forward, backward and what the
                  program does with gradients, and returns the loss, or a dict of it and other values to be compared,
                  such as {"loss": loss, "grad_norm": norm}. On one device `mesh` is None. If it has an argument
                  `optimizer`, it runs the optimizer, too.
@@ -71,8 +71,9 @@ def verify(
     dtype        what parameters and inputs are cast to, so that rounding is far smaller than any mistake. With None,
                  and where the model cannot run in it, they keep their own.
     distinct     whether parameters with equal elements (a bias of zeros) get some noise: they would hide mistakes.
-    isolate      whether to run again with one axis of size 1 after the other, to find out on which the difference
-    depends.
+    isolate      whether to run again with one axis after the other of size 1, to find the axes on which the difference
+                 depends.
+    progress     called with a label at the start of each run, and of the comparison.
 
     Ranks run in lockstep, so the program may slice with `mesh.get_local_rank()` or `dist.get_rank()`, but not branch on
     them. Raises whatever the program raises, unless a tensor that was computed before differs.
@@ -80,7 +81,7 @@ def verify(
     sizes = tuple(int(size) for size in mesh)
     axes = Axes(tuple(names) if names is not None else tuple(f"axis{place}" for place in range(len(sizes))), sizes)
     if len(axes.names) != len(sizes) or len(set(axes.names)) != len(sizes):
-        raise InputError(f"mesh={sizes} and names={names}", "give each axis a name of its own")
+        raise InputError(f"verify got mesh={sizes} and names={names}", "give each axis a name of its own")
     batches = [batch(number) if callable(batch) else batch for number in range(steps)]
     program = Program(
         build_model, apply, batches, loss, place, optimizer, step, steps, seed, dtype, distinct, device
@@ -89,7 +90,7 @@ def verify(
 
 
 class _Verification:
-    """One call of `verify`: the reference, how far it may be missed, and runs on meshes that are compared with it."""
+    """One call of `verify`: the reference run, its tolerances, and the runs on meshes that are compared with it."""
 
     def __init__(self, program: Program, axes: Axes, progress: Callable[[str], None]) -> None:
         self.axes, self.progress, self.notes = axes, progress, list[str]()
@@ -133,7 +134,7 @@ class _Verification:
             said = (str(found.error).splitlines() or [""])[0]
             self.notes.append(f"after that the program raised {type(found.error).__name__}: {said}")
         needed, text = self._needed(differing[0]) if differing and isolate else (None, "")
-        notes = [*self.notes, *self._untwinned(found)]
+        notes = [*self.notes, *self._not_compared(found)]
         return Report(
             tuple(self._difference(one, found, differing, needed) for one in differing),
             sum(key in found.seen for key in self.reference.seen),
@@ -194,8 +195,8 @@ class _Verification:
         path = one.key.path or "output"
         return Difference(path, one.key.kind, one.key.step, f"{line}: {line.text}", cause.text, why, fix)
 
-    def _untwinned(self, found: Recording) -> list[str]:
-        """Name what was not compared, and parameters that are tied on one side only."""
+    def _not_compared(self, found: Recording) -> list[str]:
+        """Return notes that name what was not compared, and parameters that are tied on one device only."""
         notes = []
         apart = [
             " and ".join(sorted(group))
@@ -213,7 +214,7 @@ class _Verification:
 
 
 def _common_factor(differing: list[Found]) -> float | None:
-    """Return the factor by which all gradients that differ do."""
+    """Return the factor by which all wrong gradients differ; None if they have none in common."""
     causes = [one.outcome.cause for one in differing if one.key.kind == "gradient"]
     factors = {round(cause.factor, 4) for cause in causes if cause is not None and cause.pattern == "factor"}
     return factors.pop() if len(factors) == 1 and len(causes) > 1 else None

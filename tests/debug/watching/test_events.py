@@ -94,8 +94,8 @@ def test_calls_from_two_places_are_two_events_and_each_has_its_line() -> None:
         first, second, *again = taken(journal)
         assert first != second
         assert again == [first, second]
-        assert "one = lambda" in journal.said(first).line
-        assert "other = lambda" in journal.said(second).line
+        assert "one = lambda" in journal.lookup(first).line
+        assert "other = lambda" in journal.lookup(second).line
 
 
 def test_ops_that_a_library_calls_first_are_compared_without_a_place() -> None:
@@ -121,7 +121,7 @@ def test_collectives_from_two_lines_are_two_events() -> None:
         dist.all_reduce(torch.ones(3))
         dist.all_reduce(tensor=torch.ones(3), group=dist.group.WORLD)
         dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX, dist.group.WORLD)
-        words = [journal.said(event).what for event in taken(journal)]
+        words = [journal.lookup(event).what for event in taken(journal)]
         assert [text.partition(" among")[0] for text in words] == [
             "dist.all_reduce of float32[3]",
             "dist.all_reduce of float32[3]",
@@ -148,7 +148,7 @@ def test_lines_of_one_collective_are_told_apart_however_deep_they_are() -> None:
             with hooked() as journal:
                 way()
                 (fresh[name],) = taken(journal)
-                assert name in journal.said(fresh[name]).line
+                assert name in journal.lookup(fresh[name]).line
         assert len({*fresh.values()}) == len(ways)
         with hooked() as journal:
             order = random.Random(0).choices([*ways], k=60)

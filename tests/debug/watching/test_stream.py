@@ -66,8 +66,8 @@ def test_a_journal_forgets_words_and_not_events() -> None:
     for event in range(70000):
         journal.remember(event, Event("x", "y"))
     assert len(journal.events) <= 1 << 16
-    assert journal.said(69999) == Event("x", "y")
-    assert "forgotten" in journal.said(0).what
+    assert journal.lookup(69999) == Event("x", "y")
+    assert "forgotten" in journal.lookup(0).what
     assert journal.stream((1, 0)) is journal.stream((0, 1))
 
 
@@ -79,7 +79,7 @@ def test_words() -> None:
     assert error.ranks == (1,)
     for text in (
         "ranks 0-3 disagree about call 5",
-        "rank 1: has not come so far",
+        "rank 1: has not got that far",
         "ranks 0, 2: a",
         "rank 3: no answer",
     ):

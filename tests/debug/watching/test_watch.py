@@ -128,7 +128,7 @@ def test_where_ranks_cannot_disagree_it_does_nothing() -> None:
         assert shardwise.ones(4, device_mesh=mesh, placements=[shardwise.Shard(0)]).sum().item() == 4
     with fake_group(4), watch():
         pass
-    with pytest.raises(WorldError, match="without a process group"):
+    with pytest.raises(WorldError, match="needs a process group"):
         watch()
 
 

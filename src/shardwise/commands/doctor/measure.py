@@ -22,7 +22,7 @@ _REPEATS = 9
 
 
 class AxisCosts(NamedTuple):
-    """What was measured on one axis: seconds of a small message, bytes per second of large ones."""
+    """The costs measured on one axis: seconds of a small message, bytes per second of large ones."""
 
     latency: float
     bandwidth: float
@@ -37,7 +37,7 @@ class Measured(NamedTuple):
     pack: float
 
     def cost_model(self) -> CostModel:
-        """Return the model that gives these times. The latency for each peer is in that of the axis."""
+        """Return the model with these costs. The latency of an axis includes that for each peer."""
         rows = self.axes.items()
         return CostModel(
             latency={name: axis.latency for name, axis in rows},
@@ -97,7 +97,7 @@ def _axis(mesh: DeviceMesh, axis: int, nbytes: int) -> AxisCosts:
 
 
 def _bandwidth(received: float, seconds: float, latency: float) -> float:
-    """Return bytes per second without the latency; noise must not make the time zero or negative."""
+    """Return bytes per second, latency excluded. Noise must not make the time zero or negative."""
     return received / max(seconds - latency, seconds / 10, 1e-9)
 
 

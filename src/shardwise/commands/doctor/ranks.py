@@ -1,4 +1,4 @@
-"""The ranks that a mesh is tested on: processes of torchrun, or processes that are forked here."""
+"""The ranks on which a mesh is tested: processes of torchrun, or processes forked here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .self_test import Check, self_test
 
 
 class Findings(NamedTuple):
-    """What the ranks found on a mesh."""
+    """The checks of a mesh and its measured costs; None if a check failed."""
 
     checks: list[Check]
     measured: Measured | None

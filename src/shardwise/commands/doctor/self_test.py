@@ -72,7 +72,7 @@ def _uneven(mesh: DeviceMesh) -> str:
     values = torch.arange(7 * 5, dtype=torch.float32, device=mesh.device_type).reshape(7, 5)
     x = distribute_tensor(values, mesh, [Shard(0)] * mesh.ndim, src_data_rank=None)
     found = x.redistribute(placements=[Shard(1)] * mesh.ndim).full_tensor()
-    return "" if torch.equal(found, values) else "a shard arrives with other values"
+    return "" if torch.equal(found, values) else "redistribution of uneven shards changes values"
 
 
 def _product(mesh: DeviceMesh) -> str:
@@ -96,4 +96,4 @@ def _random(mesh: DeviceMesh) -> str:
     drawn = randn(16, 16, device_mesh=mesh, placements=[Shard(0)] * mesh.ndim).full_tensor()
     again = [torch.empty_like(drawn) for _ in range(dist.get_world_size())]
     dist.all_gather(again, drawn)
-    return "" if all(torch.equal(drawn, other) for other in again) else "ranks have drawn different numbers"
+    return "" if all(torch.equal(drawn, other) for other in again) else "ranks drew different numbers"

@@ -47,7 +47,7 @@ def _row(row: HoldingRow, largest: int) -> Markup:
 
 
 def _axes(row: HoldingRow) -> Markup:
-    """Return what each axis does, but for those that replicate."""
+    """Return what each axis does, except for those that replicate."""
     if not isinstance(row.tensor, DTensor):
         return Markup("")
     chips = [

@@ -31,44 +31,44 @@ SpecPair = tuple[DTensorSpec, DTensorSpec]
 
 
 class OpCall:
-    """A call of an op on distributed tensors that is running."""
+    """A running call of an op on distributed tensors."""
 
     def __init__(self, func: OpOverload, args: Args, kwargs: Kwargs, node: int) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.node = node
         """The number of its autograd node, if it has one."""
         self.seen: list[OperandMove] = []
-        """The moves of operands that were seen so far."""
+        """The operands that were redistributed so far."""
 
 
 def leaves_among(args: Args, kwargs: Kwargs) -> Iterator[Tensor]:
-    """The leaves that get a gradient among the arguments of an op."""
+    """Yield the leaves among the arguments of an op that get a gradient."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, DTensor) and value.requires_grad and is_weight(value):
             yield value
 
 
-class _Known(NamedTuple):
-    """What was derived for calls of one kind."""
+class _Derived(NamedTuple):
+    """What explains all calls with the same op and specs."""
 
     choices: CallChoices | None
     records: tuple[Choice, ...]
-    """The chosen one, then rejected ones, cheapest first."""
+    """The choice that was taken, then rejected ones, cheapest first."""
     changes: list[tuple[int, str, str]] | None
-    """Operands to redistribute: position among the tensors of the call, name, placements as code."""
+    """Operands to redistribute before the call: position among its tensors, name, placements as code."""
 
 
 class Reasoning:
-    """Derives reasons. What depends on specs alone is derived once for each kind of call."""
+    """Derives the reasons of communication. What depends on op and specs alone is derived once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], _Known] = {}
+        self._known: dict[tuple[object, ...], _Derived] = {}
         self._key = argument_keys(DTensor)
 
     # ---- ops ------------------------------------------------------------------------------------------------------
 
     def of_call(self, sent: Communication, call: OpCall, pair: SpecPair | None, names: Names) -> Communication:
-        """The communication with its reason, where an op needs it."""
+        """Return a communication of an op with its reason filled in."""
         known = self._known_of(call)
         op = str(call.func).removesuffix(".default")
         edit = self._edit(call, known, names)
@@ -90,34 +90,34 @@ class Reasoning:
         operand = called[move.name]
         return replace(sent, cause="operand", operand=operand, reason=reasons.of_operand(sent, op, move, operand))
 
-    def _known_of(self, call: OpCall) -> _Known:
+    def _known_of(self, call: OpCall) -> _Derived:
         key = (id(call.func), *map(self._key, call.args), *call.kwargs, *map(self._key, call.kwargs.values()))
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._derive(call)
         return found
 
-    def _derive(self, call: OpCall) -> _Known:
+    def _derive(self, call: OpCall) -> _Derived:
         op = resolve(call.func)
         try:
             choices = choices_of(op, call.args, call.kwargs)
             plan = DTensor._op_dispatcher.plan(op, call.args, call.kwargs)
             changed = changes_for_local_call(op, call.args, call.kwargs, plan, DTensor._op_dispatcher.plan)
         except ShardwiseError:  # tensors of different meshes, say: the call itself has the better error
-            return _Known(None, (), None)
+            return _Derived(None, (), None)
         tensors = [tensor for _, tensor in named_tensors(op, call.args, call.kwargs)]
         changes = None
         if changed is not None:
             where = {id(tensor): index for index, tensor in enumerate(tensors)}
             changes = [(where[id(tensor)], name, text) for name, tensor, text in changed]
         if choices is None:
-            return _Known(None, (), changes)
+            return _Derived(None, (), changes)
         records = tuple(map(_as_record, (choices.chosen, *choices.rejected[:_MOST_REJECTED])))
-        return _Known(choices, records, changes)
+        return _Derived(choices, records, changes)
 
     @staticmethod
     def _move(call: OpCall, choices: CallChoices, pair: SpecPair) -> OperandMove | None:
-        """The operand of the chosen plan that this redistribution moves."""
+        """Return the operand of the chosen plan that this redistribution moves."""
         for move in choices.chosen.moves:
             same = move.before is pair[0] and move.after.layout is pair[1].layout
             if same and not any(move is seen for seen in call.seen):
@@ -145,7 +145,7 @@ class Reasoning:
         return None
 
     @staticmethod
-    def _edit(call: OpCall, known: _Known, names: Names) -> str | None:
+    def _edit(call: OpCall, known: _Derived, names: Names) -> str | None:
         if not known.changes:
             return None
         tensors = [tensor for _, tensor in named_tensors(resolve(call.func), call.args, call.kwargs)]
@@ -157,22 +157,22 @@ class Reasoning:
 
     @staticmethod
     def of_purpose(sent: Communication, purpose: Purpose | None, pair: SpecPair | None, names: Names) -> Communication:
-        """The communication with its reason, where a function of shardwise needs it, or the program itself."""
+        """Return a communication of a function of shardwise, or of the program, with its reason filled in."""
         if purpose is None:
             cause = "program" if pair is None else "gradient" if sent.backward else "redistribute"
             purpose = Purpose(cause)
-        leaves = [names.of_leaf(leaf, f"a leaf {leaf._spec!r}") for leaf in _known(purpose)]
+        leaves = [names.of_leaf(leaf, f"a leaf {leaf._spec!r}") for leaf in _distributed_leaves(purpose)]
         operand = ", ".join(leaves) or None
         reason, edit = reasons.of_purpose(sent, purpose, leaves)
         return replace(sent, cause=purpose.cause, operand=operand, reason=reason, edit=edit)
 
 
-def _known(purpose: Purpose) -> list[DTensor]:
+def _distributed_leaves(purpose: Purpose) -> list[DTensor]:
     return [leaf for leaf in purpose.leaves if isinstance(leaf, DTensor)]
 
 
 def _as_record(choice: PricedChoice) -> Choice:
-    """A choice as plain values, with the bytes of its moves."""
+    """Return a choice as plain values, with the bytes of its moves."""
     moves = []
     for move in choice.moves:
         steps = plan_redistribution(move.before, move.after).plan.steps
@@ -182,5 +182,5 @@ def _as_record(choice: PricedChoice) -> Choice:
 
 
 def _renamed(choice: Choice, called: Mapping[str, str]) -> Choice:
-    """A choice in which operands have the names that the user gave them."""
+    """Return a choice in which operands have the names that the user gave them."""
     return replace(choice, moves=tuple(replace(move, operand=called[move.operand]) for move in choice.moves))

@@ -25,13 +25,13 @@ from .trace_file import trace_events, write_events
 
 FLOPS_PER_SECOND = 1e11
 BYTES_PER_SECOND = 1e10
-"""What a rank does in a modelled trace: the orders of magnitude of one CPU."""
+"""The speeds of a rank in a modelled trace: the orders of magnitude of one CPU."""
 
 
 class Explanation(RecordedExplanation):
     """Every communication of a block of code, with its line, module, op, reason, price, alternatives and edit.
 
-    Prints as text; `to_dict()` and `to_json()` hold the same and more.
+    It prints as text; `to_dict()` and `to_json()` return all fields.
     """
 
     result: object = None

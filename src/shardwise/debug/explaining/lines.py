@@ -1,6 +1,6 @@
 """The user's line of an op; in a backward pass the line of the forward pass whose node runs.
 
-Nothing is guessed: while `tracking_lines` is active, every autograd node gets the line that made it as a note.
+While `tracking_lines` is active, every autograd node gets a note of the line that made it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LineNote(str):
 
 
 def tracking_lines() -> AbstractContextManager[None]:
-    """A context in which autograd nodes get the lines that made them."""
+    """Return a context in which autograd nodes get a note of the lines that made them."""
     return noting_nodes(_note)
 
 
@@ -35,7 +35,7 @@ def _note() -> LineNote:
 
 
 def line_now() -> Line | None:
-    """The user's line that runs now; in a backward pass, the line that made the running node. None if unknown."""
+    """Return the user's line that runs now; in a backward pass, that which made the running node. None if unknown."""
     frame = users_frame_now()
     if frame is None:
         return line_of_node(current_node())
@@ -43,13 +43,13 @@ def line_now() -> Line | None:
 
 
 def line_of_node(node: Node | None) -> Line | None:
-    """The line that made an autograd node, if it was made while lines were tracked."""
+    """Return the line that made an autograd node; None if lines were not tracked then."""
     note = note_of(node)
     return note.line if isinstance(note, LineNote) else None
 
 
 def users_frame_now() -> FrameType | None:
-    """The innermost frame of the user in a forward pass, or in code that is recomputed; None in a backward formula."""
+    """Return the user's innermost frame, also in recomputed forward code; None in a derivative formula."""
     frame: FrameType | None = sys._getframe(1)
     found: FrameType | None = None
     backward = in_backward_pass()

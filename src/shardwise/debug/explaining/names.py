@@ -15,7 +15,7 @@ class Names:
     def __init__(self, calls: ModuleCalls) -> None:
         self._calls = calls
         self._leaves: dict[int, tuple[str | None, Line]] = {}
-        """The variable and the line by which each leaf was last read in a forward pass."""
+        """For each leaf, the variable and the line through which a forward pass last read it."""
 
     def note_leaf(self, leaf: Tensor) -> None:
         """Record where a leaf is read."""
@@ -24,19 +24,19 @@ class Names:
             self._leaves[id(leaf)] = self.variable(leaf), line
 
     def line_of_leaf(self, leaf: Tensor) -> Line | None:
-        """The line by which a leaf was last read in a forward pass."""
+        """Return the line that last read a leaf in a forward pass; None if none did."""
         return self._leaves.get(id(leaf), (None, None))[1]
 
     def of_leaf(self, leaf: Tensor, otherwise: str) -> str:
-        """The name of a leaf in a backward pass: of the parameter, or the variable by which it was read."""
+        """Return the name of a leaf in a backward pass: its path as a parameter, or the variable that last held it."""
         return self.parameter(leaf) or self._leaves.get(id(leaf), (None, None))[0] or otherwise
 
     def parameter(self, tensor: Tensor) -> str | None:
-        """The path of a parameter of a called module; None for other tensors."""
+        """Return the path of a parameter of a called module; None for other tensors."""
         return self._calls.parameter_name(tensor)
 
     def variable(self, tensor: Tensor) -> str | None:
-        """The name of a tensor in the user's running function, or of what it is a view of; None if it has none."""
+        """Return the variable of the user's running function that holds a tensor, or its base; None without one."""
         frame = users_frame_now()
         if frame is None:
             return None
@@ -46,6 +46,6 @@ class Names:
         return next((name for each in wanted for name, value in values.items() if value is each), None)
 
     def of(self, tensor: Tensor, otherwise: str) -> str:
-        """The name to use in a sentence: that of the user, or the op's own name for its operand."""
+        """Return the name to use in a sentence: the user's, or `otherwise`, the op's own name for its operand."""
         base = tensor._base if isinstance(tensor._base, Tensor) else tensor
         return self.parameter(tensor) or self.parameter(base) or self.variable(tensor) or otherwise

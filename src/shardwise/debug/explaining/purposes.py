@@ -1,7 +1,7 @@
 """The purposes for which functions of shardwise communicate.
 
-While something is explained, the functions in the table below are swapped for ones that say so to the recorder. Nothing
-else has to know of explanations, and nothing costs time while there are none.
+Inside an explanation, the functions in the table below are replaced by wrappers that report their purpose to the
+recorder. No other code knows about explanations, and without one they cost nothing.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class Purpose(NamedTuple):
 
     cause: str
     detail: str = ""
-    """Words that go on where the cause ends, such as the path of a module or the placements asked for."""
+    """Text for the reason, such as the path of a module, or "a style converts the input of"."""
     leaves: tuple[Tensor, ...] = ()
     """The leaves whose gradients are reduced."""
     line: Line | None = None
     """The line that made the autograd node of the first of these leaves, if it is known."""
 
 
-Say = Callable[[Purpose], AbstractContextManager[object]]
-"""A context in which communication has this purpose."""
+Enter = Callable[[Purpose], AbstractContextManager[object]]
+"""Returns a context whose communication has this purpose."""
 Find = Callable[..., Purpose]
-"""From the arguments of a function to what it communicates for."""
+"""Returns the purpose of a function from the arguments of its call."""
 
 
 def _leaf() -> tuple[Tensor, ...]:
@@ -56,7 +56,7 @@ def _leaf() -> tuple[Tensor, ...]:
     return () if leaf is None else (leaf,)
 
 
-def _same(cause: str, detail: str = "") -> Find:
+def _always(cause: str, detail: str = "") -> Find:
     return lambda *args, **kwargs: Purpose(cause, detail)
 
 
@@ -78,13 +78,13 @@ def _of_reduction(reduction: Reduction, *_: object) -> Purpose:
 
 
 class _Buckets:
-    """The leaves whose gradients are in each bucket."""
+    """Tracks the leaves whose gradients are in each bucket."""
 
     def __init__(self) -> None:
         self._added: WeakKeyDictionary[Bucket, list[Purpose]] = WeakKeyDictionary()
 
     def add(self, bucket: Bucket, *_: object) -> Purpose:
-        """Record that the gradient of the present leaf goes into a bucket; moves before that are for the gradient."""
+        """Record that the gradient of the present leaf is added to a bucket, and return the purpose of adding it."""
         purpose = _of_leaf()
         if not bucket.started:
             self._added.setdefault(bucket, []).append(purpose)
@@ -101,20 +101,20 @@ class _Buckets:
 def _table() -> tuple[tuple[object, str, Find], ...]:
     buckets = _Buckets()
     return (
-        (DTensor, "redistribute", _same("redistribute")),
-        (DTensor, "full_tensor", _same("full_tensor")),
+        (DTensor, "redistribute", _always("redistribute")),
+        (DTensor, "full_tensor", _always("full_tensor")),
         (Converter, "_convert", _of_conversion),
-        (Runner, "_local", _same("conversion", "ExpertParallel brings the inputs to the ranks of the experts in")),
-        (Runner, "local_parameter", _same("conversion", "ExpertParallel gathers a parameter of")),
-        (Runner, "finish", _same("conversion", "ExpertParallel brings back the output of")),
-        (local_function, "_with_placements", _same("conversion", "local_map redistributes an argument in")),
+        (Runner, "_local", _always("conversion", "ExpertParallel brings the inputs to the ranks of the experts in")),
+        (Runner, "local_parameter", _always("conversion", "ExpertParallel gathers a parameter of")),
+        (Runner, "finish", _always("conversion", "ExpertParallel brings back the output of")),
+        (local_function, "_with_placements", _always("conversion", "local_map redistributes an argument in")),
         (
             context_attention,
             "_to_layout",
-            _same("conversion", "attention brings the positions of some heads together in"),
+            _always("conversion", "attention brings the positions of some heads together in"),
         ),
-        (autograd.Redistribute, "backward", _same("gradient", "a redistribution")),
-        (autograd.FromLocal, "backward", _same("gradient", "from_local")),
+        (autograd.Redistribute, "backward", _always("gradient", "a redistribution")),
+        (autograd.FromLocal, "backward", _always("gradient", "from_local")),
         (leaf_gradient, "to_spec", _of_leaf),
         (leaf_gradient, "reduced", _of_leaf),
         (Bucket, "add", buckets.add),
@@ -122,36 +122,36 @@ def _table() -> tuple[tuple[object, str, Find], ...]:
         (ParameterGroup, "start_gather", _of_group),
         (Reduction, "_start", _of_reduction),
         (Reduction, "_after_scatter", _of_reduction),
-        (Replay, "__call__", _same("erased step")),
-        (ExpertAxis, "all_to_all", _same("experts")),
-        (creation, "_scatter_from", _same("distribute")),
-        (local_view, "_take_from_first", _same("distribute", "buffers of the first rank")),
-        (TransferRun, "_send", _same("transfer")),
-        (agreement, "_ranks_that_differ", _same("agreement")),
-        (agreement, "_take_first_state", _same("agreement")),
+        (Replay, "__call__", _always("erased step")),
+        (ExpertAxis, "all_to_all", _always("experts")),
+        (creation, "_scatter_from", _always("distribute")),
+        (local_view, "_take_from_first", _always("distribute", "buffers of the first rank")),
+        (TransferRun, "_send", _always("transfer")),
+        (agreement, "_ranks_that_differ", _always("agreement")),
+        (agreement, "_take_first_state", _always("agreement")),
     )
 
 
 @contextmanager
-def saying_purposes(say: Say) -> Iterator[None]:
-    """Enter `say(purpose)` around all communication with a purpose, inside the block."""
+def reporting_purposes(enter: Enter) -> Iterator[None]:
+    """Inside the block, run each function of the table inside the context `enter(purpose)`."""
     with ExitStack() as stack:
         for owner, name, find in _table():
-            stack.enter_context(_swapped(owner, name, find, say))
+            stack.enter_context(_wrapped(owner, name, find, enter))
         yield
 
 
 @contextmanager
-def _swapped(owner: object, name: str, find: Find, say: Say) -> Iterator[None]:
+def _wrapped(owner: object, name: str, find: Find, enter: Enter) -> Iterator[None]:
     before = vars(owner)[name]
     function = before.__func__ if isinstance(before, staticmethod) else before
 
     @wraps(function)
-    def saying(*args: object, **kwargs: object) -> object:
-        with say(find(*args, **kwargs)):
+    def wrapper(*args: object, **kwargs: object) -> object:
+        with enter(find(*args, **kwargs)):
             return function(*args, **kwargs)
 
-    setattr(owner, name, staticmethod(saying) if isinstance(before, staticmethod) else saying)
+    setattr(owner, name, staticmethod(wrapper) if isinstance(before, staticmethod) else wrapper)
     try:
         yield
     finally:

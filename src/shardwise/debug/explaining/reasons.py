@@ -1,4 +1,4 @@
-"""Reasons and edits in words."""
+"""The sentences that explain communication, and the edits that avoid it, as text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OPEN = {"sum": "the sum", "avg": "the average", "product": "the product", "max"
 
 
 def of_operand(sent: Communication, op: str, move: OperandMove, operand: str) -> str:
-    """Why an operand is moved, and what moving others would have cost."""
+    """Return why an operand is moved, and what moving others would have cost."""
     needs = [
         f"{_OPEN[what]} of {operand} over {axis}" if what in _OPEN else f"{what} unsharded on {axis}"
         for axis, what in move.lost
@@ -43,7 +43,7 @@ def _moving(choice: Choice) -> str:
 
 
 def of_kernel(sent: Communication, op: str) -> str:
-    """Why an op communicates while it computes."""
+    """Return why an op communicates while it computes."""
     sharded = (
         [what.removeprefix("shards ") for axis, what in sent.chosen.axes if axis in sent.over] if sent.chosen else []
     )
@@ -52,17 +52,17 @@ def of_kernel(sent: Communication, op: str) -> str:
 
 
 def of_gathering(sent: Communication, op: str, operand: str | None) -> str:
-    """Why an op gathers its inputs."""
+    """Return why an op gathers its inputs."""
     return f"{op} has no rule for this call, so {operand or 'its input'} is gathered and every rank computes all of it"
 
 
 def of_result(sent: Communication, op: str) -> str:
-    """Why the result of an op is moved."""
-    return f"the result of {op} is brought to where it is written: {sent.before} -> {sent.after}"
+    """Return why the result of an op is moved."""
+    return f"the result of {op} is written into a tensor of another layout: {sent.before} -> {sent.after}"
 
 
 def of_purpose(sent: Communication, purpose: Purpose, leaves: Sequence[str]) -> tuple[str, str | None]:
-    """Why a function of shardwise communicates, or the program itself; and the edit that avoids it."""
+    """Return why a function of shardwise, or the program itself, communicates, and the edit that avoids it."""
     move = f": {sent.before} -> {sent.after}" if sent.before else ""
     match purpose.cause:
         case "redistribute":
@@ -76,7 +76,7 @@ def of_purpose(sent: Communication, purpose: Purpose, leaves: Sequence[str]) -> 
             return f"the gradient goes back through{through or ' a redistribution'}{move}", None
         case "leaf gradient":
             what = leaves[0] if leaves else "a leaf"
-            return f"the gradient of {what} is brought to the placements of {what}{move}", _ACCUMULATE
+            return f"the gradient of {what} is redistributed to the placements of {what}{move}", _ACCUMULATE
         case "gradient bucket":
             return f"{len(leaves)} gradients are reduced together: {', '.join(leaves)}", _ACCUMULATE
         case "gather parameters":
@@ -94,7 +94,7 @@ def of_purpose(sent: Communication, purpose: Purpose, leaves: Sequence[str]) -> 
                 "distribute_tensor(x, mesh, placements, src_data_rank=None)  # if all ranks have the data already"
             )
         case "erased step":
-            return "the recording of an erased step holds it; explain the step without erase for its reason", None
+            return "a recording of an erased step runs it; to see the reason, explain the step without erase", None
         case "program":
             return f"the program calls {sent.collective} itself", None
     detail = f" ({purpose.detail})" if purpose.detail else ""
@@ -117,7 +117,7 @@ def _other_layouts(purpose: Purpose) -> str | None:
 
 
 def edit_of_operand(tensor: Tensor, name: str, placements: str, func: OpOverload, names: Names) -> str:
-    """The statement that gives an operand the placements with which its op is local."""
+    """Return the statement that gives an operand the placements with which its op is local."""
     parameter = names.parameter(tensor)
     if parameter is not None:
         own = parameter.rpartition(".")[2]

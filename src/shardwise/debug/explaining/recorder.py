@@ -1,6 +1,6 @@
-"""Records collectives as they run, each with what it is part of: an op, a redistribution, a purpose.
+"""Records collectives as they run, each with the op, redistribution or purpose that it is part of.
 
-Ops, redistributions and purposes are contexts on one stack. A collective belongs to what is innermost.
+Ops, redistributions and purposes are contexts on one stack. A collective belongs to the innermost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..module_calls import ModuleCalls, Moment
 from .calls import OpCall, Reasoning, leaves_among
 from .lines import line_now, tracking_lines, users_frame_now
 from .names import Names
-from .purposes import Purpose, saying_purposes
+from .purposes import Purpose, reporting_purposes
 from .records import Communication
 from .timeline import Timeline
 
@@ -40,14 +40,14 @@ _ASKED_FOR = ("redistribute", "full_tensor")
 
 
 class Redistributing(NamedTuple):
-    """A redistribution that runs."""
+    """A running redistribution."""
 
     source: DTensorSpec
     target: DTensorSpec
 
 
 class Found(NamedTuple):
-    """What a collective is, before it is known why it runs."""
+    """The fields of a `Communication` that do not depend on its reason."""
 
     kind: str
     collective: str
@@ -59,7 +59,7 @@ class Found(NamedTuple):
 
 
 class Recorder(OwnMode):
-    """Writes down the collectives inside `recording`, and the ops between them."""
+    """Records the collectives inside `recording`, and the ops between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Recorder(OwnMode):
         with ExitStack() as stack:
             stack.enter_context(self.calls.track())
             stack.enter_context(tracking_lines())
-            stack.enter_context(saying_purposes(self._inside))
+            stack.enter_context(reporting_purposes(self._inside))
             stack.enter_context(REDISTRIBUTIONS.observing(self._redistribution))
             stack.enter_context(OPS.observing(self._op))
             stack.enter_context(self)
@@ -112,7 +112,7 @@ class Recorder(OwnMode):
         args: Sequence[object] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        """Run an op and record it; for tensor subclasses in their own code, whose ops this mode records, too."""
+        """Run an op and record it. Tensor subclasses run it by their own code, whose ops this mode records, too."""
         kwargs = kwargs or {}
         if any(runs_its_own_code(kind) for kind in types):
             return NotImplemented
@@ -159,7 +159,7 @@ class Recorder(OwnMode):
         return Found(op.kind, name, names, over, len(ranks[0]), received, seconds)
 
     def _mesh(self, group: str) -> tuple[MeshInfo, tuple[int, ...]] | None:
-        """The mesh and the axes of a group: of the tensors that are worked on, since meshes may share groups."""
+        """Return the mesh and axes of a group. Meshes may share it: that of the present op's tensors comes first."""
         for part in reversed(self._stack):
             specs = [part.source] if isinstance(part, Redistributing) else []
             if isinstance(part, OpCall):
@@ -202,24 +202,24 @@ class Recorder(OwnMode):
         if not sent.backward or sent.recomputing:
             self._edits[reason.node] = sent.edit
             return sent
-        # A formula has no line that one could edit: what helps is what helps the op whose node runs.
+        # A derivative formula has no line to edit. The edit that avoids the communication of its op is shown.
         node = current_node()
         return replace(sent, edit=self._edits.get(node_number(node)) if node is not None else None)
 
     def _of_group(self, name: str, moment: Moment, line: Line | None) -> tuple[Moment, Line | None]:
-        """Modules and line of a group of `fully_shard`: in a backward pass those of its gather in the forward pass."""
+        """Return modules and line of a group of `fully_shard`: in backward those of its gather in the forward pass."""
         if not moment.backward:
             self._groups[name] = moment.modules, line
         modules, line = self._groups.get(name, (moment.modules, line))
         return Moment(modules, moment.backward, moment.recomputing), line
 
     def _reason(self) -> OpCall | Purpose | None:
-        """The innermost op or purpose. A `redistribute` in the code of an op or a style is theirs, not the user's."""
+        """Return the innermost op or purpose; but for a `redistribute` inside an op or style, that op or style."""
         parts = [part for part in reversed(self._stack) if not isinstance(part, Redistributing)]
         mine = (part for part in parts if not isinstance(part, Purpose) or part.cause not in _ASKED_FOR)
         return next(mine, parts[0] if parts else None)
 
     def _running_op(self) -> str:
-        """The op on distributed tensors that runs, or "" outside of one."""
+        """Return the running op on distributed tensors; "" outside of one."""
         call = next((part for part in reversed(self._stack) if isinstance(part, OpCall)), None)
         return str(call.func).removesuffix(".default") if call is not None else ""

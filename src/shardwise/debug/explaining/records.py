@@ -8,7 +8,7 @@
         kind, over          "all-gather", ("tp",)
         bytes, seconds      received by a rank; by the cost model
         cause               one of CAUSES: what kind of need it is
-        reason              in words
+        reason              a sentence
         before, after       the specs of the redistribution that it is a step of: "f32[8@tp, 16]"
         chosen, rejected    Choice: what the propagator took for this call, and what it did not, cheapest first
         edit                what to write to avoid it; None if nothing would
@@ -34,14 +34,14 @@ CAUSES = {
     "full_tensor": "the program asks for the global tensor",
     "conversion": "a style converts the input or output of a module",
     "gradient": "a gradient goes back through a redistribution, or to local tensors",
-    "leaf gradient": "the gradient of a leaf is brought to the leaf's placements",
+    "leaf gradient": "the gradient of a leaf is redistributed to the leaf's placements",
     "gradient bucket": "gradients of leaves are reduced together",
     "gather parameters": "fully_shard gathers the parameters of a module",
     "reduce gradients": "fully_shard reduces the gradients of a module",
     "experts": "tokens travel to their experts, or back",
     "distribute": "data is sent from one rank to the others",
     "agreement": "ranks check that their random generators agree",
-    "transfer": "a model's state goes to another mesh",
+    "transfer": "a model's state is sent to another mesh",
     "erased step": "a recording of a step is run",
     "program": "the program calls a collective itself",
 }
@@ -73,7 +73,7 @@ class Choice:
     kernel_seconds: float
     """Communication inside the op."""
     later_seconds: float
-    """What is charged for reducing a Partial result later, or for bringing it to where it is written."""
+    """What is charged for reducing a Partial result later, or for redistributing it to the tensor it is written to."""
 
     @property
     def bytes(self) -> int:
@@ -104,13 +104,13 @@ class Communication:
     number: int
     """From 1, in the order in which they began."""
     kind: str
-    """As plans say it: "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "broadcast"."""
+    """The name that plans print: "all-gather", "all-reduce", "reduce-scatter", "all-to-all"; or "broadcast", "send"."""
     collective: str
     """The op's public name, as in the counts of CommDebugMode: "all_gather_into_tensor"."""
     over: tuple[str, ...]
     """The mesh axes; empty for a group that belongs to no mesh."""
     group: str
-    """The axes in words, or the name of a group that belongs to no mesh."""
+    """The axes as text; for a group that belongs to no mesh its name, or its number of ranks."""
     ranks: int
     bytes: int
     """Received by a rank; among simulated ranks, the most that any of them receives."""

@@ -9,9 +9,9 @@ _MOST_SHOWN = 3
 
 
 def explanation_text(sent: RecordedExplanation) -> str:
-    """Everything that was communicated: a headline, then each collective with its reason, in order.
+    """Return the text of an explanation: a headline, then each collective with its reason, in order.
 
-    Collectives that repeat one before, in a loop say, are counted and not printed again.
+    Collectives that repeat an earlier one, as in a loop, are counted there and not printed again.
     """
     lines = [_headline(sent.total)]
     repeated: dict[tuple[object, ...], list[Communication]] = {}
@@ -55,7 +55,7 @@ def _rule(each: Communication) -> str:
 
 
 def choice_text(choice: Choice) -> str:
-    """A choice in one line: what the axes do, what is moved, and the price."""
+    """Return a choice as one line: what the axes do, what is moved, and the price."""
     does = ", ".join(f"{axis} {what}" for axis, what in choice.axes)
     moved = [f"{move.operand} {move.before} -> {move.after} {bytes_text(move.bytes)}" for move in choice.moves]
     parts = "; ".join(moved) or "moves nothing"
@@ -65,7 +65,7 @@ def choice_text(choice: Choice) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A time with a unit: `561 us`, `1.2 ms`."""
+    """Return a time with a unit: `561 us`, `1.2 ms`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"

@@ -1,9 +1,9 @@
 """When ops and collectives run on each rank: measured in a process, modelled for simulated ranks.
 
-What was seen is kept as events, and drawn later. Simulated ranks run one after the other in one process, so that their
-times say nothing: the time of an op is modelled by its floating-point operations and the memory that it reads and
-writes, that of a collective by the cost model. Each rank has a clock. A collective begins when the last of its ranks
-has come and the one before on the same axes is done; it runs beside ops until it is waited for.
+Events are recorded while the program runs, and turned into spans later. Simulated ranks run one after the other in one
+process, so that their times mean nothing: the time of an op is modelled by its floating-point operations and the memory
+that it reads and writes, that of a collective by the cost model. Each rank has a clock. A collective begins when the
+last of its ranks has reached it and the one before on the same axes is done; it runs beside ops until it is waited for.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Measured = tuple[float, float]
 
 
 class Work(NamedTuple):
-    """What one rank does in an op."""
+    """The floating-point operations of an op on one rank, and the bytes that it reads and writes."""
 
     flops: float
     nbytes: float
 
 
 class Computed(NamedTuple):
-    """An op on local tensors: its name, the op on distributed tensors that it is part of, and the work of each rank."""
+    """An op on local tensors, the op on distributed tensors that it is part of, and the work of each simulated rank."""
 
     name: str
     part_of: str
@@ -50,14 +50,14 @@ class Communicated(NamedTuple):
 
 
 class Waited(NamedTuple):
-    """A collective was waited for, by its number."""
+    """The end of a collective, by its number: when it was waited for."""
 
     number: int
     measured: Measured
 
 
 class Span(NamedTuple):
-    """Something that a rank does for a while. `track` is "compute", or the axes of a collective."""
+    """An op or collective on one rank, from `start` to `end`. `track` is "compute", or the axes of the collective."""
 
     rank: int
     track: str
@@ -68,7 +68,7 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Collects events, and makes spans of them."""
+    """Collects events, and converts them to spans."""
 
     def __init__(self) -> None:
         self.events: list[Computed | Communicated | Waited] = []
@@ -88,7 +88,7 @@ class Timeline:
         measured: Measured,
         part_of: str,
     ) -> None:
-        """An op has run on local tensors."""
+        """Record an op that ran on local tensors; `part_of` is the op on distributed tensors around it."""
         name = packet_name(func)
         if name.endswith("::wait_tensor"):
             number = self._pending.pop(id(args[0]), None)
@@ -102,7 +102,7 @@ class Timeline:
     def communicated(
         self, sent: Communication, groups: Iterable[tuple[int, ...]], result: object, measured: Measured, waits: bool
     ) -> None:
-        """A collective was started; `result` is what is waited for, if `waits`."""
+        """Record a collective that was started. If `waits`, it ends when the program waits for `result`."""
         self.simulated = current_world() is not None
         pending = waits and isinstance(result, Tensor)
         if pending:
@@ -112,7 +112,7 @@ class Timeline:
     # ---- spans ------------------------------------------------------------------------------------------------------
 
     def spans(self, flops_per_second: float, bytes_per_second: float) -> list[Span]:
-        """What each rank does when: measured for this process, modelled for simulated ranks."""
+        """Return the spans of each rank: measured for this process, modelled for simulated ranks."""
         if not self.simulated:
             return list(self._measured())
         return _Model(lambda work: max(work.flops / flops_per_second, work.nbytes / bytes_per_second)).run(self.events)
@@ -140,7 +140,7 @@ class _Model:
         self._seconds = seconds
         self._clocks: dict[int, float] = {}
         self._links: dict[tuple[str, tuple[int, ...]], float] = {}
-        """When each group has done all its collectives."""
+        """When each group is done with all its collectives so far."""
         self._ends: dict[tuple[int, int], float] = {}
         """When a rank's collective of this number is done."""
 
@@ -183,7 +183,7 @@ class _Model:
 
 
 def about(sent: Communication) -> dict[str, object]:
-    """What a trace shows of a collective when it is clicked on."""
+    """Return the details that a trace viewer shows when a collective is clicked on."""
     return {
         "line": f"{sent.line}   {sent.line.text}" if sent.line is not None else "",
         "module": sent.module,
@@ -197,12 +197,12 @@ def about(sent: Communication) -> dict[str, object]:
 
 
 def _work(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object) -> tuple[Work, ...]:
-    """The work of each simulated rank in an op; of the process, if there are none."""
+    """Return the work of each simulated rank in an op; nothing on a process, whose times are measured."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
     ranks = max((len(t.shards) for t in tensors if isinstance(t, RankTensor)), default=0)
     if not ranks:
-        return ()  # times of processes are measured
-    from torch.utils.flop_counter import flop_registry  # when it is needed: programs that trace nothing do not wait
+        return ()
+    from torch.utils.flop_counter import flop_registry  # slow to import, and needed by traces alone
 
     count = flop_registry.get(func.overloadpacket)
     known: dict[tuple[object, ...], Work] = {}

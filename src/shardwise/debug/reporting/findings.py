@@ -1,4 +1,4 @@
-"""What a user should look at: parameters that are sharded in a way that costs memory or correctness, costly lines."""
+"""The warnings of a report: parameters sharded in a way that costs memory or correctness, and costly lines."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _LARGE = 0.1
 _UNEVEN = 1.02
 """Shards are reported as uneven if the largest is this much larger than the mean."""
 _MUCH = 0.5
-"""A line communicates much if it has this share of the modelled time."""
+"""A line is reported if it has this share of the modelled time of all communication."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One warning: what is the matter, more about it, and what to do."""
+    """One warning: a title, a sentence with details, and what to do."""
 
     severity: str
     """ "error" for what is probably wrong, "warning" for what is probably wasteful, "note" for the rest."""
@@ -72,7 +72,7 @@ def _plain(tensors: Sequence[Held]) -> Iterator[Finding]:
 
 
 def _replicated(tensors: Sequence[Held]) -> Iterator[Finding]:
-    """Large parameters that are replicated over an axis over which others are sharded."""
+    """Yield a warning for each large parameter that is replicated over an axis over which others are sharded."""
     memory = max(memory_by_rank(list(tensors)).values(), default=0)
     used = {axis for each in tensors for axis, text in each.axes if text.startswith("shards")}
     for name, group in _alike(tensors).items():
@@ -89,7 +89,7 @@ def _replicated(tensors: Sequence[Held]) -> Iterator[Finding]:
 
 
 def _uneven(tensors: Sequence[Held]) -> Iterator[Finding]:
-    """All tensors with uneven shards, as one finding."""
+    """Yield one note that lists all tensors with uneven shards."""
     uneven = []
     for name, group in _alike(tensors).items():
         spec, shares = group[0].spec, list(group[0].rank_bytes.values())
@@ -131,7 +131,7 @@ def _without_rule(communications: Sequence[Communication]) -> Iterator[Finding]:
             "warning",
             f"{op} runs on gathered inputs",
             f"It has no rule: {bytes_text(total.bytes)} are gathered ({lines}), and every rank computes all of it.",
-            "register_sharding gives it a rule",
+            "give it a rule with shardwise.register_sharding",
         )
 
 

@@ -1,4 +1,4 @@
-"""Collectives that are alike, as one: the same line, module, collective and reason."""
+"""Joins collectives that are alike: with the same line, module, collective and reason."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def page_html(title: str, subtitle: str, sections: Mapping[str, Markup]) -> str:
     page = _file("page.html")
     before, *rest = page.split("{{")
     pieces = [before]
-    for piece in rest:  # one pass: what is put in is not searched for names again
+    for piece in rest:  # one pass, so that inserted text is not searched for {{names}}
         name, _, after = piece.partition("}}")
         pieces += [_plain(title) if name == "name" else parts[name], after]
     return "".join(pieces)

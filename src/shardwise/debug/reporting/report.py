@@ -28,7 +28,7 @@ from .step import Step, describe, run_step
 
 @dataclass(frozen=True)
 class Report:
-    """What is known of a step: a page (`html()`, `write(path)`), plain values (`to_dict()`), and warnings."""
+    """The report of a step: a page (`html()`, `write(path)`), plain values (`to_dict()`), and warnings."""
 
     title: str
     step: Step
@@ -99,7 +99,7 @@ def report(
     title: str | None = None,
     **kwargs: object,
 ) -> Report:
-    """Run `subject(*args, **kwargs)`, and write a page about it to `path`; returns the same as a `Report`.
+    """Run `subject(*args, **kwargs)`, and write a page about it to `path`; return the `Report`.
 
     The subject is a step: a function that calls modules, runs a backward pass, updates parameters. The page shows how
     the parameters of these modules are sharded, what is communicated, by which line and module and why, and what to
@@ -108,7 +108,9 @@ def report(
     On processes, call it on every rank: each rank runs the step, and the first one writes the page.
     """
     if not callable(subject):
-        raise InputError(f"the subject is a {type(subject).__name__}", "pass a module, or a function that runs a step")
+        raise InputError(
+            f"report got a subject of type {type(subject).__name__}", "pass a module, or a function that runs a step"
+        )
     name = title or _name(subject)
     if isinstance(subject, nn.Module) and not args and not kwargs:
         step = describe({type(subject).__name__: subject})

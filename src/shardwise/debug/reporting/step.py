@@ -18,7 +18,7 @@ from ..explaining.timeline import Span
 
 @dataclass
 class Step:
-    """What is known of a step: its communication, the spans of its timeline, and its tensors by name."""
+    """A step that has run: its communication, the spans of its timeline, and its tensors by name."""
 
     communications: Sequence[Communication] = ()
     spans: Sequence[Span] = ()
@@ -46,13 +46,13 @@ def run_step(function: Callable[..., object], args: Sequence[object], kwargs: Ma
 
 
 def _meshes(axes: set[str]) -> list[MeshInfo]:
-    """Return the meshes of the present world with some of these axes."""
+    """Return the adopted meshes of the running world that have some of these axes."""
     known = runtime_of_world().meshes.values() if dist.is_initialized() else ()
     return [info for info in known if info.adopted and axes & set(info.names)]
 
 
 def describe(roots: Mapping[str, nn.Module]) -> Step:
-    """Return the parameters and buffers of modules; with the name of the module in front if there are several."""
+    """Return a step with the parameters and buffers of these modules, prefixed by the module if there are several."""
     step: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
     for root, module in roots.items():
         prefix = f"{root}." if len(roots) > 1 else ""
@@ -62,7 +62,7 @@ def describe(roots: Mapping[str, nn.Module]) -> Step:
 
 
 def _is_part(name: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a module is part of another one that is known."""
+    """Whether a module is a submodule of another one in `modules`."""
     while name := name.rpartition(".")[0]:
         if name in modules:
             return True

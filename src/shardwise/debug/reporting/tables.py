@@ -16,7 +16,7 @@ class Column(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A cell: what is shown, and the value to sort by if that is another one."""
+    """A cell: the text, and the value to sort by if it is not the text."""
 
     shown: str
     value: float | str | None = None

@@ -1,12 +1,12 @@
-"""Watch over ranks that disagree, raise, wait forever or die.
+"""The watch: it stops all ranks when they disagree, when one raises, waits forever or dies.
 
-watch       switches it on, and the environment variable SHARDWISE_WATCH
-hooks       installs what records events; `op_events`, `collective_events`: which event each call is
-journal     a stream of events for each group, and what each event was in words; `places` finds the user's line
-stream      from events to a rolling fingerprint, and back
-monitor     the thread that publishes, compares and declares; `status`, `board`: what ranks publish in the store
-inquiry     what each rank did where they disagree; `words` says it
-stopping    raises an error in a thread wherever that is
+watch       the public `watch` and `unwatched`, and the environment variable SHARDWISE_WATCH
+hooks       installs the hooks that record events; `op_events` and `collective_events` define the event of a call
+journal     a stream of events for each group, and a description of each event; `places` finds the user's line
+stream      a list of events as a rolling fingerprint, which can be looked up at an earlier position
+monitor     the thread that publishes, compares and reports; `status` is what ranks publish, `board` the store
+inquiry     asks all ranks for their event where two disagree; `words` writes the error
+stopping    raises an error in another thread, whatever that does
 """
 
 from .watch import unwatched, watch, watch_from_environment

@@ -1,6 +1,6 @@
-"""Publish and read the status of ranks: the store of the default process group, over a separate connection.
+"""The board, on which ranks publish values: the store of the default process group, over a separate connection.
 
-Nothing here waits for a key that does not exist, so a rank that never writes holds nobody up.
+Reading never waits for a key that does not exist, so a rank that never writes does not block others.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Board:
             raise StoreGoneError from error
 
     def read(self, names: Iterable[str]) -> dict[str, Any]:
-        """The values that were written under these names."""
+        """Return the values of those of these names that were written."""
         try:
             known = [name for name in names if name in self._seen or self._appears(name)]
             if not known:
@@ -56,18 +56,18 @@ class Board:
         return {name: json.loads(value) for name, value in zip(known, found, strict=True)}
 
     def read_one(self, name: str) -> Any:
-        """The value under a name; None if there is none."""
+        """Return the value under a name; None if there is none."""
         return self.read([name]).get(name)
 
     def count(self, name: str, more: int = 0) -> int:
-        """A number that all ranks count up."""
+        """Add to a counter that all ranks share, and return its value."""
         try:
             return self._store.add(name, more)
         except (RuntimeError, OSError) as error:
             raise StoreGoneError from error
 
     def wait_for(self, names: Iterable[str], seconds: float) -> dict[str, Any]:
-        """The values under these names, as soon as all are there; after some seconds those that are."""
+        """Return the values under these names as soon as all are written; after `seconds`, those that are."""
         wanted, deadline = list(names), time.monotonic() + seconds
         while True:
             found = self.read(wanted)

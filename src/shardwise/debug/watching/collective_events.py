@@ -1,8 +1,8 @@
 """Events of collectives: functional ones, and the functions of `torch.distributed`.
 
-What is the same for all calls with one group, op, dtype and shape is described once. The walk to the user's line would
-cost more than everything else, above all after a wait, when nothing is in the processor's caches. So each collective
-keeps how many frames away its lines were: if a frame there is at the same instruction again, it is the same line.
+Calls with the same group, op, dtype and shape share one description. Walking the stack to the user's line would cost
+more than everything else, above all after a wait, when the processor's caches are cold. So each collective stores how
+many frames away its lines were: if the frame there is at the same instruction again, it is the same line.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _SAME_SHAPE = frozenset(("all_reduce", "all_gather_into_tensor", "reduce_scatter
 
 
 class _Collective:
-    """What is known of the collectives with one group, op, dtype and shape, and of the lines that called them."""
+    """The collectives with one group, op, dtype and shape, and the lines that called them."""
 
     __slots__ = ("append", "number", "places", "stream", "what")
 
     def __init__(self, number: int, what: str, stream: Stream) -> None:
         self.number, self.what, self.stream, self.append = number, what, stream, stream.append
         self.places: dict[int, dict[int, tuple[CodeType, int]]] = {}
-        """The code of the user's frame and the event, by how many frames away it is and by its instruction."""
+        """How many frames away the user's frame is -> its instruction -> its code and the event."""
 
     def add_place(self, depth: int, user: FrameType) -> int:
-        """Write down where a user's frame was; returns the event of a collective that it calls."""
+        """Store where a user's frame was, and return the event of the collective that it calls."""
         event = self.number + user.f_lasti + (user.f_code.co_firstlineno << 16)
         if depth not in self.places:
             if len(self.places) >= _MOST_DEPTHS:
@@ -146,7 +146,7 @@ class CollectiveEvents:
         return self._described(f"dist.{name}", "", group.group_name, *of)
 
     def forget_groups(self) -> None:
-        """Forget what is known of groups: one is about to be destroyed."""
+        """Clear the descriptions of all collectives, since a group is about to be destroyed."""
         for known in self._known:
             known.clear()
 

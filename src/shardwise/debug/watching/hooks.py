@@ -1,6 +1,6 @@
 """The sources of events: ops on distributed tensors, `from_local`, collectives, random numbers.
 
-Nothing of this is in place unless a watch runs.
+The hooks are installed only while a watch runs.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class Hooks:
         self._undo_ops: list[Callable[[], object]] = []
 
     def observe_ops(self) -> None:
-        """Write down ops, if this was asked for."""
+        """Record ops, if the watch includes them."""
         if self.ops:
             self._undo_ops.append(LOOKUPS.add(self._op_events.watched_lookup))
             self._undo_ops.append(LOCAL_TENSORS.add(self._op_events.local_tensor))
 
     def ignore_ops(self) -> None:
-        """Stop recording ops. Communication is still an event."""
+        """Stop recording ops. Collectives are still recorded."""
         while self._undo_ops:
             self._undo_ops.pop()()
 
     def install(self, before_end: Callable[[], None], meet: Callable[[Stream], None]) -> None:
-        """Begin to write. `before_end` is called before the program destroys its process groups.
+        """Start to record. `before_end` is called before the program destroys its process groups.
 
         `meet` is called before a collective that is new (see `CollectiveEvents`).
         """
@@ -71,7 +71,7 @@ class Hooks:
         self._destroyed = collectives.forget_groups
 
     def remove(self) -> None:
-        """Stop writing. Modules that were imported meanwhile may keep functions of ours, which do nothing now."""
+        """Stop recording. Modules imported meanwhile may still hold our wrappers, which now only call the originals."""
         with self._changing:
             self._on, self.failing.failure = False, None
             self.ignore_ops()
@@ -79,7 +79,7 @@ class Hooks:
             self._undo.pop()()
 
     def fail(self, failure: Callable[[], BaseException]) -> None:
-        """From now on raise this at each event."""
+        """Raise this error at every event from now on."""
         with self._changing:
             if self._on:
                 self.failing.failure = failure
@@ -90,7 +90,7 @@ class Hooks:
         self.failing.check()
 
     def _replace(self, name: str, original: Callable[..., object], before: Before) -> None:
-        """Put a function that first calls `before` in the place of one of `torch.distributed`."""
+        """Replace a function of `torch.distributed` by one that calls `before` first."""
 
         def watched(*args: object, **kwargs: object) -> object:
             if self._on and current_world() is None:
@@ -125,7 +125,7 @@ class Hooks:
             self._before_end()
 
     def _draw(self, mesh_info: MeshInfo, generator: torch.Generator) -> None:
-        """Check, before numbers are drawn for a distributed tensor, that generators are in the same state."""
+        """Record the state of the generator before numbers are drawn for a distributed tensor."""
         self.failing.check()
         if not is_compared(mesh_info):
             return
@@ -136,7 +136,7 @@ class Hooks:
 
 
 def generator_state(generator: torch.Generator) -> bytes:
-    """The part of a generator's state that changes with each draw: seed and position; on a CPU its first words."""
+    """Return the part of a generator's state that draws change: seed and offset; on a CPU the first 96 bytes."""
     if generator.device.type == "cpu":
         return generator.get_state().numpy()[:96].tobytes()
     return f"{generator.initial_seed()} {generator.get_offset()}".encode()

@@ -1,7 +1,7 @@
-"""The journal of a rank: a stream of events for each group of ranks, and what each event was, in words.
+"""The journal of a rank: a stream of events for each group of ranks, and a description of each event.
 
 An event is a number of 62 bits: a digest of what is done, plus the position in the user's code. Digests do not depend
-on Python's hash seed. What an event was is written down when it is met first.
+on Python's hash seed. The description of an event is stored when it first occurs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .stream import Stream, stream_key
 
 _BITS = 60
 _MOST = 1 << 16
-"""The number of events whose words are kept."""
+"""The number of events whose descriptions are stored."""
 
 
 class Event(NamedTuple):
-    """What a rank did, in words, and the user's line."""
+    """The description of an event: what the rank did, and the user's line."""
 
     what: str
     line: str
@@ -32,23 +32,23 @@ class Event(NamedTuple):
 
 
 def digest(text: str) -> int:
-    """A number of 60 bits that is the same for a text on all ranks."""
+    """Return a number of 60 bits that is the same for a text on all ranks."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> (64 - _BITS)
 
 
 class Failing:
-    """What went wrong, once something has. The thread of the watch sets it; whatever would be an event raises it."""
+    """The error of the watch, once there is one. Its thread sets `failure`, and every event then raises it."""
 
     failure: Callable[[], BaseException] | None = None
 
     def check(self) -> None:
-        """Raise what went wrong, if anything has."""
+        """Raise the error, if there is one."""
         if self.failure is not None:
             raise self.failure()
 
 
 class Journal:
-    """All streams of this rank, and the words for their events."""
+    """All streams of this rank, and the descriptions of their events."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -60,7 +60,7 @@ class Journal:
         self._making = threading.Lock()
 
     def stream(self, ranks: tuple[int, ...]) -> Stream:
-        """The stream of a group of ranks."""
+        """Return the stream of a group of ranks, made at first use."""
         found = self._by_ranks.get(ranks)
         if found is None:
             with self._making:
@@ -72,7 +72,7 @@ class Journal:
         return found
 
     def place(self, number: int, what: str, frame: FrameType | None) -> int:
-        """The event of doing something, whose digest is `number`, at the user's line around a frame."""
+        """Return the event of doing `what`, whose digest is `number`, at the user's line around a frame."""
         assert frame is not None
         outer = users_frame(frame)
         event = number + outer.f_lasti + (outer.f_code.co_firstlineno << 16)
@@ -81,10 +81,10 @@ class Journal:
         return event
 
     def place_of_call(self, number: int, what: str, caller: FrameType) -> int:
-        """The event of an op that is called from a frame, which is met first there.
+        """Return the event of an op whose first call is made by this frame.
 
-        To look for the user's line at each op that a library calls would cost too much. Such an event has no position,
-        and in words the line where it was met first.
+        Finding the user's line for each op that a library calls would cost too much. Such an event has no position,
+        and its description has the line of the first call.
         """
         if not is_library(caller.f_code.co_filename):
             return self.place(number, what, caller)
@@ -93,16 +93,16 @@ class Journal:
             self.remember(event, Event(what, line_of(users_frame(caller))))
         return event
 
-    def remember(self, event: int, said: Event) -> None:
-        """Write down what an event was."""
+    def remember(self, event: int, description: Event) -> None:
+        """Store the description of an event."""
         if len(self.events) >= _MOST:
             for old in [*self.events][: _MOST // 2]:
                 del self.events[old]
-        self.events[event] = said
+        self.events[event] = description
 
-    def said(self, event: int | None) -> Event | None:
-        """What an event was."""
-        return None if event is None else self.events.get(event) or Event("an event whose words are forgotten", "")
+    def lookup(self, event: int | None) -> Event | None:
+        """Return the description of an event; None for None."""
+        return None if event is None else self.events.get(event) or Event("an event whose description is forgotten", "")
 
     def roll(self) -> None:
         """Bring the fingerprints of all streams up to date."""

@@ -1,7 +1,7 @@
 """The thread of the watch: it publishes where this rank is, compares that with other ranks, and stops the program.
 
 Each rank compares itself with its neighbours in every group, so that the work for a rank does not grow with the number
-of ranks. The first that finds something writes it on the board, which all read.
+of ranks. The first rank that finds a problem publishes it on the board, which all ranks read.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ DEADLOCK_AFTER = 3.0
 _MEETING = 5.0
 """Seconds for which ranks wait for each other before a new collective."""
 _MISSED = 3
-"""How often they do so in vain."""
+"""After so many meetings that some rank did not reach in time, a group holds no more."""
 _MEETINGS = 1000
-"""How often the ranks of a group wait for each other before a new collective. Programs with ever new shapes go on."""
+"""After so many meetings a group holds no more: a program may have new shapes in every step."""
 
 
 class Monitor(threading.Thread):
-    """Watches over one rank, until all ranks have left or something went wrong."""
+    """The thread that watches one rank, until all ranks have left or something went wrong."""
 
     def __init__(
         self, rank: int, size: int, epoch: int, journal: Journal, hooks: Hooks, every: float, stuck_after: float
@@ -52,7 +52,7 @@ class Monitor(threading.Thread):
         self.over = threading.Event()
         """Set when all ranks have left, or when this rank has the error."""
         self.main_knows = False
-        """Whether the thread that is watched over has got the error, or is about to ask for it."""
+        """Whether the watched thread has got the error, or is about to ask for it."""
         self.stopper = Stopper(self.make_error, (f"{__package__}.watch",))
         self._every, self._stuck_after = every, stuck_after
         self._status, self._pulse = Status(), Pulse()
@@ -65,7 +65,7 @@ class Monitor(threading.Thread):
         self._lock = threading.Lock()
 
     def make_error(self) -> WatchError | None:
-        """A new error of what went wrong; None as long as nothing has."""
+        """Return a new error that says what went wrong; None as long as nothing has."""
         found = self.error
         if found is None:
             return None
@@ -75,16 +75,16 @@ class Monitor(threading.Thread):
     # ---- the thread -------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Look around until it is over."""
+        """Publish and compare until it is over."""
         while not self.over.is_set():
             try:
-                self._look()
+                self._compare()
             except StoreGoneError:
                 self._store_is_gone()
             self._wake.wait(0.02 if self._leaving else self._every)
             self._wake.clear()
 
-    def _look(self) -> None:
+    def _compare(self) -> None:
         self._publish()
         neighbours = self._neighbours()
         found = self.board.read(["failure", *(f"status/{rank}" for rank in neighbours)])
@@ -101,7 +101,7 @@ class Monitor(threading.Thread):
             self._go_on()
 
     def _go_on(self) -> None:
-        """Nothing is wrong: leave if all ranks leave, and log where ranks are if there is no progress."""
+        """Nothing is wrong: leave if this rank leaves, and log where ranks are if there is no progress."""
         if self._leaving:
             self._leave_further()
             return
@@ -112,7 +112,7 @@ class Monitor(threading.Thread):
             self._report()
 
     def _leave_further(self) -> None:
-        """One stage of leaving: say that this rank leaves; when all do, compare once more; when all have, end."""
+        """Do the next stage of leaving: publish it; once all ranks leave, compare again; once all have, end."""
         if self._stage == 0:
             self._status.left = True
             self._publish()
@@ -121,7 +121,7 @@ class Monitor(threading.Thread):
             self._stage == 3 and self.board.count("done") < self.size
         ):
             return
-        elif self._stage == 2:  # all last statuses were there before this look
+        elif self._stage == 2:  # the comparison just before this read the last status of every rank
             self.board.count("done", 1)
         elif self._stage == 3:
             self.over.set()
@@ -140,7 +140,7 @@ class Monitor(threading.Thread):
             status.line, status.waits = line_of_thread(self.stopper.thread)
             last = journal.last
             status.last, status.group = (last.key, list(last.ranks)) if last is not None else ("", [])
-            said = journal.said(last.event_at(last.count - 1)) if last is not None and last.count else None
+            said = journal.lookup(last.event_at(last.count - 1)) if last is not None and last.count else None
             status.doing = said.what if said is not None else ""
         self.board.write(f"status/{self.rank}", status.as_json())
 
@@ -157,7 +157,7 @@ class Monitor(threading.Thread):
         return [(s, rank) for s in self.journal.streams.values() for rank in statuses if rank in s.ranks]
 
     def _differs(self, stream: Stream, rank: int, statuses: dict[int, Status]) -> bool:
-        """Whether another rank, which is not ahead of this one, did something else; that is then declared."""
+        """Whether another rank, which is not ahead of this one, did something else. If so, publish the difference."""
         status, key = statuses[rank], (stream.key, rank)
         count, theirs = status.streams.get(stream.key, (0, ""))
         mine = stream.fingerprint_at(count) if count else theirs
@@ -187,7 +187,7 @@ class Monitor(threading.Thread):
             self._declare(kind="deadlock", statuses={str(rank): status.as_json() for rank, status in statuses.items()})
 
     def _report(self) -> None:
-        """Say where all ranks are: once, by the first of the ranks that do not go on."""
+        """Log where all ranks are, once. The first of the ranks that make no progress does it."""
         self._reported = True
         statuses = self._all()
         idle = [rank for rank, status in statuses.items() if status.idle > self._stuck_after]
@@ -197,7 +197,7 @@ class Monitor(threading.Thread):
     # ---- when something is wrong ------------------------------------------------------------------------------------
 
     def _declare(self, **failure: Unpack[Failure]) -> None:
-        if failure["kind"] == "gone":  # perhaps others are, too
+        if failure["kind"] == "gone":  # other ranks of this machine may be gone, too
             others, here = self._all(), this_machine()
             dead = [r for r, s in others.items() if s.machine == here and not s.left and not is_alive(s.pid)]
             failure["ranks"] = sorted({*failure["ranks"], *dead})
@@ -244,14 +244,14 @@ class Monitor(threading.Thread):
             self.stopper.interrupt()
         end_collectives(self._port)
 
-    # ---- called by the thread that is watched over ------------------------------------------------------------------
+    # ---- called by the watched thread -------------------------------------------------------------------------------
 
     def meet(self, stream: Stream) -> None:
         """Wait until all ranks of a group are about to begin the same collective, or something went wrong.
 
-        They must have come the same way: the fingerprints of the group, and of all groups that contain it, are the name
-        under which they meet. Only before collectives that are new, which most programs soon run out of; and not for
-        long, since a rank may just be slow.
+        Ranks meet under a name made of the fingerprints of the group and of all groups that contain it, so only ranks
+        with the same history meet. They wait before new collectives only, of which most programs soon have no more, and
+        not for long, since a rank may just be slow.
         """
         if stream.meetings >= _MEETINGS or stream.missed >= _MISSED:
             return
@@ -276,7 +276,7 @@ class Monitor(threading.Thread):
             return  # the thread of the watch finds that out, too
 
     def leave(self, limit: float | None) -> None:
-        """Wait until all ranks leave, or something went wrong."""
+        """Leave the watch: wait until all ranks leave, something went wrong, or `limit` seconds have passed."""
         self._leaving = True
         self._wake.set()
         deadline = None if limit is None else time.monotonic() + limit
@@ -285,7 +285,7 @@ class Monitor(threading.Thread):
         self.over.set()
 
     def finish(self) -> None:
-        """Wait for the thread, which may still be ending collectives: those of the next process groups must live."""
+        """Wait for the thread to end: it may still be ending collectives, and must not end those of new groups."""
         self._wake.set()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(10.0)

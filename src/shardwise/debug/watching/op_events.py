@@ -1,4 +1,4 @@
-"""Events of ops on distributed tensors, and of local tensors that become such.
+"""Events of ops on distributed tensors, and of `from_local`.
 
 The look-up of the hot path is replaced by one that appends the event of the call to a stream. An event is a number that
 is cached for each key and each position in the caller's code, so that a call costs two look-ups and a `sys._getframe`.
@@ -32,24 +32,24 @@ _MOST_PLACES = 256
 _MOST_CALLS = 1 << 16
 
 _MAKING = (os.path.dirname(from_local.__file__) + os.sep, observers.__file__)
-"""The code between the caller of `from_local` or a factory and the event."""
+"""Files whose frames lie between the caller of `from_local` or a factory and the event."""
 
 _Places = dict[object, tuple[CodeType, int]]
 """The event of a call, by its offset in the caller's code, and by offset and identity of that code."""
 _Call = tuple[Ready | None, Callable[[int], None] | None, _Places | None, Any]
-"""The hot-path entry of a call, the stream to append to (None if it is not an event), places, digest and words.
+"""The hot-path entry of a call, `append` of its stream (None if it is not an event), places, and (digest, text).
 
-If the op was met first in a library there are no places, and the last is its event.
+If a library made the first of these calls, places is None, and the last item is the event itself.
 """
 
 _Made = tuple[Callable[[int], None] | None, int | None, int, str]
-"""Of a spec: the stream to append to (None if it is no event), its event if it has no line, and digest and words."""
+"""For a spec: `append` of its stream (None if it is not an event), its event if a library makes it, digest and text."""
 
 _CALLS: WorldCache[Key, _Call] = WorldCache("watched calls", 32 << 20, lambda key, call: 4 * ENTRY_BYTES)
 
 
 def forget_calls() -> None:
-    """Forget all calls: they belong to another journal."""
+    """Clear the cached calls of all worlds, which belong to another journal."""
     for runtime in {*all_runtimes(), active_runtime()}:
         _CALLS.of(runtime).clear()
 
@@ -63,7 +63,7 @@ class OpEvents:
         self._made: dict[DTensorSpec, _Made] = {}
 
     def watched_lookup(self, look_up: Lookup) -> Lookup:
-        """The look-up of the hot path, with an event for each call."""
+        """Return the look-up of the hot path, extended to append an event for each call."""
         cache = _CALLS.of(active_runtime())
         calls, first_call, other_place = cache.recent, self._first_call, self._other_place
 
@@ -94,7 +94,7 @@ class OpEvents:
         return watched
 
     def _first_call(self, key: Key, frame: FrameType) -> _Call:
-        """The entry of a call whose key is new; `frame` is that of the hot path."""
+        """Return the entry of a call whose key is new; `frame` is that of the hot path."""
         func, spec = frame.f_locals["func"], _first_spec(key)
         if spec is None or not is_compared(spec.mesh_info) or _is_free(func):
             return None, None, None, None
@@ -105,7 +105,7 @@ class OpEvents:
         return None, append, {}, (number, what)
 
     def _is_first_in_library(self, number: int, what: str, caller: FrameType | None) -> bool:
-        """Whether a library made the first of these calls. Kept apart from the cache, which ranks may clear alone."""
+        """Whether a library made the first of these calls. Not in the call cache, which one rank may clear alone."""
         found = self._in_library.get(number)
         if found is None:
             if len(self._in_library) >= _MOST_CALLS:
@@ -115,7 +115,7 @@ class OpEvents:
         return found
 
     def _other_place(self, places: _Places, what: tuple[int, str], caller: FrameType) -> int:
-        """The event of a call from a position that is new, or whose offset another function used last."""
+        """Return the event of a call from a new position, or from one whose offset another function used last."""
         frame = calling_frame(caller)
         code, at = frame.f_code, frame.f_lasti
         found = places.get((at, id(code)))
@@ -128,7 +128,7 @@ class OpEvents:
         return found[1]
 
     def local_tensor(self, spec: DTensorSpec) -> None:
-        """Record that a local tensor becomes a distributed one: the ranks must mean the same global tensor."""
+        """Record that a DTensor is made from local tensors: its spec must be the same on all ranks."""
         if self._failing.failure is not None:
             self._failing.check()
         made = self._made.get(spec)
@@ -139,7 +139,7 @@ class OpEvents:
             append(self._journal.place(number, what, _frame(1)) if event is None else event)
 
     def _first_tensor(self, spec: DTensorSpec, caller: FrameType) -> _Made:
-        """The entry of a spec that is new: with its event, if a library makes the tensor, such as a parallel style."""
+        """Return the entry of a new spec; with its event if a library, such as a parallel style, makes the tensor."""
         if not is_compared(spec.mesh_info):
             return None, None, 0, ""
         what = f"make {spec!r} from local tensors on {spec.mesh_info!r}"
@@ -149,19 +149,19 @@ class OpEvents:
 
 
 def _maker(frame: FrameType) -> FrameType:
-    """The frame that makes a distributed tensor: the first outside of `from_local` and factories."""
+    """Return the frame that makes a distributed tensor: the first outside of `from_local` and factories."""
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_MAKING):
         frame = frame.f_back
     return frame
 
 
 def is_compared(mesh_info: MeshInfo) -> bool:
-    """Whether other processes take part in what happens on a mesh."""
+    """Whether calls on a mesh are compared: this process and others are in it."""
     return not mesh_info.simulated and not mesh_info.outside and len(mesh_info.ranks) > 1
 
 
 def _is_free(func: OpOverload) -> bool:
-    """Whether one rank may call an op alone, for a log: views, and what reads a number; that may communicate."""
+    """Whether one rank may call an op alone, for a log: a view, or an op that returns no tensor, such as `item()`."""
     return computes_nothing(func) or not any("Tensor" in str(result.type) for result in schema_of(func).returns)
 
 
@@ -175,7 +175,7 @@ def _first_spec(key: tuple[object, ...]) -> DTensorSpec | None:
 
 
 def _text(part: object) -> str:
-    """A part of the key of a call, in words that are the same on all ranks."""
+    """Return a part of the key of a call as text that is the same on all ranks."""
     if isinstance(part, tuple):
         if len(part) == 2 and part[0] is bool:
             return repr(part[1])

@@ -9,12 +9,12 @@ from ...sharding.source_lines import Line, is_library, users_frame
 
 
 def line_of(frame: FrameType) -> str:
-    """`train.py:31` and the text of the line that a frame is at."""
+    """Return the line that a frame is at: `train.py:31   loss = y.sum()`."""
     return _text(Line.of(frame))
 
 
 def line_of_thread(thread: int) -> tuple[str, bool]:
-    """The user's line that a thread is at, and whether it is inside a library there, perhaps waiting."""
+    """Return the user's line that a thread is at, and whether it is inside a library there, perhaps waiting."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return "its thread has ended", False
@@ -22,7 +22,7 @@ def line_of_thread(thread: int) -> tuple[str, bool]:
 
 
 def line_of_error(error: BaseException) -> str:
-    """The user's line that raised an error: the innermost of its traceback that is not in a library."""
+    """Return the user's line that raised an error: the innermost of its traceback that is not in a library."""
     lines = []
     step = error.__traceback__
     while step is not None:

@@ -1,4 +1,4 @@
-"""The status that each rank publishes periodically, and when a rank that stops doing so counts as gone."""
+"""The status that each rank publishes periodically, and the test whether a rank that stopped doing so is gone."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from .board import is_alive, this_machine
 
 SILENT = 10.0
-"""Seconds after which a rank of another machine that says nothing counts as gone."""
+"""Seconds after which a rank of another machine that publishes nothing counts as gone."""
 
 
 @dataclass
 class Status:
-    """One rank: how far it is in each stream, and since when, and where, it has not gone on."""
+    """One rank: its position in each stream, and for how long, and where, it has made no progress."""
 
     beat: int = 0
     pid: int = field(default_factory=os.getpid)
@@ -27,7 +27,7 @@ class Status:
     group: list[int] = field(default_factory=list)
     """The ranks of that collective."""
     doing: str = ""
-    """The last collective, in words."""
+    """The last collective, as text."""
     idle: float = 0.0
     """Seconds since the last event."""
     line: str = ""
@@ -38,7 +38,7 @@ class Status:
     """Whether it has left the watch."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the status as text to send."""
+        """Return the fields as values of JSON."""
         return dict(vars(self))
 
 

@@ -1,8 +1,8 @@
-"""Stopping a thread wherever it is: in Python, asleep, or inside a collective that will never end.
+"""Raise an error in another thread, be it in Python, asleep, or inside a collective that will never end.
 
-In Python, and in calls that a signal interrupts, a signal handler raises the error. In a thread that is not the main
-one, Python raises it at the next bytecode. Inside a collective the groups are aborted; gloo cannot do that, so its
-connections are shut down, and what waits for them raises.
+In the main thread a signal handler raises the error, also in calls that a signal interrupts. In other threads Python
+raises it at the next bytecode. To end collectives, the groups are aborted; gloo has no abort, so its connections are
+shut down, and the calls that wait for them raise.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _SIGNAL = signal.SIGURG
 
 
 class Stopper:
-    """Raises an error in the thread that made it. `error` makes the error; it is called in that thread.
+    """Raises an error in the thread that created it. `error` returns the error; it is called in that thread.
 
-    Modules that look for the error themselves are not interrupted by it (`quiet`, by name).
+    Nothing is raised inside the modules named in `quiet`, which look for the error themselves.
     """
 
     def __init__(self, error: Callable[[], BaseException | None], quiet: Container[str]) -> None:
@@ -46,7 +46,7 @@ class Stopper:
             raise error
 
     def interrupt(self) -> None:
-        """Raise the error in the thread, if it runs Python or sleeps."""
+        """Raise the error in the thread as soon as it runs Python code or sleeps."""
         if self._handles:
             signal.pthread_kill(self.thread, _SIGNAL)
             return
@@ -68,9 +68,9 @@ def _fill(error: BaseException, like: BaseException) -> None:
 
 
 def end_collectives(but_port: int | None) -> None:
-    """End all collectives that are under way, with an error, and those that come. The store's port is left alone."""
+    """Make all running and later collectives raise. Connections of the store, at `but_port`, stay open."""
     for group in all_groups():
-        with contextlib.suppress(Exception):  # a backend that cannot, or a group that is gone
+        with contextlib.suppress(Exception):  # a backend without abort, or a group that has ended
             abort_group(group)
     for connection in gloo_connections(but_port):
         with contextlib.suppress(OSError):
@@ -79,10 +79,10 @@ def end_collectives(but_port: int | None) -> None:
 
 
 def gloo_connections(but_port: int | None) -> Iterator[socket.socket]:
-    """The connections of gloo, as duplicates. Linux only: elsewhere there are none to be found.
+    """Yield duplicates of the sockets of gloo's connections. On systems other than Linux it finds none.
 
-    Each gloo device has a thread that polls one listening socket and the connections to all peers; so has the server of
-    the store, which is known by its port.
+    Each gloo device has a thread that polls one listening socket and the connections to all peers. So has the server
+    of the store, which is recognized by its port.
     """
     for polled in _polled():
         sockets = [found for found in map(_internet_socket, polled) if found is not None]
@@ -95,7 +95,7 @@ def gloo_connections(but_port: int | None) -> Iterator[socket.socket]:
 
 
 def _polled() -> Iterator[list[int]]:
-    """The file descriptors that each epoll instance of this process polls."""
+    """Yield, for each epoll instance of this process, the file descriptors that it polls."""
     with contextlib.suppress(OSError):
         for fd in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):

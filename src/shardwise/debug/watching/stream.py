@@ -1,8 +1,8 @@
-"""What the ranks of one group did, in order, as numbers: the same numbers on all of them, or they disagree.
+"""The events of one group of ranks, in order, as numbers: ranks that agree have the same numbers.
 
-The main thread appends a number for each event, which costs about 10 ns. The thread of the watch takes what is new from
-time to time, and rolls it into one fingerprint. Two ranks that are at different positions are compared at the position
-of the one that is behind, since each remembers what led to its fingerprint.
+The main thread appends a number for each event, which costs about 10 ns. The thread of the watch rolls new events into
+one fingerprint from time to time. Two ranks at different positions are compared at the position of the one that is
+behind: each stores its events, and so can compute its fingerprint at an earlier position.
 
 >>> stream = Stream((0, 1))
 >>> stream.append(7)
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 REMEMBERED = 1 << 18
-"""The number of events of a stream that a rank keeps."""
+"""The number of events of a stream that a rank stores."""
 
 
 class _Piece(NamedTuple):
@@ -38,12 +38,12 @@ class Stream:
         self.ranks = ranks
         self.key = stream_key(ranks)
         self.met: set[int] = set()
-        """The collectives before which ranks have waited for each other: those that are not new."""
+        """The events of collectives that are not new: ranks have waited for each other before them."""
         self.meetings = self.missed = 0
         self._new: list[int] = []
         self.append = self._new.append
         self.count = 0
-        """The events that are rolled into the fingerprint."""
+        """The number of events that are rolled into the fingerprint."""
         self._state = hashlib.blake2b(digest_size=8)
         self._pieces: deque[_Piece] = deque()
 
@@ -66,7 +66,7 @@ class Stream:
             self._pieces.popleft()
 
     def fingerprint_at(self, count: int) -> str | None:
-        """The fingerprint of the first `count` events; None if there are fewer, or they are forgotten."""
+        """Return the fingerprint of the first `count` events; None if there are fewer, or they are discarded."""
         if count == self.count:
             return self.fingerprint
         for start, before, events in reversed(self._pieces):
@@ -77,7 +77,7 @@ class Stream:
         return None
 
     def events_from(self, first: int) -> tuple[int, Sequence[int]]:
-        """The events from a position on that are remembered, and the position of the first of them."""
+        """Return the position of the first stored event at or after `first`, and the events from there on."""
         found = array("Q")
         begin = max(first, self._pieces[0].start) if self._pieces else self.count
         for start, _, events in self._pieces:
@@ -86,11 +86,11 @@ class Stream:
         return begin, found
 
     def event_at(self, index: int) -> int | None:
-        """The event at a position; None if it is not there yet, or forgotten."""
+        """Return the event at a position; None if there is none yet, or it is discarded."""
         start, events = self.events_from(index)
         return events[0] if start == index and len(events) else None
 
 
 def stream_key(ranks: Sequence[int]) -> str:
-    """A short name of a set of ranks, the same on all of them."""
+    """Return a short name of a set of ranks, the same on all of them."""
     return hashlib.blake2b(",".join(map(str, ranks)).encode(), digest_size=6).hexdigest()

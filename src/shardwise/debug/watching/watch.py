@@ -36,26 +36,26 @@ _running: list[Watch] = []
 
 
 def watch(*, ops: bool = True, every: float = 0.25, stuck_after: float = 30.0) -> Watch:
-    """Watch over all ranks from here on: call it on all of them, after `init_process_group`.
+    """Watch all ranks from here on: call it on all of them, after `init_process_group`.
 
     Used in a `with` statement it ends with the block, where ranks wait for each other; otherwise with the process
     group or the program. Ranks compare what they do through the store of the process group: ops on distributed tensors
-    with their specs, collectives, the state of generators, and the lines of the program that they
-    come from. If they differ, if one rank raises an error, or if one is gone, all ranks raise a `WatchError` within
-    seconds. It then has ended their process groups: the program cannot go on.
+    with their specs, collectives, the state of generators, and the lines of the program that call them. If they
+    differ, if one rank raises an error, or if one is gone, all ranks raise a `WatchError` within seconds. By then
+    their process groups have been ended: the program cannot go on.
 
     Args:
         ops: whether ops that communicate nothing are compared, too
-        every: how often a rank looks around, in seconds
-        stuck_after: after how many seconds without progress the log says where each rank is
+        every: the seconds between two comparisons
+        stuck_after: the seconds without progress after which the log says where each rank is
 
     In a simulated world, where ranks cannot disagree, it does nothing.
     """
     if current_world() is not None:
         return Watch()
     if not dist.is_initialized():
-        raise WorldError("watch() without a process group", "call it after torch.distributed.init_process_group")
-    if _running:  # one watch is enough, and reports errors in this block as well
+        raise WorldError("watch() needs a process group", "call it after torch.distributed.init_process_group")
+    if _running:  # it reports errors in this block as well
         return _running[0].again()
     found = Watch()
     if dist.get_world_size() > 1 and dist.get_backend() not in _BACKENDS_ALONE:
@@ -65,7 +65,7 @@ def watch(*, ops: bool = True, every: float = 0.25, stuck_after: float = 30.0) -
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Inside, one rank may run ops on distributed tensors alone, as for a log. What communicates is still compared."""
+    """Let one rank run ops on distributed tensors alone, as for a log. Collectives are still compared."""
     hooks = _running[0].hooks if _running else None
     if hooks is None or not hooks.ops:
         yield
@@ -79,7 +79,7 @@ def unwatched() -> Iterator[None]:
 
 
 class Watch:
-    """A watch that runs, and what ends it: the end of its `with` block, or `stop()`."""
+    """A running watch. The end of its `with` block, or `stop()`, ends it."""
 
     def __init__(self) -> None:
         self.hooks: Hooks | None = None
@@ -104,7 +104,7 @@ class Watch:
         self._monitor.start()
 
     def again(self) -> Watch:
-        """The same watch, for a block inside of it."""
+        """Return this watch, for a `with` block inside its own."""
         self._depth += 1
         return self
 
@@ -126,7 +126,7 @@ class Watch:
             raise found from error
 
     def stop(self, limit: float | None = None) -> None:
-        """End the watch, when all ranks have come here. Raises what goes wrong until then."""
+        """End the watch once all ranks call this. Raises whatever error the watch finds until then."""
         monitor = self._monitor
         if monitor is None or self.hooks is None:
             return
@@ -143,7 +143,7 @@ class Watch:
             raise error
 
     def _explain(self, error: BaseException) -> WatchError | None:
-        """The error to raise in place of one that ends this rank; None to keep its own, which is published."""
+        """Return the error to raise in place of one that ends this rank; None to keep its own, which is published."""
         monitor = self._monitor
         if monitor is None:
             return None
@@ -177,7 +177,7 @@ class Watch:
             monitor.wait_until_notified(3.0)
 
     def _end(self) -> None:
-        """Put everything back."""
+        """Remove the hooks, and end the thread of the watch."""
         if self.hooks is None or self._monitor is None:
             return
         self.hooks.remove()
@@ -196,7 +196,7 @@ class Watch:
 
 
 def _is_echo(error: BaseException) -> bool:
-    """Whether an error may be what another rank's end looks like from here."""
+    """Whether an error may only be the consequence of another rank that ended."""
     text = str(error)
     return isinstance(error, RuntimeError) and any(
         sign in text for sign in ("onnection closed", "onnection reset", "gloo", "roken pipe", "NCCL", "ProcessGroup")
@@ -204,7 +204,7 @@ def _is_echo(error: BaseException) -> bool:
 
 
 def watch_from_environment() -> None:
-    """Switch the watch on for all worlds of this program, if SHARDWISE_WATCH=1; =collectives leaves out ops."""
+    """Watch all worlds of this program if SHARDWISE_WATCH=1; SHARDWISE_WATCH=collectives leaves out ops."""
     asked = os.environ.get("SHARDWISE_WATCH", "")
     if asked in ("", "0"):
         return

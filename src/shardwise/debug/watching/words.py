@@ -1,4 +1,4 @@
-"""Describe in words what went wrong."""
+"""The errors of the watch, and the text of the log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALONE = (
 
 
 class Failure(TypedDict, total=False):
-    """An error as ranks publish it: its kind, and the fields of that kind."""
+    """A problem as ranks publish it: its kind, and the fields of that kind."""
 
     kind: Required[Literal["raised", "gone", "deadlock", "differs"]]
 
@@ -35,7 +35,7 @@ class Failure(TypedDict, total=False):
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0, 2-5`."""
+    """Return ranks as text: `rank 3`, or `ranks 0, 2-5`."""
     ordered = sorted(ranks)
     runs: list[list[int]] = []
     for rank in ordered:
@@ -48,10 +48,10 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def disagreement(index: int, ranks: Sequence[int], said: Mapping[int, Mapping[str, str | None]]) -> WatchError:
-    """Ranks that did different things at one position of their stream."""
+    """Return the error of ranks that did different things at one position of their stream."""
     by_text: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
-        by_text[_said(said.get(rank))].append(rank)
+        by_text[_event_text(said.get(rank))].append(rank)
     groups = sorted(by_text.items(), key=lambda item: (len(item[1]), item[1]))
     lines = [f"  {ranks_text(who)}: {text}" for text, who in groups]
     few = groups[0][1] if len(groups) > 1 else []
@@ -59,16 +59,16 @@ def disagreement(index: int, ranks: Sequence[int], said: Mapping[int, Mapping[st
     return WatchError(problem, ALONE, tuple(few))
 
 
-def _said(said: Mapping[str, str | None] | None) -> str:
+def _event_text(said: Mapping[str, str | None] | None) -> str:
     if said is None:
         return "no answer"
     if said["what"] is None:
-        return f"has not come so far; it is\n      at {said['line']}"
+        return f"has not got that far; it is\n      at {said['line']}"
     return f"{said['what']}\n      at {said['line']}" if said["line"] else said["what"]
 
 
 def raised(failure: Failure) -> WatchError:
-    """One rank raised an error of its own."""
+    """Return the error of the other ranks when one rank raised an error of its own."""
     rank = failure["rank"]
     problem = f"rank {rank} raised {failure['error']}\n      at {failure['line']}"
     fix = f"All ranks stop, since the others would wait for rank {rank}; its traceback is in its own output"
@@ -76,20 +76,20 @@ def raised(failure: Failure) -> WatchError:
 
 
 def gone(ranks: Sequence[int], why: str = "") -> WatchError:
-    """Ranks have ended without publishing an error."""
+    """Return the error when ranks have ended without publishing an error."""
     verb = "is" if len(ranks) == 1 else "are"
     problem = f"{ranks_text(ranks)} {verb} gone: {why or 'the process was killed, or has ended without an error'}"
     return WatchError(problem, "Look for its last output, and for the kernel's out-of-memory killer", tuple(ranks))
 
 
 def deadlock(statuses: Mapping[int, Status]) -> WatchError:
-    """All ranks wait, each for ranks that wait for something else."""
+    """Return the error when all ranks wait, each for ranks that wait for something else."""
     problem = "all ranks wait for each other, in collectives that not all ranks of their groups have begun:\n"
     return WatchError(problem + waiting(statuses), ALONE, tuple(statuses))
 
 
 def waiting(statuses: Mapping[int, Status]) -> str:
-    """Where each rank is: `rank 0: waiting in all_reduce ... at train.py:31`."""
+    """Return where each rank is: `rank 0: waiting in all_reduce ... at train.py:31`."""
     by_text: dict[str, list[int]] = defaultdict(list)
     for rank, status in statuses.items():
         doing = f"{'waiting in' if status.waits else 'in its own code after'} {status.doing or 'no collective'}"

@@ -83,11 +83,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", metavar="NAMES", help="entries whose names contain one of these, or =NAME")
     parser.add_argument("--seed", type=int, default=0, help="chooses samples and placements")
     parser.add_argument("--gloo", action="store_true", help=f"{GLOO_ENTRIES} entries on four processes")
-    parser.add_argument("--dtypes", default="", help="of the samples, instead of float32")
+    parser.add_argument("--dtypes", default="", help="dtypes of the samples, separated by commas, instead of float32")
     parser.add_argument(
-        "--variants", default="function", help="function, strided, channels_last, expanded, inplace, out"
+        "--variants", default="function", help="some of function, strided, channels_last, expanded, inplace, out"
     )
-    parser.add_argument("--sizes", action="store_true", help="compare shapes of results at several sizes alone")
+    parser.add_argument("--sizes", action="store_true", help="only compare shapes of results at several sizes")
     parser.add_argument("--json", type=Path, help="write the outcomes to this file")
     return parser
 

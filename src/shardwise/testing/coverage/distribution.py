@@ -1,4 +1,4 @@
-"""Whether random results come from the same distribution: the largest distance of two cumulative frequencies."""
+"""Test whether random results have the same distribution, by the largest distance of cumulative frequencies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAR = 2.5  # by chance one pair of samples in some 100,000 is farther apart than
 
 @contextmanager
 def other_seeds(number: int) -> Iterator[None]:
-    """Context in which `torch.manual_seed` sets other seeds: entries of the database set the same one every time."""
+    """Shift all seeds that `torch.manual_seed` sets inside: entries of the database set the same one every time."""
     seed = torch.manual_seed
     with mock.patch("torch.manual_seed", lambda value: seed(value + number)):
         yield

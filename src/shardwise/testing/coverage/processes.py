@@ -1,7 +1,7 @@
-"""Entries on four gloo processes, which are forked for a few entries at a time.
+"""Entries on four gloo processes, which are forked for up to 16 entries at a time.
 
-If the ranks do not agree whether a trial failed, or one of them crashes or hangs, they end, and new processes take the
-remaining entries.
+If the ranks do not agree whether a trial failed, or one of them crashes or hangs, they end, and new processes continue
+with the next entry.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Sample(NamedTuple):
     args: tuple[object, ...]
     kwargs: dict[str, object]
     definite: Callable[[object], object]
-    """Returns what is defined of the results: the absolute values of singular vectors, for example."""
+    """Returns the defined part of the results: the absolute values of singular vectors, for example."""
     variant: str = "function"
 
     @property
@@ -101,7 +101,7 @@ def _variant(op: OpInfo, variant: str) -> Callable[..., object] | None:
 def _given(
     name: str, op: OpInfo, fn: Callable[..., object], dtype: torch.dtype, sweep: Sweep, seed: int
 ) -> Iterator[Sample]:
-    """What the database gives, as tensors of our own; drawn again where that are too few samples for a choice."""
+    """Yield the samples of the database with copies of their tensors; drawn up to three times if there are few."""
     grad = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex) and sweep.variant != "out"
     for again in range(3):
         torch.manual_seed(zlib.crc32(f"{seed} {name} {again}".encode()))

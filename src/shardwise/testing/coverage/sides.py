@@ -52,7 +52,7 @@ class Processes:
 
     @contextmanager
     def meshes(self, sizes: Sequence[tuple[int, ...]]) -> Iterator[list[DeviceMesh]]:
-        """Return meshes of all processes."""
+        """Yield meshes of all processes."""
         yield [init_device_mesh("cpu", size) for size in sizes]
 
     def make(self, value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], seed: int) -> Tensor:
@@ -78,7 +78,7 @@ class Simulated(Processes):
 
     @contextmanager
     def meshes(self, sizes: Sequence[tuple[int, ...]]) -> Iterator[list[DeviceMesh]]:
-        """Return meshes in a simulated world."""
+        """Yield meshes in a simulated world."""
         with simulate(4):
             yield [init_device_mesh("cpu", size) for size in sizes]
 

@@ -1,4 +1,4 @@
-"""Result shapes that are remembered: each op of an entry at several sizes, in random order, in one process.
+"""Check cached result shapes: call each op of an entry with several sizes, in random order, in one process.
 
 >>> stale_shapes("nn.functional.avg_pool2d", seed=0)
 (64, [])
@@ -80,7 +80,7 @@ def _resized(tensor: Tensor, old: int, new: int) -> Tensor:
 
 
 def _difference(call: Recorded, mesh_info: MeshInfo) -> str:
-    """Return what is wrong with the results that dispatch expects of a call; an empty text if nothing is."""
+    """Return how the result shapes that dispatch expects of a call are wrong; "" if they are right."""
     resolved = resolve(call.func)
     try:
         found = bound_call(call, mesh_info)

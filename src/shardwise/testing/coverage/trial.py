@@ -89,11 +89,11 @@ class Trial:
         return [0, *dims[2:], 1]
 
     def _kept(self, tensor: Tensor) -> Tensor:
-        """Return what an argument is made from: one row of it, if it is to be expanded."""
+        """Return the tensor that an argument is made from: its first row if it will be expanded, else all of it."""
         return tensor[:1] if self.sample.variant == "expanded" and tensor.dim() > 1 else tensor
 
     def _given(self, made: Tensor, original: Tensor) -> Tensor:
-        """Return what the function gets: a copy of the leaf, or an expanded view of it."""
+        """Return the argument that the function gets: a copy of the leaf, or an expanded view of it."""
         return made.expand(original.shape) if made.shape != original.shape else made.clone()
 
     def _outs(self, sample: Sample, make: Make) -> object:
@@ -177,7 +177,7 @@ class Trial:
 
 
 def called(sample: Sample, given: dict[int, Tensor], more: dict[str, object] | None = None) -> list[object]:
-    """Call a sample with its tensors replaced, by id, and return what is defined of the results."""
+    """Call a sample with its tensors replaced, by id, and return the defined part of the results."""
     args, kwargs = pytree.tree_map_only(Tensor, lambda t: given[id(t)], (sample.args, sample.kwargs))
     return pytree.tree_leaves(sample.definite(sample.fn(*args, **kwargs, **(more or {}))))
 

@@ -16,7 +16,7 @@ from .shrink import shrink
 from .sides import Distributed
 from .trial import alone, trial
 
-TOGETHER = 250  # programs in one world, which keeps its plans between them
+TOGETHER = 250  # programs in one world, which share its cached plans
 SECONDS = 300.0  # for that many
 
 
@@ -30,7 +30,7 @@ class Report(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a child says: how many programs it ran, and which failed."""
+    """The result of a child: how many programs it ran, and which failed."""
 
     programs: int
     reports: list[Report]
@@ -60,9 +60,10 @@ def run_all(seeds: Sequence[int], ignored: Sequence[str] = (), jobs: int = 1) ->
 
 
 def _lost(seed: int, ignored: Sequence[str], lost: Lost) -> Answer:
-    """Return the answer for a program whose child crashed or ran out of time: in it, in a smaller one, or before it.
+    """Return the answer for a program whose child crashed or ran out of time.
 
-    Whatever is tried here may crash again, so it runs in children, too.
+    The cause may be the program, a smaller one tried while shrinking, or its generation. All that runs here may crash
+    again, so it runs in children, too.
     """
     [(_, answer)] = in_children({seed: partial(run_batch, (seed,), ignored, shrinking=False)}, 1, SECONDS)
     if not isinstance(answer, Lost):
@@ -101,7 +102,7 @@ def _report(
 
 
 def _needed(program: Program, before: tuple[int, ...], ignored: Sequence[str]) -> tuple[int, ...]:
-    """Return few programs that make this one fail if they run before it in the same world."""
+    """Return a few programs that make this one fail if they run before it in the same world."""
     while len(before) > 1:
         half = len(before) // 2
         for part in (before[half:], before[:half]):

@@ -34,7 +34,7 @@ def difference(plain: Outcome, found: Outcome, noisy: Noisy, ignored: Sequence[s
     errors leave it defined.
     """
     if any(isinstance(error, SavedTensorError) for error in found.errors.values()):
-        return None  # where one device raises an error later, in the backward pass, if there is one
+        return None  # one device raises its error later, in the backward pass, if there is one
     if any(_is_of_another_shape(name, plain) for name in plain.seen):
         return None
     failures = [*_errors(plain, found), *_variables(plain, found)]
@@ -124,7 +124,7 @@ def _same_object(wanted: object, have: object) -> bool:
         return close(torch.tensor(have), torch.tensor(wanted))
     if isinstance(wanted, list) and isinstance(have, list):
         return len(wanted) == len(have) and all(map(_same_object, wanted, have))
-    if isinstance(wanted, (Exception, Seen)):  # what they hold is compared elsewhere
+    if isinstance(wanted, (Exception, Seen)):  # their contents are compared elsewhere
         return type(wanted) is type(have)
     return type(wanted) is type(have) and wanted == have
 

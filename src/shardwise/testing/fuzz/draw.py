@@ -1,4 +1,4 @@
-"""What statements are made from: the variables so far, dims, numbers and placements, drawn at random."""
+"""Random choices for statements: variables so far, dims, numbers and placements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MESHES = ((2,), (3,), (4,), (2, 2), (1, 3), (2, 3), (3, 2), (4, 1), (2, 1, 2), (
 GLOO_MESHES = ((4,), (2, 2), (1, 4), (4, 1), (2, 1, 2), (1, 2, 2), (2, 2, 1))
 FLOATS = (torch.float32, torch.float32, torch.float32, torch.float64, torch.float64, torch.bfloat16, torch.float16)
 OTHERS = (torch.int64, torch.int64, torch.int32, torch.bool, torch.uint8, torch.int8, torch.complex64)
-WRONG = 0.02  # how often something is drawn that does not fit
+WRONG = 0.02  # the probability of a choice that does not fit
 
 
 class NoChoice(Exception):
@@ -127,7 +127,7 @@ class Draw:
         return self.value(name).untyped_storage().nbytes() <= known
 
     def elsewhere(self, name: str, written: str) -> str:
-        """Return a variable, or a copy if it lies in the memory of another that is written while it is read."""
+        """Return a variable, or a copy if it shares memory with another one that is written while it is read."""
         return f"{name}.clone()" if self.memory(name) == self.memory(written) else name
 
     # ---- dims and sizes -------------------------------------------------------------------------------------------

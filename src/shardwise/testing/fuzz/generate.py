@@ -20,7 +20,7 @@ from .sides import Plain
 from .statements import TABLE, gradients
 from .statements.making import leaf
 
-LARGEST = 1e4  # of numbers: larger ones lose what they were made from
+LARGEST = 1e4  # of numbers: sums with larger ones lose the digits of the other terms
 MOST = 2000  # elements
 KEPT_ERRORS = 0.2
 UNDEFINED = ("single memory location", "ZeroTensors are immutable")  # errors that other memory would not raise
@@ -65,7 +65,7 @@ class State:
         self.made = 0
 
     def attempt(self, text: str, bare: bool) -> None:
-        """Add a line if it runs on plain tensors and its result is usable; now and then if it raises."""
+        """Add a line if it runs on plain tensors and its result is usable; with some probability also if it raises."""
         name = f"x{self.made}"
         line = text if bare else f"{name} = {text}"
         before = self._values(line) if bare else []
@@ -87,7 +87,7 @@ class State:
         self._add(line, bare)
 
     def _mark_inexact(self, line: str) -> None:
-        """Mark the variables of a line, and those in their memory, if the bits of one of them may be undefined."""
+        """Mark the variables of a line, and those that share their memory, if the bits of one may be undefined."""
         draw, used = self.draw, set(names(line)) & self.draw.variables.keys()
         if _INEXACT.search(line) or used & draw.inexact:
             tensors = {name for name, value in draw.variables.items() if isinstance(value, Tensor)}

@@ -1,7 +1,7 @@
-"""Rounding errors on purpose: the plain program, with every inexact result off by a few units in the last place.
+"""Rounding errors on purpose: run the plain program with every inexact result off by a few units in the last place.
 
-Sums in another order round differently, and a program may enlarge that: `x - x.mean()`, `floor`, a comparison. What
-changes under noise is not a result of the program but of its rounding.
+Sums in another order round differently, and a program may amplify that: `x - x.mean()`, `floor`, a comparison. A result
+that changes under noise is defined by rounding, and is not compared.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ SUMS = words("""
     native_batch_norm native_layer_norm native_group_norm native_batch_norm_backward native_layer_norm_backward
     native_group_norm_backward _native_batch_norm_legit _softmax_backward_data _log_softmax_backward_data _trilinear
 """)
-"""Ops that add terms, which may cancel: what is left is then rounding alone."""
+"""Ops that add terms. If the terms cancel, the result is rounding error alone."""
 PRODUCTS = words("""
     mul mm bmm addmm baddbmm addbmm addmv addr mv dot vdot addcmul lerp convolution convolution_backward _trilinear
 """)
-"""Where an operand of these is infinite, so are the terms of a Partial sum that it multiplies, with either sign."""
+"""Ops that multiply. An infinite operand makes the terms of a Partial sum infinite, with either sign."""
 ORDERED = words("mm bmm mv dot vdot sum nansum mean cumsum _trilinear")
 """Sums that may overflow in one order of their terms, and not in another."""
 INFINITE_MEANS = (math.nan, math.inf)
 """Means of numbers with an infinity among them, where they are summed in one pass with the variance: `[inf, 1]` gives
 NaN, `[1, inf]` infinity. In each run all are the same."""
-CANCELLED = 8.0  # times the rounding error: what is smaller may as well be zero, or have the other sign
+CANCELLED = 8.0  # times the rounding error: smaller results may as well be zero, or have the other sign
 LEFT = (1.0, -1.0, 0.0)
-"""What is left of terms that cancel, in rounding errors: in each run something else."""
+"""The result of terms that cancel, in units of the rounding error: each run uses another one."""
 
 
 class Noise(TorchDispatchMode):
@@ -110,7 +110,7 @@ class Noise(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _cancel(self, x: Tensor, other: Tensor) -> None:
-        """Change what cancels: a sum that is zero in one order is almost zero in another, of either sign."""
+        """Replace sums that cancel: a sum that is zero in one order is almost zero in another, of either sign."""
         if (x.dtype.is_floating_point or x.dtype.is_complex) and x.numel() and _is_writable(x):
             error = (x - other).abs()
             cancelled = x.abs() <= CANCELLED * error
@@ -162,7 +162,7 @@ def _attention_by_formula(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Return attention as its formula has it: the fused op drops some NaNs of its scores, depending on their place."""
+    """Return attention computed by its formula: the fused op drops NaNs of its scores, depending on their place."""
     result: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale
     )[0]
@@ -187,9 +187,9 @@ def _overflows(func: OpOverload, name: str, args: Args, kwargs: Kwargs) -> Tenso
 
 
 class NoisyPlain(Plain):
-    """Plain tensors that become terms of a sum, an average or a product, which round, where distributed ones do.
+    """Plain tensors with the noise that distributed ones get where they are terms of a sum, an average or a product.
 
-    Terms that cancel leave a positive zero, and a product with zero has the sign of its factors, so the sign of a zero
+    Terms that cancel give a positive zero, and a product with zero has the sign of its factors, so the sign of a zero
     is lost as well.
     """
 

@@ -1,4 +1,4 @@
-"""Running a program on a side, and what it leaves: errors by line, and all variables and gradients."""
+"""Run a program on a side, and return its outcome: errors by line, and all variables and gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .sides import Plain
 
 
 class Seen(NamedTuple):
-    """What can be seen of a tensor. `value` is the global value."""
+    """The visible properties of a tensor. `value` is the global value."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -27,7 +27,7 @@ class Seen(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The error of each line that raised one, and what is seen of each variable; `x0.grad` is a gradient."""
+    """The error of each line that raised one, and each variable as `Seen`; `x0.grad` is a gradient."""
 
     errors: dict[int, Exception]
     seen: dict[str, object]

@@ -32,14 +32,14 @@ Order = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 RANKS = 4
 ORDERS: tuple[Order, ...] = ((0, 1, 2, 3), (3, 2, 1, 0), (1, 2, 3, 0), ((0, 1), (2, 3)), ((0, 2), (1, 3)))
-"""Orders of sums over ranks: which results depend on it? A pair of pairs sums these first."""
+"""Orders of sums over ranks, tried to find results that depend on it. `((0, 1), (2, 3))` sums each pair first."""
 TOGETHER = 50  # programs that one set of processes runs
 TIMEOUT = timedelta(seconds=30)  # for one collective
 SECONDS = 900.0  # for a batch
 
 
 class Held(NamedTuple):
-    """What one rank holds of a variable."""
+    """The spec and local shard of a variable on one rank."""
 
     spec: str
     shard: Tensor
@@ -114,7 +114,7 @@ def compare_rank(programs: Sequence[Program]) -> None:
 
 
 def simulate_ranks(programs: Sequence[Program], order: Order = ORDERS[0]) -> list[list[Found]]:
-    """Return what each rank finds of each program in the simulated world, with reductions in this order."""
+    """Return the outcome of each program on each rank of the simulated world, with reductions in this order."""
     with simulate(RANKS), _reducing_in(order):
         side = Distributed()
         return [[_on_rank(outcome, rank) for rank in range(RANKS)] for outcome in _outcomes(programs, side)]
@@ -162,7 +162,7 @@ def _held_value(x: Tensor) -> object:
 
 
 def _on_rank(outcome: Outcome, index: int) -> Found:
-    """Return what one rank sees of an outcome."""
+    """Return an outcome as one rank has it."""
 
     def of_rank(value: object) -> object:
         if isinstance(value, list) and value and isinstance(value[0], Held):
@@ -175,7 +175,7 @@ def _on_rank(outcome: Outcome, index: int) -> Found:
 
 
 def compared(program: Program, rank: int, simulated: Found, found: Found) -> str:
-    """Return how a rank differs from the simulated one, which is simulated in other orders if it does."""
+    """Return how a rank differs from the simulated one; if it does, the program is simulated in other orders first."""
     if not different([simulated], found):
         return ""
     others = [simulate_ranks([program], order)[0][rank] for order in ORDERS[1:]]
@@ -183,7 +183,7 @@ def compared(program: Program, rank: int, simulated: Found, found: Found) -> str
 
 
 def different(simulated: Sequence[Found], found: Found) -> str:
-    """Return how the outcome on a process differs from the simulated ones; nothing if it does not.
+    """Return how the outcome on a process differs from the simulated ones; "" if it does not.
 
     A result that is the same bits in all simulated orders of reduction must have these bits. One that depends on the
     order (PyTorch does not say in which gloo reduces) must be close.

@@ -1,4 +1,4 @@
-"""What a program runs on: plain tensors, or distributed tensors of the running world.
+"""The sides that a program runs on: plain tensors, or distributed tensors of the running world.
 
 A side has the functions that lines of a program call:
 
@@ -27,7 +27,7 @@ SPECIAL = (float("nan"), float("inf"), float("-inf"), -0.0, 0.0)
 def leaf_value(shape: Sequence[int], dtype: torch.dtype, seed: int, special: bool = False) -> Tensor:
     """Return random values with few digits, so that sums of some of them are exact in any order.
 
-    `special` puts NaN, infinities and zeros among them.
+    With `special`, some are NaN, infinite or zero.
     """
     generator = torch.Generator().manual_seed(seed)
     if dtype is torch.bool:
@@ -45,7 +45,7 @@ def leaf_value(shape: Sequence[int], dtype: torch.dtype, seed: int, special: boo
 
 
 def twice(gradient: Tensor) -> Tensor:
-    """Double a gradient: a hook."""
+    """Return a gradient doubled; programs register it as a hook."""
     return gradient * 2
 
 
@@ -65,7 +65,7 @@ class Plain:
         return leaf_value(shape, dtype, seed, special).requires_grad_(grad)
 
     def move(self, x: Tensor, placements: Placements) -> Tensor:
-        """Return a copy: where a tensor lies does not change it. Redistribution gives row-major memory."""
+        """Return a row-major copy, since redistribution changes no values and gives row-major memory."""
         return x.clone(memory_format=torch.contiguous_format)
 
     def namespace(self) -> dict[str, object]:
@@ -85,7 +85,7 @@ class Plain:
 
 
 class Distributed(Plain):
-    """Distributed tensors on a mesh of the running world. Meshes are kept as long as this object."""
+    """Distributed tensors on a mesh of the running world. Meshes are reused for all programs of this object."""
 
     def __init__(self) -> None:
         self.meshes: dict[tuple[int, ...], DeviceMesh] = {}

@@ -1,4 +1,4 @@
-"""One program on both sides, in the simulated world."""
+"""Run one program on both sides, in the simulated world, and compare."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _compared(program: Program, plain: Outcome, found: Outcome, ignored: Sequenc
 
 
 def alone(program: Program, ignored: Sequence[str] = ()) -> Failure | None:
-    """Return the difference in a world of the program's own."""
+    """Return how a program differs from plain tensors, in a new world."""
     with simulate(math.prod(program.mesh)):
         return trial(program, Distributed(), ignored)
 

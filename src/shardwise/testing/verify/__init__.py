@@ -1,4 +1,4 @@
-"""The verifier: every rule, with every placement it allows, gives the one-device answer.
+"""The verifier: compare every rule, with every placement it allows, with one device.
 
     python -m shardwise.testing.verify [--quick] [--only NAME] [--limit N] [--seed N]
 

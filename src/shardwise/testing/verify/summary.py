@@ -1,4 +1,4 @@
-"""The result of all entries, as text."""
+"""The text that sums up the reports of all entries."""
 
 from __future__ import annotations
 

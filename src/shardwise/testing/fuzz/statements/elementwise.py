@@ -30,7 +30,7 @@ DTYPES = words("""
 def unary(draw: Draw) -> str:
     """A function of one tensor."""
     name = draw.one(UNARY)
-    if draw.chance(0.5) or name in ("rsub",):
+    if draw.chance(0.5):
         return f"torch.{name}({draw.tensor()})"
     return f"{draw.tensor()}.{name}()"
 
