@@ -30,13 +30,13 @@ class Indexed:
         self.others = [dim for dim in range(ndim) if dim not in self.dims]
 
     def covered_by(self, values: tuple[int, ...], indices: Sequence[Tensor | None]) -> bool:
-        """Whether values have the dims of the indices: those that lack one are added for every index along it."""
+        """Whether values have all dims of the broadcast indices. A value that lacks one is added once per index."""
         shape = tuple(torch.broadcast_shapes(*(tuple(index.shape) for index in indices if index is not None)))
         end = len(values) - (len(self.others) - self.at)
         return end >= len(shape) and values[end - len(shape) : end] == shape
 
     def result(self, index: str, mark: str = "") -> str:
-        """The dims of the result, or of values that broadcast to it."""
+        """The pattern of the result, or of values that broadcast to it: `index` stands where the indexed dims were."""
         names = [f"x{dim}{mark}" for dim in self.others]
         return " ".join((*names[: self.at], index, *names[self.at :]))
 
@@ -45,7 +45,7 @@ class Indexed:
 
 
 def index_rule(call: Call) -> str | None:
-    """Elements by index tensors that broadcast together. How many a mask selects depends on data."""
+    """Elements by index tensors that broadcast together; None for masks, whose number of elements depends on data."""
     indices = list(call.tensors[1])
     if any(index is not None and index.dtype in _MASKS for index in indices):
         return None
@@ -57,7 +57,7 @@ def index_rule(call: Call) -> str | None:
 
 @without_communication
 def index(call: LocalCall, shard: FactorShard) -> Tensor:
-    """Elements of a tensor, one of whose indexed dims is sharded."""
+    """Look up the elements of which this rank holds the index in the sharded dim; the others are zeros in a sum."""
     dim, indices = call.sharded_dim, list(call["indices"])
     where = Indexed(indices, call["self"].dim())
     indices[dim], hit = shifted(indices[dim], shard, wraps=True)
@@ -98,7 +98,7 @@ def _masked(call: Call, indices: Sequence[Tensor | None]) -> str | None:
 
 @without_communication
 def index_put(call: LocalCall, shard: FactorShard) -> Tensor:
-    """Elements written to a tensor, one of whose indexed dims is sharded."""
+    """Write the elements of which this rank holds the index in the sharded dim; others go to an extra row, dropped."""
     dim, indices = call.sharded_dim, list(call["indices"])
     indices[dim], hit = shifted(indices[dim], shard, wraps=True)
     indices[dim] = indices[dim].where(hit, shard.held)
@@ -122,7 +122,7 @@ define(
 
 
 def on_gathered_inputs(call: Call) -> None:
-    """The shape of the result depends on data."""
+    """Return None: the shape of the result depends on data."""
 
 
 define("aten::masked_select", on_gathered_inputs)

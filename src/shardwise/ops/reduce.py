@@ -41,7 +41,7 @@ def merged(ndim: int, dims: int | Sequence[int] | None, keepdim: bool = False, o
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which results of this dtype are added up."""
+    """The dtype in which sums of this dtype are computed: float32 for narrower floats."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
@@ -51,12 +51,11 @@ def over(call: LocalCall, name: str = "dim") -> list[int]:
 
 
 def counts(call: LocalCall, dims: list[int], local: Tensor) -> tuple[int, int]:
-    """The number of elements that each result is made of: on this rank, and globally."""
+    """The number of elements that each result is reduced from: on this rank, and globally."""
     return math.prod(local.shape[dim] for dim in dims), math.prod(call.given[0].shape[dim] for dim in dims)
 
 
-# ---- by an op that Partial supports
-# ------------------------------------------------------------------------------------
+# ---- by an op that Partial supports ---------------------------------------------------------------------------------
 
 
 def reduce_by(op: str, linear: bool = True) -> Callable[[Call], str]:
@@ -128,7 +127,7 @@ define("aten::_local_scalar_dense", "[x..] -> ")
 def equal(one: Tensor, other: Tensor) -> bool:
     """Whether all elements are equal: ranks exchange one bit each, not the tensors.
 
-    With a plain tensor, whether what each rank holds of the distributed one equals that part of its plain one.
+    With a plain tensor, each rank compares its local shard with the same part of its own plain tensor.
     """
     if one.shape != other.shape:
         return False
