@@ -26,6 +26,11 @@ def join(*parts: str) -> str:
     return " ; ".join(filter(None, parts))
 
 
+def kernel_clause(factors: Sequence[str]) -> str:
+    """Return the clause that names these factors as handled by a kernel; empty without factors."""
+    return f"kernel {', '.join(factors)}" if factors else ""
+
+
 def pointwise(operands: int, *clauses: str) -> str:
     """Return the rule of an elementwise op whose operands broadcast against each other."""
     return join(f"{', '.join(['b?..'] * operands)} -> b..", *clauses)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._torch.decompositions import pytorch_decomposition
-from ..notation.build import dims_text, join
+from ..notation.build import dims_text, join, kernel_clause
 from .call import Call
 from .indexing import free, kept, shifted, with_extra_row
 from .kernel import FactorShard, LocalCall, no_summand, without_communication
@@ -51,8 +51,8 @@ def index_rule(call: Call) -> str | None:
         return None
     where = Indexed(indices, call.ndim(0))
     table = dims_text("x", call.ndim(0), {dim: f"v{dim}" for dim in where.dims})
-    kernels = ", ".join(f"v{dim}" for dim in where.dims)
-    return join(f"{table}, {{i?..}} -> {where.result('i..')}", "linear 0", f"kernel {kernels}" if kernels else "")
+    clause = kernel_clause([f"v{dim}" for dim in where.dims])
+    return join(f"{table}, {{i?..}} -> {where.result('i..')}", "linear 0", clause)
 
 
 @without_communication
@@ -84,8 +84,7 @@ def index_put_rule(call: Call) -> str | None:
     rows = "i?.." if call.arg("accumulate") and where.covered_by(call.shape(2), indices) else "[i?..]"
     values = where.result(rows, "?")
     table = dims_text("x", ndim, {dim: f"v{dim}" for dim in where.dims})
-    kernels = ", ".join(f"v{dim}" for dim in where.dims)
-    clause = f"kernel {kernels}" if kernels else ""
+    clause = kernel_clause([f"v{dim}" for dim in where.dims])
     return join(f"{table}, {{{rows}}}, {values} -> {table}", "linear 0+2", clause)
 
 

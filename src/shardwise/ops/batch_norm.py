@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..notation.build import join
+from ..notation.build import join, kernel_clause
 from .call import Call
 from .kernel import FactorShard, Kernel, KernelRun, LocalCall, LocalResult, Reduce
-from .norm import TRAFFIC, cast_results, kernel_clause
+from .norm import TRAFFIC, cast_results
 from .op import Local
 from .reduce import wide
 from .registry import definitions_in

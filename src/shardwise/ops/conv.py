@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..notation.build import join
+from ..notation.build import join, kernel_clause
 from ..sharding.layout import Run
 from .call import Call
 from .kernel import FactorShard, Fetch, Kernel, KernelRun, LocalCall, Return, clipped, without_communication
@@ -60,7 +60,7 @@ def _forward_rule(call: Call) -> str:
     """Linear in the input and the bias together, and in the weight and the bias together."""
     p = _patterns(call, call.ndim(0))
     sides = f"{p.input}, {p.weight}, {p.bias} -> {p.output}"
-    return join(sides, "linear 0+2 | 1+2", p.groups, f"kernel {', '.join(p.spatial)}" if p.spatial else "")
+    return join(sides, "linear 0+2 | 1+2", p.groups, kernel_clause(p.spatial))
 
 
 def _backward_rule(call: Call) -> str:
@@ -68,7 +68,7 @@ def _backward_rule(call: Call) -> str:
     p = _patterns(call, call.ndim(1))
     sides = f"{p.output}, {p.input}, {p.weight} -> {p.input}, {p.weight}, {p.bias}"
     sizes = f"bias_sizes=({p.bias})" if call.arg("output_mask")[2] else ""
-    return join(sides, "linear 0", sizes, p.groups, f"kernel {', '.join([*p.spatial, 'c'])}")
+    return join(sides, "linear 0", sizes, p.groups, kernel_clause([*p.spatial, "c"]))
 
 
 # ---- no spatial dim is sharded --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..notation.build import dims_text, join, normalized
+from ..notation.build import dims_text, join, kernel_clause, normalized
 from .call import Call
 from .kernel import FactorShard, Kernel, KernelRun, LocalCall, LocalResult, Reduce
 from .op import Local
@@ -25,11 +25,6 @@ define = definitions_in(__name__)
 
 TRAFFIC = 0.04
 """Bytes that a kernel receives, as a multiple of its outputs: statistics are small beside the tensor."""
-
-
-def kernel_clause(factors: Sequence[str]) -> str:
-    """The clause that gives these factors to a kernel."""
-    return f"kernel {', '.join(factors)}" if factors else ""
 
 
 def cast_results(results: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> tuple[Tensor | None, ...]:

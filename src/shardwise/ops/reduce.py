@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..notation.build import dims_text, join, normalized, reduction, replicated_dims
+from ..notation.build import dims_text, join, kernel_clause, normalized, reduction, replicated_dims
 from .call import Call
 from .kernel import LocalCall, LocalResult
 from .modes import switched
@@ -36,7 +36,7 @@ def merged(ndim: int, dims: int | Sequence[int] | None, keepdim: bool = False, o
     over = reduced_dims(ndim, dims)
     operand = dims_text("x", ndim, {dim: f"k{dim}" for dim in over})
     result = dims_text("x", ndim, dict.fromkeys(over, "1" if keepdim else ""))
-    kernel = f"kernel {', '.join(f'k{dim}' for dim in over)}" if over else ""
+    kernel = kernel_clause([f"k{dim}" for dim in over])
     return join(f"{operand} -> {', '.join([result] * outputs)}".strip(), "reduce none" if over else "", kernel)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._torch.decompositions import pytorch_decomposition
 from .._torch.ops import packet_name
-from ..notation.build import dims_text, join
+from ..notation.build import dims_text, join, kernel_clause
 from .call import Call
 from .kernel import FactorShard, Fetch, Kernel, KernelRun, LocalCall, clipped
 from .op import Local
@@ -36,8 +36,7 @@ def along_dims(call: Call) -> str:
         text = dims_text("x", ndim, dict.fromkeys(range(ndim), "_"))
         return join(f"{text} -> {text}", MOVES)
     text = dims_text("x", ndim, {dim: f"k{dim}" for dim in dims})
-    kernels = ", ".join(f"k{dim}" for dim in dims)
-    return join(f"{text} -> {text}", MOVES, f"kernel {kernels}" if dims else "")
+    return join(f"{text} -> {text}", MOVES, kernel_clause([f"k{dim}" for dim in dims]))
 
 
 def roll(call: LocalCall, shard: FactorShard) -> KernelRun:
@@ -84,9 +83,8 @@ def pad_rule(call: Call) -> str:
     ndim, pads = call.ndim(0), list(call.arg("pad"))
     padded = [ndim - 1 - i // 2 for i in range(0, len(pads), 2) if pads[i] or pads[i + 1]]
     text = dims_text("x", ndim, {dim: f"k{dim}" for dim in padded})
-    kernels = ", ".join(f"k{dim}" for dim in sorted(padded))
     linear = "linear 0" if call.arg("value", 0) == 0 else ""
-    return join(f"{text} -> {text}", linear, f"kernel {kernels}" if padded else "")
+    return join(f"{text} -> {text}", linear, kernel_clause([f"k{dim}" for dim in sorted(padded)]))
 
 
 def pad(call: LocalCall, shard: FactorShard) -> KernelRun:

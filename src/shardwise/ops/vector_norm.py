@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..notation.build import join, kernel_clause
 from .call import Call
 from .kernel import FactorShard, Kernel, KernelRun, LocalCall, Reduce, Steps
 from .reduce import merged, over, wide
@@ -59,7 +60,7 @@ def distance_rule(call: Call) -> str:
     ndim = max(call.ndim(0), call.ndim(1))
     dims = [f"k{dim}" for dim in range(ndim)]
     sides = [" ".join(f"{dim}?" for dim in dims[ndim - call.ndim(i) :]) for i in (0, 1)]
-    return f"{', '.join(sides)} -> ; reduce none" + (f" ; kernel {', '.join(dims)}" if dims else "")
+    return join(f"{', '.join(sides)} ->", "reduce none", kernel_clause(dims))
 
 
 def distance(call: LocalCall, shard: FactorShard) -> KernelRun:
