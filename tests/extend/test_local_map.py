@@ -150,19 +150,22 @@ def test_without_in_placements_anything_goes(mesh: DeviceMesh) -> None:
             {"in_placements": (ROW,)},
             (ROW, REPLICATED),
             InputError,
-            "1 in_placements for 2 arguments of product: give one each",
+            "1 in_placements for 2 arguments of product: "
+            "give one for each argument, None for those that are not DTensors",
         ),
         (
             {"in_placements": (ROW, REPLICATED), "in_grad_placements": (ROW,)},
             (ROW, REPLICATED),
             InputError,
-            "1 in_grad_placements for 2 arguments of product: give one each",
+            "1 in_grad_placements for 2 arguments of product: "
+            "give one for each argument, None for those that are not DTensors",
         ),
         (
             {"in_placements": (ROW, None)},
             (ROW, REPLICATED),
             InputError,
-            "argument 1 of product is a DTensor, its in_placements are None: give them",
+            "argument 1 of product is a DTensor, but its entry of in_placements is None: "
+            "give its placements: in_placements[1] = [Replicate()]",
         ),
         (
             {"in_placements": (ROW, REPLICATED)},
@@ -182,7 +185,8 @@ def test_without_in_placements_anything_goes(mesh: DeviceMesh) -> None:
             {"out_placements": None},
             (ROW, REPLICATED),
             InputError,
-            "result 0 of product is a tensor, its out_placements are None: change them",
+            "result 0 of product is a tensor, but its out_placements are None: "
+            "give its placements, as in out_placements=[Shard(0)]",
         ),
     ],
 )

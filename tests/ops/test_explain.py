@@ -84,7 +84,7 @@ CASES: list[tuple[Any, tuple[Any, ...], list[str]]] = [
         (),
         [
             "v   handled by a kernel; where it is sharded, the result becomes Partial(sum)",
-            "kernels     v   no communication: embedding (ops/embedding.py): Rows of a table",
+            "kernels     v   no communication: embedding (ops/embedding.py): Look up the rows",
         ],
     ),
     (
@@ -181,7 +181,7 @@ FACTS: dict[str, tuple[object, str]] = {
     "python": (_yes, "on local shards: _yes"),
     "put": (_yes, "to the view reach the viewed tensor by _yes"),
     "override": (_yes, "first       caught above autograd by _yes"),
-    "cpu_dtypes": (_yes, "on CPUs results have dtypes of their own: _yes"),
+    "cpu_dtypes": (_yes, "on CPUs results have other dtypes than the meta kernel returns: _yes"),
     "gradient_of": ("x", "the result is the gradient of x"),
     "strides": ("row-major", "strides of results: row-major"),
 }

@@ -96,7 +96,7 @@ def test_gradients_of_gradients() -> None:
 def test_a_bias_is_refused() -> None:
     with ranks(2) as mesh:
         x, w, ends = on(mesh, r(12, 8)), on(mesh, r(4, 8, 4)), distribute_tensor(ENDS, mesh, P())
-        with pytest.raises(InputError, match="takes no bias and no out_dtype: add the bias after it"):
+        with pytest.raises(InputError, match="takes no bias and no out_dtype: add each group's bias"):
             torch._grouped_mm(x, w, offs=ends, bias=w[:, 0])
 
 

@@ -22,7 +22,8 @@ from .._torch.modes import OwnMode
 from .._torch.ops import OpOverload
 from ..errors import EraseError
 from ..ops.call import Args, Kwargs
-from ..ops.recorded import DEPENDS_ON_DATA, READING_METHODS, READS_VALUES
+from ..ops.recorded import READING_METHODS, READS_VALUES
+from ..ops.resolve import NEEDS_DATA
 from ..sharding.base import DTensorBase
 from ..sharding.recording import recorder as active_recorder
 from ..sharding.source_lines import in_mesh_code, users_line
@@ -177,7 +178,7 @@ class OpRecorder(OwnMode):
             return NotImplemented
         if self.paused:
             return func(*args, **kwargs)
-        if func in READS_VALUES or DEPENDS_ON_DATA & set(func.tags):
+        if func in READS_VALUES or NEEDS_DATA & set(func.tags):
             refuse_read(str(func))
             return func(*args, **kwargs)
         draws = torch.Tag.nondeterministic_seeded in func.tags

@@ -1,4 +1,4 @@
-"""local_map: a function on distributed tensors from one on local tensors."""
+"""local_map: turn a function on local tensors into one on distributed tensors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def local_map(
         flat, tree = pytree.tree_flatten(args)
         for name, given in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
             if given is not None and len(given) != len(flat):
-                raise InputError(f"{len(given)} {name} for {len(flat)} arguments of {func.__name__}", "give one each")
+                raise InputError(
+                    f"{len(given)} {name} for {len(flat)} arguments of {func.__name__}",
+                    "give one for each argument, None for those that are not DTensors",
+                )
         wanted, grads = in_placements or (None,) * len(flat), in_grad_placements or (None,) * len(flat)
         for i, value in enumerate(flat):
             if isinstance(value, DTensor) and in_placements is not None:
@@ -81,7 +84,10 @@ def _with_placements(
 ) -> DTensor:
     """Return a DTensor argument with its in_placements, redistributed if that is asked for."""
     if wanted is None:
-        raise InputError(f"argument {index} of {func} is a DTensor, its in_placements are None", "give them")
+        raise InputError(
+            f"argument {index} of {func} is a DTensor, but its entry of in_placements is None",
+            f"give its placements: in_placements[{index}] = {list(value.placements)}",
+        )
     if value._spec.with_placements(wanted).layout is value._spec.layout:
         return value
     if not redistribute_inputs:
@@ -107,8 +113,12 @@ def _distributed_results(
     distributed = []
     for i, (value, placements) in enumerate(zip(flat, wanted, strict=True)):
         if isinstance(value, Tensor) != (placements is not None):
-            kind = "a tensor" if isinstance(value, Tensor) else "not a tensor"
-            raise InputError(f"result {i} of {func} is {kind}, its out_placements are {placements}", "change them")
+            kind, fix = (
+                ("a tensor", "give its placements, as in out_placements=[Shard(0)]")
+                if isinstance(value, Tensor)
+                else ("not a tensor", "give None for it")
+            )
+            raise InputError(f"result {i} of {func} is {kind}, but its out_placements are {placements}", fix)
         if isinstance(value, Tensor) and not isinstance(value, DTensor):
             value = _distributed(value, mesh, placements, inputs, f"result {i} of {func}")
         distributed.append(value)
@@ -122,7 +132,7 @@ def _distributed(
     """Return the DTensor of local results. Nothing is communicated.
 
     Shards are taken to be even, unless an input is sharded unevenly over the axes of the result's dim: then that dim is
-    taken to have the input's global size. Local results that do not fit are an error on the ranks where they do not.
+    taken to have the input's global size. A local result that does not fit raises an error on its rank.
     """
     mesh = device_mesh if device_mesh is not None else inputs[0].device_mesh
     try:
@@ -153,8 +163,8 @@ def _uneven_shape(
         if len(sizes) > 1:
             names = names_text([mesh_info.names[axis] for axis in axes])
             raise ShapeError(
-                f"dim {dim} is sharded over {names}, and so are inputs of sizes {sorted(sizes)}, unevenly: "
-                "which of them it has does not follow from a local shard"
+                f"dim {dim} is sharded over {names}, as are inputs of sizes {sorted(sizes)}, unevenly: "
+                "its global size does not follow from a local shard"
             )
         found = found or bool(sizes)
         shape[dim] = sizes.pop() if sizes else shape[dim] * math.prod(mesh_info.sizes[axis] for axis in axes)

@@ -38,7 +38,7 @@ class HasMeta(Protocol):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The tensor that a user's function is called with: no data."""
+    """Shape and dtype of a tensor, without data, with which the user's function is called."""
 
     shape: Sequence[int]
     dtype: torch.dtype
@@ -165,7 +165,7 @@ def _add_factor(
     inputs: _Inputs,
     outputs: _Outputs,
 ) -> None:
-    """Add a row with sharded inputs as a factor, unless a dim has one already or no rule can express the row."""
+    """Add a row with sharded inputs as a factor, unless a dim already has a factor or no rule can express the row."""
     sharded = [(inputs.dims[n], p.dim) for n, p in zip(inputs.names, given, strict=True) if isinstance(p, AnyShard)]
     if any(isinstance(p, Partial) for p in given) or not outputs.fits(results):
         return

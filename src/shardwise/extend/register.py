@@ -37,10 +37,11 @@ def register_sharding(
     *,
     kernels: Mapping[str, Kernel] | None = None,
 ) -> Callable[[RowsFunction], RowsFunction] | None:
-    """Register the sharding rule of an op, replacing the one it has.
+    """Register the sharding rule of an op, which takes the place of the op's present rule.
 
-    `rule` is one line in the notation of `shardwise.rules`, or a function of the call that returns one. Without a rule
-    this is a decorator for a function in PyTorch's form: it takes the op's arguments and returns a list of acceptable
+    `rule` is one line in the notation of `shardwise.rules`, or a function of the call that returns one; `kernels` has a
+    kernel for each factor that its `kernel` clause names. Without a rule this is a decorator for a function in
+    PyTorch's form: it takes the op's arguments and returns a list of acceptable
     `(output placements, input placements)` on one mesh axis.
     """
     ops = op if isinstance(op, list) else [op]
@@ -65,11 +66,13 @@ def _check_rule(op: OpOverload, rule: Rule) -> None:
     operands = sum(not argument.out for argument in tensor_arguments(op))
     if not rule.fits(operands):
         raise RuleError(
-            f"the rule {rule!s} has {len(rule.inputs)} operands, {op} has {operands}", f"see {schema_of(op)}"
+            f"the rule {rule!s} has {len(rule.inputs)} operands, {op} has {operands}",
+            f"write one pattern for each tensor argument of {schema_of(op)}",
         )
     results = sum("Tensor" in str(result.type) for result in schema_of(op).returns)
     written = sum(argument.write for argument in tensor_arguments(op))
     if len(rule.outputs) not in (results, results or written) and not (results == 0 and rule.outputs == (NO_DIMS,)):
         raise RuleError(
-            f"the rule {rule!s} has {len(rule.outputs)} results, {op} has {results}", f"see {schema_of(op)}"
+            f"the rule {rule!s} has {len(rule.outputs)} results, {op} has {results}",
+            f"write one pattern for each tensor result of {schema_of(op)}",
         )

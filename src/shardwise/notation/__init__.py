@@ -1,7 +1,7 @@
 """The language of rules: one line describes an op, and how it can be sharded follows from it.
 
     patterns   how the dims of tensors are written: m (a b) [d] b.. m? _ 1 {x..}
-    clauses    reading what follows the tensors: linear, reduce, kernel, ...
+    clauses    what follows the tensors: linear, reduce, kernel, ...
     checks     which rules are invalid
     rule       a parsed rule; the table of clauses
     kind       what happens when a factor is sharded: pass-through, reduced, must be replicated, handled by a kernel

@@ -26,6 +26,11 @@ def join(*parts: str) -> str:
     return " ; ".join(filter(None, parts))
 
 
+def kernel_clause(factors: Sequence[str]) -> str:
+    """Return the clause that names these factors as handled by a kernel; empty without factors."""
+    return f"kernel {', '.join(factors)}" if factors else ""
+
+
 def pointwise(operands: int, *clauses: str) -> str:
     """Return the rule of an elementwise op whose operands broadcast against each other."""
     return join(f"{', '.join(['b?..'] * operands)} -> b..", *clauses)
@@ -82,7 +87,10 @@ def view_rule(old: Sequence[int], new: Sequence[int], argument: str | None = "si
     '(a [b]) [c] -> (a [d]) [e] ; a=2 ; size=((a d) e)'
     """
     if math.prod(old) != math.prod(new):
-        raise RuleError(f"{list(old)} cannot be viewed as {list(new)}", "both shapes have the same number of elements")
+        raise RuleError(
+            f"{list(old)} cannot be viewed as {list(new)}: they have {math.prod(old)} and {math.prod(new)} elements",
+            "pass shapes with the same number of elements",
+        )
     walk = _Walk(old, new)
     if math.prod(old) == 0:
         walk.common_prefix()
@@ -151,7 +159,7 @@ class _Walk:
         return i < len(self.old) and j < len(self.new) and self.old[i] == self.new[j] == 1
 
     def common_prefix(self) -> None:
-        """Find the factors of shapes without elements, whose products say nothing: the dims up to a difference."""
+        """Find the factors of shapes without elements, whose products are 0: dims up to the first difference."""
         for d, (size_old, size_new) in enumerate(zip(self.old, self.new, strict=False)):
             if size_old != size_new:
                 break

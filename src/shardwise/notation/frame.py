@@ -23,6 +23,8 @@ Rank = int | tuple[int | None, ...] | None
 """The number of dims of a tensor; None for a missing tensor; a tuple for a list of tensors."""
 
 Group = int | tuple[int | None, ...] | None
+"""The slot of an argument, as an index into `Frame.slots`; None for a missing one; a tuple for a list of tensors."""
+
 BoundEntry = tuple[int, ...] | int | None
 """An entry of a size argument: the product of these factors, a fixed number, or None for any other number."""
 
@@ -38,9 +40,9 @@ class Slot(NamedTuple):
 
     label: str
     dims: tuple[tuple[int, ...], ...]
-    plain: tuple[tuple[int, int], ...]  # (dim, factor) where a dim is one factor
-    broadcast: tuple[tuple[int, int], ...]  # the same, where the dim may have size 1 instead
-    compound: tuple[tuple[int, tuple[int, ...]], ...]  # (dim, factors) where it is several, or none and of size 1
+    plain: tuple[tuple[int, int], ...]  # (dim, factor) of each dim that is one factor
+    broadcast: tuple[tuple[int, int], ...]  # (dim, factor) of each dim that is one factor, or has size 1 instead
+    compound: tuple[tuple[int, tuple[int, ...]], ...]  # (dim, factors) of each dim of several factors, or of size 1
 
 
 class FactorMarks(NamedTuple):
@@ -139,8 +141,8 @@ def _groups(kind: str, patterns: Sequence[Pattern], ranks: Sequence[Rank], tenso
 def _solve_ranks(rule: Rule, tensors: Sequence[Tensor], ranks: dict[str, int]) -> dict[str, int]:
     """Return the number of dims of each ellipsis.
 
-    It follows from a tensor in which nothing broadcasts and no other ellipsis is unknown. If all such tensors may
-    broadcast, the one with the most dims decides.
+    The number follows from a tensor in which nothing broadcasts and no other ellipsis is unknown. If dims broadcast in
+    all such tensors, the tensor with the most dims decides.
     """
 
     def surplus(tensor: Tensor, name: str) -> int | None:
@@ -186,7 +188,10 @@ def _expand(rule: Rule, tensor: Tensor, ranks: Mapping[str, int]) -> list[Dim]:
             dims += [(single,) for single in _singles(dim[0], ranks)]
     if tensor.ndim == UNKNOWN:
         if rest is not None or (NO_FACTOR,) in dims:
-            raise BindError(f"{tensor.label} of the rule {rule!s} has dims without a factor", "pass the output shapes")
+            raise BindError(
+                f"cannot infer the shape of {tensor.label}: it has dims without a factor in the rule {rule!s}",
+                "pass the shapes of the outputs",
+            )
         return dims
     surplus = len(dims) - tensor.ndim
     if rest is not None and surplus < 0:

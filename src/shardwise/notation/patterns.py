@@ -5,7 +5,7 @@
     [d]          a factor that must be replicated: no mesh axis may shard it
     b..          any number of dims, with factors b0, b1, ...; the same number wherever `b..` is written
     m?           may broadcast: its size may be 1, or the dim missing on the left; `b?..` for any number of such dims
-    _   _..      a dim without a factor; any number of them
+    _   _..      a dim without a factor, which is never sharded; any number of such dims
     1            a dim of size 1
     {x..}        the argument is a list of tensors, each with this pattern
 

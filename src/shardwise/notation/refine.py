@@ -21,15 +21,15 @@ from .kind import FactorKind
 
 
 def refine(
-    bound: Bound, cut: Iterable[tuple[BoundTensor, Layout]], anywhere: Callable[[str], bool] = lambda name: False
+    bound: Bound, operands: Iterable[tuple[BoundTensor, Layout]], anywhere: Callable[[str], bool] = lambda name: False
 ) -> Bound:
-    """Return the bound rule with factors split as these layouts split the dims of their tensors.
+    """Return the bound rule with factors split as the layouts of these operands split their dims.
 
     If several layouts split a factor, the first decides. `anywhere(name)` says whether the kernel of a factor accepts
     shards whose indices are not contiguous.
     """
     splits: dict[int, tuple[int, ...]] = {}
-    for tensor, layout in cut:
+    for tensor, layout in operands:
         for factors, dim in zip(tensor.dims, layout.dims, strict=True):
             if len(dim) > 1 and factors:
                 found = _splits_of(bound, factors, [part.size for part in dim])
@@ -44,10 +44,10 @@ def _may_split(bound: Bound, factor: int, anywhere: Callable[[str], bool]) -> bo
 
 
 def _splits_of(bound: Bound, factors: tuple[int, ...], parts: list[int]) -> dict[int, tuple[int, ...]]:
-    """How the factors of a dim are split so that its parts begin where factors begin.
+    """Return how to split the factors of a dim so that each part, a factor of its layout, is a product of factors.
 
-    Factors of sizes 12 and 2, and parts of sizes 4 and 6: the first factor is split into 4 and 3. Empty if there is
-    nothing to split, or no such split: 4 and 6 cannot be split at 6 and 4.
+    Factors of sizes 12 and 2, parts of sizes 4 and 6: the first factor is split into 4 and 3, since 6 = 3 * 2. Empty if
+    there is nothing to split, or no such split: factors of sizes 4 and 6 do not fit parts of sizes 6 and 4.
     """
     sizes = [bound.factors[factor].size for factor in factors]
     if len(sizes) == 1:

@@ -6,8 +6,8 @@ the factor are sharded along it. Operands that lack it are replicated (or Partia
 
     linear 0 | 1+2       operand 0 may be Partial (sum or avg) on an axis, or 1 and 2 together, while all others are
                          replicated there; the outputs are Partial then. `linear all`: all operands together
-    monotone 0           the same for Partial max and min
-    antitone 0           the same, but a max gives a min and a min gives a max
+    monotone 0           as `linear`, for Partial max and min
+    antitone 0           as `monotone`, but a max gives a min and a min gives a max
     reduce max           the op of outputs that lack a sharded factor: one for all outputs, or one each (`reduce sum,
                          max`). Default: sum. `none`: such a factor must be replicated, or handled by a kernel;
                          `same`: the output is replicated, since all ranks compute the same

@@ -132,7 +132,7 @@ class Solver:
             pending = left
 
     def _is_ragged(self, factor: int, known: int, size: int) -> bool:
-        """Whether a product has another size because its first factor, which must be replicated, has."""
+        """Whether a dim has another size only because its first factor, which must be replicated, has."""
         if not self.allow_ragged or known == size or self.frame.marks[factor].kind is not FactorKind.REPLICATED:
             return False
         return self.sizes[factor] > 0 and size % (known // self.sizes[factor]) == 0
@@ -151,7 +151,7 @@ class Solver:
             )
 
     def _disagree(self, factor: int, size: int, where: str) -> None:
-        """Handle a factor with two sizes: fine for a kernel; replicated if `ragged` allows it; else an error."""
+        """Handle a factor with two sizes: allowed with a kernel, replicated with the clause `ragged`, else an error."""
         if self.frame.marks[factor].kind is FactorKind.KERNEL:
             return  # each dim is sharded by its own size; the factor has the size of the first operand that has it
         if self.allow_ragged:

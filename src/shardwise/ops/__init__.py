@@ -1,12 +1,13 @@
 """The ops: one record for each, in one file for each family.
 
     op         the record: rule, kernels, local code, decomposition, flags
-    registry   the records by name; `resolve(func)` finds the record of any overload: `resolve`
+    registry   the records by name; `resolve` finds the record of any overload, `find` that of any name
+    schema     what follows from an op's schema: its tensor arguments, its variants
     call       one call of an op, as its rule sees it
-    kernel     what kernels are and may ask for; carried out by `drive`
-    above_autograd  what overrides of ops share; `overrides` installs them
+    kernel     kernels and their communication requests, which `drive` carries out
+    above_autograd  helpers of overrides above autograd; `overrides/` installs them
     modes      which modes are on in this thread
-    explain    what is known about an op, in words; how it is served: `served`; ops by name: `find`
+    explain    a text that describes an op; `served` tells rule, decomposition and gathered inputs apart
     generated  rules found by probing
 
 All other files are families of ops; every file of this folder is imported.

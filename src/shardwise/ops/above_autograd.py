@@ -22,7 +22,7 @@ def are_distributed(tensors: Sequence[Tensor]) -> TypeGuard[Sequence[DTensorBase
 
 
 def is_ours(tensors: Sequence[Tensor]) -> bool:
-    """Whether all tensors are distributed, and neither transforms nor autocast treat the op in their own way."""
+    """Whether all tensors are distributed, and no transform, autocast or forward-mode differentiation is active."""
     for tensor in tensors:
         if not isinstance(tensor, DTensorBase):
             return False
@@ -39,8 +39,10 @@ def needs_grad(tensors: Sequence[Tensor]) -> bool:
 
 
 def is_watched() -> bool:
-    """Whether a dispatch mode that is not ours is active. It counts PyTorch's ops: a FLOP counter counts `aten.mm`, and
-    selective checkpointing saves its result. So an op of ours runs as the ops that PyTorch makes of it.
+    """Whether a dispatch mode that is not ours is active.
+
+    It expects PyTorch's ops: a FLOP counter counts `aten.mm`, and selective checkpointing saves its result. So an
+    override leaves the call to PyTorch, which decomposes it into these ops.
     """
     return bool(count_modes()) and expects_pytorch_ops()
 
@@ -58,9 +60,9 @@ def new_op(signature: str, run: Callable[..., Tensor | tuple[Tensor, ...] | None
 
 
 def call(op: OpOverload, *args: Any) -> Any:
-    """Call an op below autograd, its first argument being a distributed tensor; by way of a dispatch mode if any is on.
+    """Call an op below autograd; its first argument must be a distributed tensor. Active dispatch modes see the call.
 
-    Without modes this is the hot path itself, not PyTorch's way to it.
+    Without modes this calls `__torch_dispatch__` directly, which is quicker than PyTorch's dispatcher.
     """
     if count_modes():
         return dispatch_to_subclass(op, args, {})
@@ -68,14 +70,15 @@ def call(op: OpOverload, *args: Any) -> Any:
 
 
 def is_integer_view(target: Tensor) -> bool:
-    """Whether a target has no gradient, and is a view, which autograd would make again for the gradient's sake."""
+    """Whether the target of a write is a view of integers or bools, which have no gradient."""
     return target._base is not None and not (target.dtype.is_floating_point or target.dtype.is_complex)
 
 
 def filling_integers_without_gradient(func: OpOverload) -> Callable[..., object]:
     """The override of an op that converts values and writes them in place, as `fill_` does.
 
-    If values have a gradient, PyTorch gives one to integers, too. After that it cannot make a view of them again.
+    If the values need a gradient, PyTorch gives the integers a gradient function, too, and then fails to regenerate
+    views of them. So integer views are written without autograd.
     """
 
     def kernel(keys: Keys, target: Tensor, *args: object, **kwargs: object) -> object:
@@ -88,9 +91,9 @@ def filling_integers_without_gradient(func: OpOverload) -> Callable[..., object]
 
 
 def where_distributed(func: OpOverload, run: Callable[..., object]) -> Callable[..., object]:
-    """Return a kernel that calls `run(keys, *args, **kwargs)` if all tensors are distributed.
+    """Return a kernel that calls `run(keys, *args, **kwargs)` if any tensor is distributed; the op itself otherwise.
 
-    Plain tensors count as such where the user says that they are replicated; those of one element are numbers.
+    Plain tensors may be among them inside `implicit_replication`, or if they have one element: these count as numbers.
     """
 
     def kernel(keys: Keys, *args: object, **kwargs: object) -> object:

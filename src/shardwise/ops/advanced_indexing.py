@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._torch.decompositions import pytorch_decomposition
-from ..notation.build import dims_text, join
+from ..notation.build import dims_text, join, kernel_clause
 from .call import Call
 from .indexing import free, kept, shifted, with_extra_row
 from .kernel import FactorShard, LocalCall, no_summand, without_communication
@@ -30,13 +30,13 @@ class Indexed:
         self.others = [dim for dim in range(ndim) if dim not in self.dims]
 
     def covered_by(self, values: tuple[int, ...], indices: Sequence[Tensor | None]) -> bool:
-        """Whether values have the dims of the indices: those that lack one are added for every index along it."""
+        """Whether values have all dims of the broadcast indices. A value that lacks one is added once per index."""
         shape = tuple(torch.broadcast_shapes(*(tuple(index.shape) for index in indices if index is not None)))
         end = len(values) - (len(self.others) - self.at)
         return end >= len(shape) and values[end - len(shape) : end] == shape
 
     def result(self, index: str, mark: str = "") -> str:
-        """The dims of the result, or of values that broadcast to it."""
+        """The pattern of the result, or of values that broadcast to it: `index` stands where the indexed dims were."""
         names = [f"x{dim}{mark}" for dim in self.others]
         return " ".join((*names[: self.at], index, *names[self.at :]))
 
@@ -45,19 +45,19 @@ class Indexed:
 
 
 def index_rule(call: Call) -> str | None:
-    """Elements by index tensors that broadcast together. How many a mask selects depends on data."""
+    """Elements by index tensors that broadcast together; None for masks, whose number of elements depends on data."""
     indices = list(call.tensors[1])
     if any(index is not None and index.dtype in _MASKS for index in indices):
         return None
     where = Indexed(indices, call.ndim(0))
     table = dims_text("x", call.ndim(0), {dim: f"v{dim}" for dim in where.dims})
-    kernels = ", ".join(f"v{dim}" for dim in where.dims)
-    return join(f"{table}, {{i?..}} -> {where.result('i..')}", "linear 0", f"kernel {kernels}" if kernels else "")
+    clause = kernel_clause([f"v{dim}" for dim in where.dims])
+    return join(f"{table}, {{i?..}} -> {where.result('i..')}", "linear 0", clause)
 
 
 @without_communication
 def index(call: LocalCall, shard: FactorShard) -> Tensor:
-    """Elements of a tensor, one of whose indexed dims is sharded."""
+    """Look up the elements of which this rank holds the index in the sharded dim; the others are zeros in a sum."""
     dim, indices = call.sharded_dim, list(call["indices"])
     where = Indexed(indices, call["self"].dim())
     indices[dim], hit = shifted(indices[dim], shard, wraps=True)
@@ -84,8 +84,7 @@ def index_put_rule(call: Call) -> str | None:
     rows = "i?.." if call.arg("accumulate") and where.covered_by(call.shape(2), indices) else "[i?..]"
     values = where.result(rows, "?")
     table = dims_text("x", ndim, {dim: f"v{dim}" for dim in where.dims})
-    kernels = ", ".join(f"v{dim}" for dim in where.dims)
-    clause = f"kernel {kernels}" if kernels else ""
+    clause = kernel_clause([f"v{dim}" for dim in where.dims])
     return join(f"{table}, {{{rows}}}, {values} -> {table}", "linear 0+2", clause)
 
 
@@ -98,7 +97,7 @@ def _masked(call: Call, indices: Sequence[Tensor | None]) -> str | None:
 
 @without_communication
 def index_put(call: LocalCall, shard: FactorShard) -> Tensor:
-    """Elements written to a tensor, one of whose indexed dims is sharded."""
+    """Write the elements of which this rank holds the index in the sharded dim; others go to an extra row, dropped."""
     dim, indices = call.sharded_dim, list(call["indices"])
     indices[dim], hit = shifted(indices[dim], shard, wraps=True)
     indices[dim] = indices[dim].where(hit, shard.held)
@@ -122,7 +121,7 @@ define(
 
 
 def on_gathered_inputs(call: Call) -> None:
-    """The shape of the result depends on data."""
+    """Return None: the shape of the result depends on data."""
 
 
 define("aten::masked_select", on_gathered_inputs)

@@ -30,7 +30,7 @@ _LIKE_OUTPUT = ("grad_out", "grad_out_", "out")
 
 
 def _patterns(call: Call, padded: bool) -> dict[str, str]:
-    """The patterns, by name, of the arguments of one call, of its output, and of the first dims of that."""
+    """The patterns by name: of the arguments of one call, of its output, and of the output's leading dims."""
     arguments: Kwargs = {name: call.arguments.get(name) for name in ("query", "key", "value", *_MASKS)}
     query, key = tuple(arguments["query"].shape), tuple(arguments["key"].shape)
     heads, shared = ("(g r)", "g") if query[1] != key[1] else ("h", "h")
@@ -46,15 +46,19 @@ def _patterns(call: Call, padded: bool) -> dict[str, str]:
     found |= dict.fromkeys(_LIKE_OUTPUT, found["output"])
     mask = next((arguments[name] for name in _MASKS if arguments[name] is not None), None)
     if mask is not None and len(mask.shape):
-        last = -len(mask.shape)
-        scores = zip(mask.shape, (*query[:3], key[2])[last:], ("b", heads, rows, "[t]")[last:], strict=True)
-        # A dim of size 1 is broadcast.
-        text = " ".join("1" if size == 1 and full != 1 else name for size, full, name in scores)
+        text = mask_pattern(tuple(mask.shape), (*query[:3], key[2]), ("b", heads, rows, "[t]"))
         found |= dict.fromkeys(_MASKS, text)
     return found
 
 
-def _inputs(call: Call, patterns: dict[str, str]) -> str:
+def mask_pattern(mask: tuple[int, ...], scores: tuple[int, ...], names: tuple[str, ...]) -> str:
+    """Return the pattern of a mask of this shape for scores with these sizes and patterns: `1` for broadcast dims."""
+    last = zip(mask, scores[-len(mask) :], names[-len(mask) :], strict=True)
+    return " ".join("1" if size == 1 and full != 1 else name for size, full, name in last)
+
+
+def inputs_of(call: Call, patterns: dict[str, str]) -> str:
+    """Return the left side of a rule from patterns by operand name; operands without one are replicated."""
     return ", ".join(patterns.get(argument.name, "_..") for argument in operands_of(call.op))
 
 
@@ -65,7 +69,7 @@ def _forward_rule(results: str, padded: bool) -> Callable[[Call], str | None]:
         if call.arg("dropout_p", 0.0) > 0:
             return None
         patterns = _patterns(call, padded)
-        return f"{_inputs(call, patterns)} -> {results.format(**patterns)}"
+        return f"{inputs_of(call, patterns)} -> {results.format(**patterns)}"
 
     return rule
 
@@ -81,7 +85,7 @@ def _backward_rule(logsumexp: str, padded: bool) -> Callable[[Call], str | None]
         results = [patterns["query"], patterns["key"], patterns["value"]]
         if len(schema_of(call.op).returns) > 3:
             results.append(patterns.get(_MASKS[0], "_.."))
-        return f"{_inputs(call, patterns)} -> {', '.join(results)} ; linear 0"
+        return f"{inputs_of(call, patterns)} -> {', '.join(results)} ; linear 0"
 
     return rule
 
@@ -132,12 +136,12 @@ def _define(op: str, results: str, logsumexp: str, padded: bool = False) -> None
         decomposition=backward_with_dropout(backward),
     )
     if op == "_scaled_dot_product_flash_attention":
-        # It has more arguments than the other overload, for which the decomposition is written.
+        # The decomposition is written for the default overload, which has fewer arguments.
         define(f"aten::{op}.quantized", rule, local=local, reads_numbers=True)
 
 
 def _same(count: int) -> str:
-    """The patterns of so many more results that are the same on all ranks: lengths, and states of the generator."""
+    """The patterns of `count` more results, lengths and states of generators, which are the same on all ranks."""
     return ", _.." * count + f" ; reduce {', '.join(['sum', 'sum', *['same'] * count])}"
 
 
@@ -160,5 +164,5 @@ define(
     local=Local(_run, when="empty shard"),
 )
 
-# Attention by products; a causal mask is made on the way.
+# PyTorch decomposes it into matrix products, and makes a causal mask for them.
 define("aten::_scaled_dot_product_attention_math", makes_tensors=True)

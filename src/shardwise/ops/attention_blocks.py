@@ -1,7 +1,7 @@
-"""Attention of some queries to some keys, and the merging of such blocks into attention to all keys.
+"""Attention of some queries to some keys (a block), and how blocks are merged into attention to all keys.
 
-A block returns, besides its output, the logarithm of the sum of its weights (`logsumexp`), by which outputs of several
-blocks are put together. Backward, a block needs the output and logsumexp of all blocks together.
+A block returns its output and the logarithm of the sum of its weights (`logsumexp`), by which the outputs of several
+blocks are weighted. In backward, a block needs the output and logsumexp of all blocks together.
 
 Blocks run by PyTorch's fused kernels, or, with masks and dropout, as matrix products. Key heads that several query
 heads share are not repeated.
@@ -23,8 +23,8 @@ _FUSED_ON_CUDA = (torch.bfloat16, torch.float16)
 
 
 class Options(NamedTuple):
-    """How a block is computed. `mask` is added to the scores, or says which count if it is bool; `kept` are the weights
-    that dropout keeps, and `dropout_p` its probability."""
+    """How a block is computed. `mask` is added to the scores or, if bool, is True where they count; `kept` is True for
+    weights that dropout keeps, and `dropout_p` is its probability."""
 
     scale: float
     causal: bool = False
@@ -34,7 +34,7 @@ class Options(NamedTuple):
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """The output of a block, and its logsumexp."""
+    """Return the output of a block, and its logsumexp."""
     if _is_fused(query, key, value, options):
         if query.device.type == "cpu":
             found = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -61,7 +61,7 @@ class Saved(NamedTuple):
 def gradients(
     saved: Saved, query: Tensor, key: Tensor, value: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a block adds to the gradients of its query, key and value."""
+    """Return what a block adds to the gradients of its query, key and value."""
     if _is_fused(query, key, value, options):
         return _fused_gradients(saved, query, key, value, options)
     weights = _weights(_scores(query, key, options), saved.logsumexp)
@@ -80,20 +80,23 @@ def gradients(
 
 
 class Merged:
-    """The combined output of blocks: each is weighted by its share of the sum of all weights."""
+    """Merges the outputs of blocks: each is weighted by its share of the sum of all weights."""
 
     def __init__(self, output: Tensor, logsumexp: Tensor) -> None:
-        """Start with the output of all queries, to be filled. Rows that no block reaches are zero."""
+        """Start with tensors for the output and logsumexp of all queries, which are overwritten.
+
+        The output of queries that no block has is zero.
+        """
         wide = torch.promote_types(output.dtype, torch.float32)
         self._result = output
         self.output = output.zero_() if output.dtype == wide else torch.zeros_like(output, dtype=wide)
         self.logsumexp = logsumexp.fill_(-math.inf)
 
     def add(self, rows: slice, output: Tensor, logsumexp: Tensor) -> None:
-        """Add a block of these queries, whose output is overwritten."""
+        """Add a block of these queries. Its `output` may be overwritten."""
         total, before = self.output[:, :, rows], self.logsumexp[:, :, rows]
         after = torch.logaddexp(before, logsumexp)
-        # Where all weights are zero so far, any finite number will do.
+        # Where all weights are zero so far, any finite number serves.
         reference = after.masked_fill(after == -math.inf, 0.0)
         total.mul_((before - reference).exp_().unsqueeze(-1))
         total.add_(output.to(total.dtype).mul_((logsumexp - reference).exp_().unsqueeze(-1)))
@@ -149,7 +152,7 @@ def _scores(query: Tensor, key: Tensor, options: Options) -> Tensor:
 
 
 def _weights(scores: Tensor, logsumexp: Tensor) -> Tensor:
-    """The weights of keys; of queries that see no key, zeros."""
+    """The weights of keys, which replace `scores` in its memory; zeros for queries that see no key."""
     reference = logsumexp.masked_fill(logsumexp == -math.inf, 0.0).unsqueeze(-1)
     return scores.sub_(reference).exp_()
 

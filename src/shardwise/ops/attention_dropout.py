@@ -42,7 +42,7 @@ class _Attention(NamedTuple):
 
 
 def _attention(given: Kwargs, mask: Tensor | None) -> tuple[_Attention, Tensor]:
-    """The attention of a call with these arguments, and the dropout mask; None to draw a new mask."""
+    """Return the attention of a call with these arguments, and its dropout mask: a new one if `mask` is None."""
     query, key, value = given["query"], given["key"], given["value"]
     shared = query.shape[1] // key.shape[1]
     if shared > 1:
@@ -115,10 +115,10 @@ def _summed_over_groups(gradient: Tensor, heads: int) -> Tensor:
 
 
 def draw_dropout(mesh_info: MeshInfo, weights: TensorMeta, p: float, device: torch.device) -> Tensor:
-    """What dropout of these global weights is computed from, the same on all ranks.
+    """Return what the dropout mask of these global weights is computed from, the same on all ranks.
 
-    For few weights it is the mask of those that are kept; for many a key, from which every rank computes the weights
-    that it holds. They are the numbers that a dropout of the global weights draws.
+    For few weights this is the mask itself; for many the key of random numbers, from which every rank computes the mask
+    of the weights that it holds. Either way it is the mask that `native_dropout` of the global weights draws.
     """
 
     def draw_dropout() -> Tensor:
@@ -140,7 +140,7 @@ def _drawn(mesh_info: MeshInfo, weights: TensorMeta, p: float, device: torch.dev
 def kept_weights(
     drawn: Tensor, p: float, layout: Layout, at: Coordinate, length: int, queries: Run, keys: Run
 ) -> Tensor:
-    """Which weights of some queries and keys dropout keeps, for the batch and heads that a rank holds.
+    """Return which weights of some queries and keys dropout keeps, for the batch and heads that a rank holds.
 
     `drawn` is what `draw_dropout` returned, `layout` that of the queries, `length` the number of all keys.
     """

@@ -12,7 +12,7 @@ _aten = torch.ops.aten
 
 
 def attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """The output of a block and its logsumexp, `[batch, heads, positions]`."""
+    """Return the output of a block and its logsumexp, `[batch, heads, positions]`."""
     if _takes_cudnn(query, key, value, causal):
         found = _aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, causal, scale=scale)
         return found[0], found[1].view(query.shape[:-1])
@@ -30,7 +30,7 @@ def gradients_on_gpu(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, given the output and logsumexp of all blocks together."""
+    """Return the gradients of query, key and value, given the output and logsumexp of all blocks together."""
     lengths = None, None, query.shape[2], key.shape[2]
     tensors, rows = (gradient, query, key, value, output), logsumexp.contiguous()
     if _takes_cudnn(query, key, value, causal):

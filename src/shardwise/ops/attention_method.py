@@ -17,7 +17,7 @@ HEADS, SEQUENCE = 1, 2
 
 
 class MethodChoice(NamedTuple):
-    """How attention of some specs runs, and the modelled seconds of the ways to run it."""
+    """The cheaper method for attention of some specs, and the modelled seconds of each method."""
 
     method: Method
     seconds: dict[str, float]
@@ -33,10 +33,10 @@ _CHOICES: WorldCache[tuple[DTensorSpec, DTensorSpec, DTensorSpec, bool], MethodC
 
 
 def choose_method(query: DTensorSpec, key: DTensorSpec, value: DTensorSpec, training: bool = True) -> MethodChoice:
-    """The cheaper of a ring and an all-to-all by heads, for tensors `[batch, heads, positions, features]`.
+    """Return the cheaper of a ring and an all-to-all by heads, for tensors `[batch, heads, positions, features]`.
 
-    Forward and, for training, backward: there a ring moves keys, values and both gradients, and an all-to-all four
-    tensors again.
+    For training the costs include backward, where a ring moves keys, values and their gradients, and the all-to-all
+    moves four tensors again.
 
     >>> print(choose_method(q.spec, k.spec, v.spec))
     heads (ring 3.27 ms, heads 1.66 ms)
@@ -69,13 +69,13 @@ def sequence_axes(key: DTensorSpec, value: DTensorSpec) -> tuple[int, ...]:
 
 
 def zigzag_ranks(query: DTensorSpec, key: DTensorSpec, value: DTensorSpec) -> int:
-    """The number of ranks for which a sequence is in head-tail order; 0 if it is in its own."""
+    """The number of ranks that a sequence in head-tail order was arranged for; 0 if it is in its original order."""
     sharding = sequence_axes(key, value) or dim_axes(query.layout.dims[SEQUENCE])
     return math.prod(key.mesh_info.sizes[axis] for axis in sharding) if sequence_mode().zigzag else 0
 
 
 def over_heads(layout: Layout, axes: tuple[int, ...]) -> Layout | None:
-    """A layout with the heads sharded over these axes in the place of the positions; None if they do not divide."""
+    """The layout with the heads sharded over these axes instead of the positions; None if they do not divide evenly."""
     heads, positions = layout.dims[HEADS], layout.dims[SEQUENCE]
     elsewhere = {axis for dim in (0, HEADS, 3) for axis in dim_axes(layout.dims[dim])} & set(axes)
     if len(heads) > 1 or len(positions) > 1 or layout.partial or elsewhere or set(dim_axes(positions)) - set(axes):

@@ -5,7 +5,7 @@ are the same run or have no token in common, so a query segment sees all of a ke
 attention, the lower triangle of itself. No mask is needed.
 
 >>> segments_of(10, [(0, 5), (5, 10)], documents=(0, 7, 10))[1]
-[Segment(row=0, start=5, stop=7, document=0), Segment(row=2, start=7, stop=10, document=1)]
+(Segment(row=0, start=5, stop=7, document=0), Segment(row=2, start=7, stop=10, document=1))
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Segment(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A segment of queries and one of keys that they see; `causal`: the same segment, each token up to itself."""
+    """A segment of queries and one of keys that they see; `causal` if each query sees only keys up to its position."""
 
     query: Segment
     key: Segment
@@ -60,7 +60,7 @@ def zigzag_runs(length: int, ranks: int) -> list[Run]:
 
 
 def zigzag_order(length: int, ranks: int) -> list[int]:
-    """The position of the token at each place of a sequence in head-tail order."""
+    """Return the original position of each token of a sequence in head-tail order."""
     return [position for run in zigzag_runs(length, ranks) for position in range(*run)]
 
 
@@ -68,10 +68,10 @@ def zigzag_order(length: int, ranks: int) -> list[int]:
 def segments_of(
     length: int, bounds: tuple[Run, ...], documents: tuple[int, ...] = (), zigzag: int = 0
 ) -> tuple[tuple[Segment, ...], ...]:
-    """The segments of each rank, whose rows are those of `bounds`.
+    """Return the segments of each rank, if rank i holds the rows `bounds[i]` of the sequence.
 
-    `documents` are the positions at which documents begin, and the end of the last one; none for one document. In a
-    sequence that is in head-tail order, `zigzag` is the number of ranks that it was arranged for.
+    `documents` are the positions at which documents begin, and the end of the last one; empty for one document.
+    `zigzag` is the number of ranks that a sequence in head-tail order was arranged for; 0 for the original order.
     """
     edges = documents or (0, length)
     runs = zigzag_runs(length, zigzag) if zigzag else [(0, length)]

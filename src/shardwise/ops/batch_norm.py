@@ -1,7 +1,8 @@
 """Batch norm with a sharded batch: the statistics are those of the global batch.
 
 PyTorch has many ops for it; the schemas of some do not declare that they write running statistics. All of them are
-decomposed into three: with given statistics, with those of the batch, and the one that returns new running statistics.
+decomposed into three, which normalize by given statistics, by those of the batch, or by those of the batch with new
+running statistics as results.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..notation.build import join
+from ..notation.build import join, kernel_clause
 from .call import Call
 from .kernel import FactorShard, Kernel, KernelRun, LocalCall, LocalResult, Reduce
-from .norm import TRAFFIC, cast_results, kernel_clause
+from .norm import TRAFFIC, cast_results
 from .op import Local
 from .reduce import wide
 from .registry import definitions_in
@@ -78,7 +79,7 @@ def batch_norm(call: LocalCall, shard: FactorShard) -> KernelRun:
 
 
 def _local_batch_norm(call: LocalCall) -> LocalResult:
-    """The op where no factor with a kernel is sharded: on CPUs its statistics have another dtype than is declared."""
+    """Run the op where no sharded factor has a kernel, and cast: on CPUs its meta kernel returns other dtypes."""
     if not call["input"].numel():
         return tuple(call.zeros(call["input"], result) for result in range(len(call.dtypes)))
     return cast_results(call.run(), call.dtypes)
@@ -97,7 +98,7 @@ define(
 
 
 def _with_given_statistics(call: LocalCall) -> tuple[Tensor, ...]:
-    """Normalize by running statistics. The op saves none, though its metadata on some devices have some."""
+    """Normalize by running statistics. The saved statistics are not used: zeros of the sizes that the rule gives."""
     x: Tensor = call["input"]
     result = call.run()[0] if x.numel() else torch.zeros_like(x)
     return result, call.zeros(x, 1), call.zeros(x, 2)
@@ -144,7 +145,10 @@ def batch_norm_backward(call: LocalCall, shard: FactorShard) -> KernelRun:
 
 
 def _local_backward(call: LocalCall) -> tuple[Tensor | None, ...]:
-    """The gradients where no factor with a kernel is sharded; the op does not take empty shards, nor save nothing."""
+    """Compute the gradients where no sharded factor has a kernel.
+
+    The op runs where it can: not on empty shards, nor in eval mode, where no statistics were saved.
+    """
     gradient, x = call["grad_out"], call["input"]
     if call["train"] and x.numel():
         weight = call["weight"]
@@ -181,7 +185,7 @@ Given = Tensor | None
 def _any_batch_norm(
     x: Tensor, weight: Given, bias: Given, mean: Given, var: Given, training: bool, momentum: float, eps: float
 ) -> tuple[Tensor, ...]:
-    """Any batch norm. Running statistics that are given are updated once, by the statistics of the global batch."""
+    """Any batch norm, by the ops above. Running statistics are updated once, by the statistics of the global batch."""
     if not training:
         results = aten._native_batch_norm_legit_no_training(x, weight, bias, mean, var, momentum, eps)
         # On the CPU nothing is saved, though the op's metadata have statistics.
@@ -209,7 +213,7 @@ def _into(
 
 
 def _with_reserve(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The results and an empty reserve: what a backend may keep for its own backward, which is not used here."""
+    """The results and an empty reserve, in which a backend may save data for its own backward; not used here."""
     return (*results, results[0].new_empty(0, dtype=torch.uint8))
 
 

@@ -18,8 +18,7 @@ from ..notation.build import dims_text, join
 from ..sharding.layout import Dim, Factor, Layout, divides_evenly
 from .call import Call
 from .kernel import FactorShard, Kernel, LocalCall, without_communication
-
-MOVES = "linear 0 ; monotone 0"
+from .views import MOVES
 
 
 def _block(layout: Layout, dim: int) -> Factor | None:
@@ -41,7 +40,7 @@ def _dim(number: str, size: int, block: Factor) -> tuple[str, str]:
 
 
 def _rule(ndim: int, dim: int, block: Factor, operand: int, results: Sequence[int], *clauses: str) -> str | None:
-    """The rule from a dim of one size to dims of others, if all consist of such blocks."""
+    """The rule of an op from a dim of size `operand` to dims of sizes `results`; None if one is not made of blocks."""
     if any(size == 0 or size % block.size for size in (operand, *results)):
         return None
     of_operand, count = _dim("c", operand, block)

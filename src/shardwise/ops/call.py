@@ -62,7 +62,10 @@ class Call:
         """The shape of an operand."""
         tensor = self.tensors[position]
         if tensor is None or is_list(tensor):
-            raise RuleError(f"operand {position} of {self.op} is no tensor in this call", "look at call.tensors first")
+            raise RuleError(
+                f"operand {position} of {self.op} is {'a list' if is_list(tensor) else 'no tensor'} in this call",
+                f"look at call.tensors[{position}] before call.shape({position})",
+            )
         return tuple(tensor.shape)
 
     def ndim(self, position: int) -> int:
@@ -92,10 +95,10 @@ def is_ordinary(number: complex) -> bool:
 
 
 def numbers_of(call: Call) -> list[complex]:
-    """The numbers among the arguments; of an op on lists, those for one element."""
+    """The numbers among the arguments, without those in lists."""
     return [value for value in call.arguments.values() if isinstance(value, (int, float, complex))]
 
 
 def has_finite_numbers(call: Call) -> bool:
-    """Whether a sum may pass a product with the numbers of a call. Infinity times 5 and times -2 add up to NaN."""
+    """Whether a sum may pass a product with the numbers of a call: inf * 5 + inf * -2 is NaN, inf * (5 - 2) is not."""
     return all(is_ordinary(number) or number == 0 for number in numbers_of(call))

@@ -39,8 +39,8 @@ def captured_tensors(*functions: Callable[..., object] | None) -> list[Tensor]:
 def with_captured(function: F, replace: Callable[[Tensor], Tensor]) -> F:
     """Return the function with each captured tensor replaced by `replace(tensor)`; itself if nothing changes.
 
-    Looks into closures, defaults, globals, partial functions, methods, containers, and those attributes of objects
-    that the function names.
+    Looks into closures, defaults, globals that are tensors or functions, partial functions, methods, containers, and
+    those attributes of objects that the function names.
     """
     return _Rebuild(replace).value(function, frozenset())
 
@@ -49,15 +49,15 @@ class _Rebuild:
     def __init__(self, replace: Callable[[Tensor], Tensor]) -> None:
         self.replace = replace
         self.made: dict[int, tuple[object, object]] = {}
-        """By the id of a value: the value, which keeps the id its own, and what took its place."""
+        """`id(value)` -> (value, its replacement). While the value is held, no other object gets its id."""
 
     def value(self, value: object, names: frozenset[str]) -> Any:
-        """The value with its tensors replaced. `names` are those that the function at hand mentions."""
+        """The value with its tensors replaced. `names` are those that the function around it mentions."""
         if isinstance(value, (int, float, str, bytes, type(None), type, types.ModuleType, types.BuiltinFunctionType)):
             return value
         if id(value) in self.made:
             return self.made[id(value)][1]
-        self.made[id(value)] = value, value  # for values that hold themselves
+        self.made[id(value)] = value, value  # for values that contain themselves
         made = self._rebuilt(value, names)
         self.made[id(value)] = value, made
         return made
@@ -114,7 +114,7 @@ class _Rebuild:
         return made
 
     def _object(self, value: object, names: frozenset[str]) -> object:
-        """A copy of an object with other tensors in the attributes that are named; a module's parameters are such."""
+        """A copy of an object, or module, with its named attributes and parameters replaced; itself if none changes."""
         if isinstance(value, nn.Module):
             names = names | _names(type(value).forward)
         elif callable(value):
@@ -127,7 +127,7 @@ class _Rebuild:
         if not changed:
             return value
         copied = object.__new__(type(value))
-        copied.__dict__.update({**vars(value), **changed})  # looked up before the parameters of a module
+        copied.__dict__.update({**vars(value), **changed})  # Python looks here before it asks a module for parameters
         return copied
 
 

@@ -30,9 +30,9 @@ class CollectiveOp:
     """What is known about a collective. Reductions are counted as rings compute them."""
 
     kind: str
-    """The name in tables."""
+    """What tables call it: `all-reduce`, `all-gather`, ..."""
     received: Received | None
-    """None for an all-to-all: it brings what the split sizes say."""
+    """The bytes that a rank receives; None for an all-to-all, where they follow from the split sizes."""
     input: int = 0
     """The position of the argument that is sent."""
     splits: int | None = None
@@ -47,7 +47,7 @@ def collective_of(func: OpOverload) -> CollectiveOp | None:
 
 
 def collective_names() -> dict[str, str]:
-    """Return the name of what a collective does, by the names of all ops that do it: "all_gather_into_tensor", ..."""
+    """Return what each op does, by the op's name: `{"all_gather_into_tensor": "all_gather", ...}`."""
     ops = {name.partition("::")[2]: op.kind.replace("-", "_") for name, op in _COLLECTIVES.items()}
     return {**ops, **{kind: kind for kind in ops.values()}}
 
@@ -116,7 +116,7 @@ _IN_PLACE = {
 }
 
 SEND, RECEIVE = CollectiveOp("send", _nothing, writes_first=True), CollectiveOp("receive", _result, writes_first=True)
-"""A message of one rank, which brings it nothing, and one that it gets. Both have the tensors first."""
+"""Messages between two ranks. The sender receives nothing. The tensors are the first argument of both."""
 
 _COLLECTIVES = {
     "c10d::send": SEND,

@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention` of tensors that are sharded by position: choice of method, and derivative.
+"""`scaled_dot_product_attention` of tensors that are sharded by position: the method, and the derivative.
 
     ring     blocks of keys and values travel from rank to rank, see `ring_attention`
     heads    an all-to-all of queries, keys and values from positions to heads, attention, and one of the output back
@@ -76,8 +76,8 @@ def _by_heads(tensors: Sequence[DTensorBase], axes: tuple[int, ...], given: Atte
     if any(target is None for target in targets):
         text = ", ".join(repr(tensor._spec) for tensor in tensors)
         raise InputError(
-            f"attention by heads of {text}: the ranks that share the sequence do not divide the heads",
-            'use the method "ring", or as many ranks as divide the heads of keys',
+            f"attention by heads of {text}: the ranks that share the sequence do not divide the heads of all three",
+            'use attention_over_sequence(method="ring"), or a number of ranks that divides the heads of keys',
         )
     query, key, value = (_to_layout(tensor, target) for tensor, target in zip(tensors, targets, strict=True))
     if given.documents or given.zigzag:
@@ -90,7 +90,7 @@ def _by_heads(tensors: Sequence[DTensorBase], axes: tuple[int, ...], given: Atte
 
 
 def _by_position(layout: Layout, axes: tuple[int, ...]) -> Layout:
-    """Undo `over_heads`: return the tensor sharded by position again."""
+    """Undo `over_heads`: return the layout that is sharded by position again."""
     dims = list(layout.dims)
     kept = tuple(axis for axis in dim_axes(dims[HEADS]) if axis not in axes)
     dims[HEADS] = (Factor(layout.shape[HEADS], kept),)
@@ -163,7 +163,7 @@ def _as_on_cpu(gradients: Sequence[Tensor], fused: bool) -> tuple[Tensor, ...]:
 
 
 class _OnceDifferentiable(QuickFunction):
-    """The gradients of a ring attention, which depend on its gradient and inputs, but have no derivative."""
+    """Returns the gradients of a ring attention unchanged, as a node whose backward raises an error."""
 
     @staticmethod
     def forward(ctx: object, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -172,8 +172,8 @@ class _OnceDifferentiable(QuickFunction):
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, ...]:
         raise NotImplementedError(  # a RuntimeError, as on one device
-            "the second derivative of attention over a sequence that is sharded by position: "
-            "gather the sequence before: k.redistribute(...)"
+            "attention over a sequence that is sharded by position has no second derivative: "
+            "gather keys and values before it, as in k.redistribute(placements=[Replicate()])"
         )
 
 
@@ -185,7 +185,7 @@ def _distributed(tensor: Tensor, mesh_info: MeshInfo) -> DTensorBase:
 
 
 def _replicated(local: Tensor, mesh_info: MeshInfo) -> DTensorBase:
-    """The DTensor that has this tensor on every rank."""
+    """Wrap a tensor that is the same on every rank as a replicated DTensor."""
     shape = tuple(local.shape)
     layout = Layout.make(mesh_info.sizes, tuple((Factor(size, ()),) for size in shape))
     spec = DTensorSpec.from_layout(mesh_info, layout, contiguous_meta(shape, local.dtype))
@@ -196,7 +196,7 @@ def _replicated(local: Tensor, mesh_info: MeshInfo) -> DTensorBase:
 
 
 def _override(func: OpOverload) -> Callable[..., object]:
-    """Override the op for positions that are sharded; NotImplemented for other calls, or if a ring cannot run them."""
+    """Override the op where keys or values are sharded by position; return NotImplemented for all other calls."""
 
     def kernel(
         keys: Keys,
@@ -225,7 +225,7 @@ def _override(func: OpOverload) -> Callable[..., object]:
 
 
 def _is_served(tensors: Sequence[Any], mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> bool:
-    """Whether keys or values are sharded by position, and nothing is asked for that PyTorch has an error for."""
+    """Whether keys or values are sharded by position, in a call that is valid and that a ring can compute."""
     if not all(isinstance(tensor, DTensorBase) and tensor.dim() == 4 for tensor in tensors):
         return False
     query, key, value = tensors
@@ -257,8 +257,9 @@ def _refuse_head_tail_order(tensors: Sequence[Tensor], is_causal: bool) -> None:
     if any(dim_axes(spec.layout.dims[-2]) for spec in specs if len(spec.shape) > 1):
         text = ", ".join(map(repr, specs))
         raise InputError(
-            f"causal attention in head-tail order of {text}",
-            "use [batch, heads, positions, features] with all positions sharded alike, outside of torch.func",
+            f"causal attention in head-tail order of {text}: only a ring's causal mask follows that order",
+            "pass [batch, heads, positions, features] with all positions sharded alike, outside of torch.func, "
+            "or leave the order with attention_over_sequence(zigzag=False)",
         )
 
 
@@ -269,5 +270,5 @@ def _is_known(mask: Tensor, mesh_info: MeshInfo) -> bool:
     return modes.implicit_replication
 
 
-# It chooses among the ops of `attention`, or computes attention by products; a causal mask is made on the way.
+# PyTorch calls one of the ops of `attention`, or decomposes this op into products, with a causal mask that it makes.
 define("aten::scaled_dot_product_attention", makes_tensors=True, override=_override)

@@ -13,17 +13,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..notation.build import join
+from ..notation.build import join, kernel_clause
 from ..sharding.layout import Run
 from .call import Call
-from .kernel import FactorShard, Fetch, Kernel, KernelRun, LocalCall, Return, without_communication
+from .kernel import FactorShard, Fetch, Kernel, KernelRun, LocalCall, Return, clipped, without_communication
 from .op import Local
 from .registry import definitions_in
 
 define = definitions_in(__name__)
 
 Gradients = tuple[Tensor | None, ...]
-"""Of the input, the weight and the bias; None for those that the caller did not request."""
+"""The gradients of input, weight and bias; None for those that the caller did not request."""
 
 
 # ---- rules ----------------------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def _forward_rule(call: Call) -> str:
     """Linear in the input and the bias together, and in the weight and the bias together."""
     p = _patterns(call, call.ndim(0))
     sides = f"{p.input}, {p.weight}, {p.bias} -> {p.output}"
-    return join(sides, "linear 0+2 | 1+2", p.groups, f"kernel {', '.join(p.spatial)}" if p.spatial else "")
+    return join(sides, "linear 0+2 | 1+2", p.groups, kernel_clause(p.spatial))
 
 
 def _backward_rule(call: Call) -> str:
@@ -68,7 +68,7 @@ def _backward_rule(call: Call) -> str:
     p = _patterns(call, call.ndim(1))
     sides = f"{p.output}, {p.input}, {p.weight} -> {p.input}, {p.weight}, {p.bias}"
     sizes = f"bias_sizes=({p.bias})" if call.arg("output_mask")[2] else ""
-    return join(sides, "linear 0", sizes, p.groups, f"kernel {', '.join([*p.spatial, 'c'])}")
+    return join(sides, "linear 0", sizes, p.groups, kernel_clause([*p.spatial, "c"]))
 
 
 # ---- no spatial dim is sharded --------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def _only_bias(call: LocalCall) -> Tensor:
 
 
 def _only_bias_gradient(call: LocalCall, input: Tensor) -> Gradients:
-    """The gradients of a rank without windows: zeros, but outputs that see nothing but padding have a bias, too."""
+    """The gradients on a rank without input rows: zeros, but the bias counts in outputs over padding alone, too."""
     mask = call["output_mask"]
     of_input = torch.zeros_like(input) if mask[0] else None
     of_weight = torch.zeros_like(call["weight"]) if mask[1] else None
@@ -143,7 +143,7 @@ class _Windows:
         self.reach = _entry(call["dilation"], self.axis) * (call["weight"].shape[dim] - 1)
         self.transposed: bool = call["transposed"]
         self.wanted = [self._rows(run) for run in outputs]
-        self.existing = [_clipped(run, size) for run in self.wanted]
+        self.existing = [clipped(run, size) for run in self.wanted]
 
     def _rows(self, run: Run) -> Run:
         """The rows that a run of outputs depends on."""
@@ -154,7 +154,7 @@ class _Windows:
             start = first * self.stride - self.padding
             return start, last * self.stride - self.padding + self.reach + 1
         start = -((self.reach - first - self.padding) // self.stride)
-        return _clipped((start, (last + self.padding) // self.stride + 1), self.size)
+        return clipped((start, (last + self.padding) // self.stride + 1), self.size)
 
     def padded(self, rows: Tensor, piece: int) -> Tensor:
         """The existing rows of a rank, with zeros for the padding."""
@@ -162,7 +162,7 @@ class _Windows:
         return _padded(rows, self.dim, (low - start, stop - high) if high > low else (stop - start, 0))
 
     def unpadded(self, gradient: Tensor, piece: int) -> Tensor:
-        """The gradient of the rows of a rank that exist, out of that of its padded rows."""
+        """The gradient of the existing rows of a rank, cropped from that of its padded rows."""
         (start, _), (low, high) = self.wanted[piece], self.existing[piece]
         return gradient.narrow(self.dim, low - start if high > low else 0, high - low)
 
@@ -234,13 +234,8 @@ def _window_gradients(call: LocalCall, windows: _Windows, rows: Tensor, piece: i
 
 
 def _entry(values: Sequence[int], axis: int) -> int:
-    """The entry of an argument for a spatial dim; one entry holds for all."""
+    """The entry of an argument for a spatial dim; a single entry is for all dims."""
     return values[axis] if len(values) > 1 else values[0]
-
-
-def _clipped(run: Run, size: int) -> Run:
-    low, high = (min(max(edge, 0), size) for edge in run)
-    return (low, high) if high > low else (0, 0)
 
 
 def _padded(tensor: Tensor, dim: int, by: tuple[int, int]) -> Tensor:

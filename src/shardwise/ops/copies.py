@@ -1,4 +1,4 @@
-"""Copies, casts, aliases, new tensors like a given one, and tensors that change their shape in place."""
+"""Copies, casts, aliases, new tensors like a given one, changes of shape in place, and sparse tensors, which raise."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SAME = "x.. -> x.. ; linear 0 ; monotone 0"
 
 
 def put_itself(given: Kwargs) -> Callable[[Tensor, Tensor], Tensor]:
-    """A write to an alias is a write to all of the tensor."""
+    """A write to an alias replaces all values of the tensor."""
     return lambda root, value: value
 
 
 def cast(call: Call) -> str:
-    """Casts pass sums where dispatch allows it for these dtypes; rounding to integers is not linear."""
+    """A cast passes sums; dispatch reduces them first if the dtypes forbid it (`Bound.reduced_first`)."""
     target = call.arg("dtype", None)
     same = target is None or target == call.tensors[0].dtype
     return SAME if same else "x.. -> x.. ; linear 0"
@@ -69,9 +69,12 @@ define("aten::new_empty_strided", new, local=Local(new_empty_strided), reads_sha
 
 
 def resize(x: Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> Tensor:
-    """`resize_`: nothing for the size that a tensor has, else the first elements in its memory, without gaps."""
+    """`resize_`: leave a tensor of this size unchanged, else take the first elements in its memory, without gaps."""
     if memory_format not in (None, torch.contiguous_format):
-        raise InputError(f"resize_ with memory_format={memory_format}", "leave memory_format out")
+        raise InputError(
+            f"resize_ of a distributed tensor with memory_format={memory_format}: the result is always row-major",
+            "call x.resize_(size) without memory_format",
+        )
     same = tuple(size) == tuple(x.shape)
     if (same and memory_format is None) or (same and x.is_contiguous()):
         return x
@@ -84,7 +87,7 @@ def resize(x: Tensor, size: Sequence[int], *, memory_format: torch.memory_format
 
 
 def _in_memory(x: Tensor) -> Tensor:
-    """The elements from the first one of `x` to the last one in memory of `x` or of the tensor that it views."""
+    """The memory from the first element of `x` to the last one of `x` or of the tensor that it views, as one dim."""
     if x.is_contiguous() and x._base is None:
         return x.reshape(-1)
     ends = [_end(held) for held in (x, x._base) if held is not None]
@@ -93,13 +96,13 @@ def _in_memory(x: Tensor) -> Tensor:
 
 
 def _end(x: Tensor) -> int:
-    """The place after the last element in memory."""
+    """The offset in storage after the last element in memory."""
     last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
     return int(x.storage_offset()) + (last + 1 if x.numel() else 0)
 
 
 def resize_as(x: Tensor, other: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
-    """`resize_as_`."""
+    """`resize_as_`: `resize_` to the shape of another tensor."""
     return resize(x, other.shape, memory_format=memory_format)
 
 

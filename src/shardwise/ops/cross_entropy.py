@@ -1,8 +1,8 @@
 """`cross_entropy` of scores whose classes are sharded, as one node of autograd, whose backward communicates nothing.
 
-PyTorch makes a `log_softmax` and an `nll_loss` of it. The gradient of the former needs, for each row, the sum of its
-incoming gradient over all classes, which is a reduction over the ranks. But the incoming gradient is that of the
-latter: one number in each row, at the target, which every rank knows.
+PyTorch decomposes it into a `log_softmax` and an `nll_loss`. The gradient of `log_softmax` needs, for each row, the sum
+of its incoming gradient over all classes, which is a reduction over the ranks. But the incoming gradient is that of
+`nll_loss`: one number in each row, at the target, which every rank knows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def gradient_of_scores(
     total_weight: Tensor | None,
     first_class: int = 0,
 ) -> Tensor:
-    """The gradient of the scores of these classes: probabilities minus one at the target, times a factor for each row.
+    """The gradient of the scores of some classes: probabilities minus one at the target, times a factor for each row.
 
     The factor is the gradient of the row's loss; `total_weight` is what a mean divides by, None for other reductions.
     """
@@ -92,7 +92,7 @@ class _Saved(Context, Protocol):
 
 
 class _CrossEntropy(QuickFunction):
-    """Returns the loss and the logarithms of the probabilities, through which gradients of gradients flow."""
+    """Returns the loss, and the log-probabilities, through which gradients of gradients flow."""
 
     @staticmethod
     def forward(

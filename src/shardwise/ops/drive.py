@@ -101,14 +101,18 @@ def _drive_all(pieces: Pieces, runs: Sequence[KernelRun]) -> LocalResult:
         if not requests:
             return _stack(results)
         if results or len({type(request) for request in requests}) > 1:
-            raise WorldError("a kernel asks for different communication on different ranks")
+            kinds = sorted({type(request).__name__ for request in requests} | ({"a result"} if results else set()))
+            raise WorldError(
+                f"a kernel yields different requests on different ranks: {' and '.join(kinds)}",
+                "yield the same requests in the same order on every rank, also on those with empty shards",
+            )
         joint = requests[0]._replace(tensor=RankTensor([request.tensor.contiguous() for request in requests]))
         own = [pieces.shard(at).piece for at in pieces.mesh_info.coordinates]
         answers = cast(RankTensor, _perform(pieces, joint, own)).shards
 
 
 def _stack(results: Sequence[Any]) -> LocalResult:
-    """Results of all ranks, as results whose tensors hold all ranks."""
+    """Merge the results of all ranks into one, whose tensors are RankTensors."""
     first = results[0]
     if isinstance(first, Tensor):
         return RankTensor(results)
@@ -159,7 +163,7 @@ def _move_rows(pieces: Pieces, request: Fetch | Return, own: int | list[int]) ->
     plans = [_RowPlan(pieces, have, need, piece) for piece in each]
     shards = request.tensor.shards if isinstance(request.tensor, RankTensor) else (request.tensor,)
     packed = [plan.pack(shard, request.dim) for plan, shard in zip(plans, shards, strict=True)]
-    # What a backend cannot carry travels as bytes.
+    # dtypes that a backend cannot move travel as bytes.
     dtype = shards[0].dtype
     native = moves_natively(dtype)
     unit = 1 if native else dtype.itemsize
@@ -184,7 +188,7 @@ def _move_rows(pieces: Pieces, request: Fetch | Return, own: int | list[int]) ->
 
 
 class _RowPlan:
-    """Which rows one piece sends to and receives from each other, in group order."""
+    """Which rows one piece sends to every piece and receives from it, in group order."""
 
     def __init__(self, pieces: Pieces, have: Sequence[Rows], need: Sequence[Rows], mine: int) -> None:
         held, wanted = [_runs(rows) for rows in have], [_runs(rows) for rows in need]
@@ -221,7 +225,7 @@ class _Overlap(NamedTuple):
 
 
 def _runs(rows: Rows) -> tuple[Run, ...]:
-    """The runs that are not empty; a single one needs no list around it."""
+    """The runs of `rows` that are not empty; `rows` may be a single run without a list around it."""
     runs = cast(Sequence[Run], (rows,) if rows and isinstance(rows[0], int) else rows)
     return tuple((start, stop) for start, stop in runs if stop > start)
 

@@ -1,9 +1,9 @@
 """Elementwise ops: any dim may be sharded, and operands that broadcast along a dim are replicated there.
 
 PyTorch tags these ops, so a record is needed only for those without the tag, and for those that pass Partial operands.
-How they pass is written by hand, since tests on data are fooled too often. A sum passes through an op that is linear,
-unless the other operands may turn finite numbers into infinite ones, as a zero divisor does: the infinities of two
-ranks would add up to NaN. A maximum passes through ops that move numbers, or take a maximum or minimum themselves.
+These clauses are written by hand: probing with data finds wrong ones too often. A sum passes through an op that is
+linear, unless the other operands may turn finite numbers into infinite ones, as a zero divisor does: the infinities of
+two ranks would add up to NaN. A maximum passes through ops that move numbers, or take a maximum or minimum themselves.
 Other increasing functions are not worth it: they would have to keep NaN (`sign` does not), be defined everywhere, and
 stay below infinity (`x + inf` is NaN where x is -inf on one rank).
 """
@@ -51,12 +51,12 @@ define([f"aten::{name}_" for name in ("eq", "ne", "lt", "le", "gt", "ge")], poin
 
 
 def neg(call: Call) -> str:
-    """The opposite of the least integer is itself."""
+    """A maximum becomes a minimum, except for integers: the negative of the least integer is itself."""
     return pointwise(1, "linear 0", "antitone 0" if call.tensors[0].dtype.is_floating_point else "")
 
 
 def _multiplying(operands: int, linear: str) -> Callable[[Call], str]:
-    """The rule of an op that multiplies by the numbers it is given. Infinity times 5 and times -2 add up to NaN."""
+    """The rule of an op that multiplies by its number arguments: linear if these are finite."""
 
     def rule(call: Call) -> str:
         return pointwise(operands, linear if has_finite_numbers(call) else "")
@@ -71,7 +71,7 @@ def div(call: Call) -> str:
 
 
 def clamp(call: Call) -> str:
-    """The bounds are numbers or tensors, and either may be missing."""
+    """Monotone in the input alone. The bounds are numbers or tensors, and either may be missing."""
     return pointwise(3, "monotone 0")
 
 
@@ -162,7 +162,7 @@ def _is_pointwise(func: OpOverload) -> bool:
     name = _base_name(func)
     if torch.Tag.pointwise in func.tags or name in _UNTAGGED:
         return True
-    # The ops on lists carry no tags, and most prims do not. Forward derivatives call prims for shapes of sums.
+    # The ops on lists have no tags, nor have most prims, which forward-mode derivatives call.
     if not packet_name(func).startswith((f"aten::{FOREACH}", "prims::")):
         return False
     models = (*overloads(f"aten::{name}"), *overloads(f"aten::special_{name}"))

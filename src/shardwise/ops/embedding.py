@@ -1,4 +1,4 @@
-"""Embeddings: rows of a table that may be sharded over its rows, bags of such rows, and their gradients."""
+"""Embeddings: look-ups of rows in a table that may be sharded by row, bags of such rows, and their gradients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _embedding = aten.embedding.default
 
 @without_communication
 def embedding(call: LocalCall, shard: FactorShard) -> Tensor:
-    """Rows of a table that is sharded over its rows."""
+    """Look up the rows that this rank holds; the others are zeros in a sum."""
     weight, (index, hit) = call["weight"], shifted(call["indices"], shard)
     if not shard.held:
         return no_summand(weight, call.local_shape())
@@ -40,14 +40,14 @@ def embedding(call: LocalCall, shard: FactorShard) -> Tensor:
 
 
 def embedding_backward_rule(call: Call) -> str:
-    """A sum over the looked-up rows, unless it is scaled by how often each of them occurs."""
+    """Indices may be sharded, unless gradients are scaled by how often each index occurs."""
     rows = "[i..]" if call.arg("scale_grad_by_freq") else "i.."
     return f"{rows} d, {rows} -> v d ; linear 0 ; num_weights=(v) ; kernel v"
 
 
 @without_communication
 def embedding_backward(call: LocalCall, shard: FactorShard) -> Tensor:
-    """Gradients of rows that this rank holds are added there, all others to an extra row, marked as padding."""
+    """Add up the gradients of the rows that this rank holds; all others go to an extra row, marked as padding."""
     index, hit = shifted(call["indices"], shard)
     if call["padding_idx"] >= 0:
         hit = hit & (call["indices"] != call["padding_idx"])
@@ -60,7 +60,7 @@ def embedding_backward(call: LocalCall, shard: FactorShard) -> Tensor:
 def weight_gradient(
     grad_output: Tensor, indices: Tensor, weight: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> Tensor:
-    """The gradient of a table of `num_weights` rows; its own local shard is not read."""
+    """The gradient of a table of `num_weights` rows. `weight` is not read, only its layout matters (`gradient_of`)."""
     return aten.embedding_dense_backward.default(grad_output, indices, num_weights, padding_idx, scale_grad_by_freq)
 
 
@@ -77,10 +77,10 @@ class _Saved(Context, Protocol):
 
 
 class _Embedding(QuickFunction):
-    """An embedding whose backward pass gets the table.
+    """An embedding whose backward pass knows the layout of the table.
 
-    PyTorch's formula gets the table's size only. But how a gradient is best computed depends on where it will be: for
-    a replicated table it is cheaper to sum a Partial gradient of a few looked-up rows first than one of all rows.
+    PyTorch's formula knows the table's size only. But how a gradient is best computed depends on the layout it will
+    have: for a replicated table it is cheaper to sum a Partial gradient of a few looked-up rows than one of all rows.
     """
 
     @staticmethod
@@ -127,8 +127,8 @@ def limit_rows(table: Tensor, rows: Tensor, max_norm: float, norm_type: float) -
 
 
 def _one_hot(func: OpOverload) -> Callable[..., object]:
-    """The override of one_hot. For tensor classes PyTorch compares with all classes, which accepts any number; writing
-    ones where the classes say raises for a class out of range."""
+    """The override of `one_hot`. For tensor subclasses PyTorch compares with all classes, and accepts any number; a
+    scatter raises the error for a class out of range."""
 
     def run(keys: Keys, classes: Tensor, num_classes: int = -1) -> object:
         if classes.dtype is not torch.int64:
@@ -165,7 +165,7 @@ define("aten::one_hot", override=_one_hot)
 
 
 def bag(call: Call) -> None:
-    """Runs on gathered inputs: on the CPU, tensors saved for the backward have other sizes than the metadata say."""
+    """Return None to run on gathered inputs: on CPUs, tensors saved for backward have other sizes than metadata say."""
 
 
 def bag_backward(call: Call) -> str | None:
@@ -201,7 +201,8 @@ def dense(
     """
     if not in_backward():
         raise InputError(
-            "a sparse tensor of distributed indices and values", "keep it dense: use index_put or index_add"
+            "torch.sparse_coo_tensor of distributed indices and values: a distributed tensor is dense",
+            "add the values to a dense tensor: zeros.index_put(indices.unbind(0), values, accumulate=True)",
         )
     return values.new_zeros(size).index_put(tuple(indices.unbind(0)), values, accumulate=True)
 

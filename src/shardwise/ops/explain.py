@@ -1,4 +1,4 @@
-"""Explain in words what is known about an op.
+"""Describe an op as text: its rule, factors, kernels, local code and variants.
 
 >>> print(explain("mm"))
 aten::mm.default, defined in ops/matmul.py
@@ -42,12 +42,12 @@ _SERVED = {
     "gathered": "running on gathered inputs",
 }
 _FLAGS = {
-    "reads_numbers": "the rule reads values of numbers: each value has a plan of its own",
+    "reads_numbers": "the rule reads values of numbers: each value has its own plan",
     "reads_shape_only": "only the shape of the operand is read: a Partial operand need not be reduced",
     "addresses_storage": "an argument is an offset into the storage of the operand",
     "returns_shard": "the result is the local shard, a plain tensor",
     "keeps_sizes": "results have the sizes of the operands' dims",
-    "takes_plain": "takes plain tensors, and tensors of several meshes, beside distributed ones",
+    "takes_plain": "takes plain tensors, and tensors of several meshes, besides distributed ones",
     "masks_results": "results that output_mask does not request are None",
     "takes_empty": "the op is also called on empty shards",
     "makes_tensors": "plain tensors that PyTorch makes when it decomposes the op are taken as replicated",
@@ -62,7 +62,7 @@ _WHEN = {
 
 
 class Explanation(str):
-    """A text that a Python prompt shows as text."""
+    """A string that a Python prompt shows without quotes, line by line."""
 
     __slots__ = ()
 
@@ -212,7 +212,7 @@ def _after_kernel(rule: Rule, without: Sequence[int]) -> str:
 
 def _reduced(rule: Rule, without: Sequence[int]) -> str:
     if rule.unread:
-        return "operands lend dtype and device only, and results are replicated"
+        return "operands give dtype and device only, and results are replicated"
     texts = []
     for i in without:
         result = "the result" if len(rule.outputs) == 1 else f"result {i}"
@@ -272,11 +272,11 @@ def _notes(found: ResolvedOp) -> Iterator[str]:
     if op.layout_rule is not None:
         yield f"operands of some layouts have another rule: {_function(op.layout_rule)}"
     if op.gradient_of is not None:
-        yield f"the result is the gradient of {op.gradient_of}, and will be brought to its layout"
+        yield f"the result is the gradient of {op.gradient_of}, and is redistributed to its layout"
     if op.updates:
         yield f"the decomposition writes {' and '.join(op.updates)}, though the schema does not say so"
     if op.cpu_dtypes is not None:
-        yield f"on CPUs results have dtypes of their own: {_function(op.cpu_dtypes)}"
+        yield f"on CPUs results have other dtypes than the meta kernel returns: {_function(op.cpu_dtypes)}"
     if op.strides is not None:
         yield f"strides of results: {op.strides}"
     if _depends_on_data(found):

@@ -26,7 +26,7 @@ def _packs(dtype: torch.dtype) -> bool:
 
 
 def pack(value: Tensor, index: Tensor, largest: bool) -> Tensor:
-    """Value and index as one int64 whose maximum is the first of the extremes, a NaN before anything else."""
+    """Return value and index as one int64 whose maximum is the first extreme; a NaN comes before all numbers."""
     if value.dtype.is_floating_point:
         bits = value.float().contiguous().view(torch.int32).to(torch.int64)
         key = torch.where(bits >= 0, bits, -(bits & _NAN))  # floats of one sign are ordered like their bits
@@ -39,7 +39,7 @@ def pack(value: Tensor, index: Tensor, largest: bool) -> Tensor:
 
 
 def unpack(packed: Tensor, dtype: torch.dtype, largest: bool) -> tuple[Tensor, Tensor]:
-    """Value and index back from `pack`."""
+    """Undo `pack`: return value and index."""
     key, index = packed >> 32, _LOW_HALF - (packed & _LOW_HALF)
     nan = key == _NAN
     key = key if largest else ~key
@@ -52,7 +52,10 @@ def unpack(packed: Tensor, dtype: torch.dtype, largest: bool) -> tuple[Tensor, T
 def _first_extreme(
     value: Tensor | None, index: Tensor | None, like: Tensor, shard: FactorShard, largest: bool
 ) -> Steps[tuple[Tensor, Tensor]]:
-    """The extreme of what all ranks found, with shape and dtype of `like`, and its index. None: this shard is empty."""
+    """Return the extreme of all ranks, with shape and dtype of `like`, and its index.
+
+    `value` and `index` are those of this rank; None if its shard is empty.
+    """
     dtype = like.dtype
     if _packs(dtype):
         least = torch.full(like.shape, _LEAST, dtype=torch.int64, device=like.device)

@@ -1,4 +1,4 @@
-"""Ops by their names, and by the Python functions that call them.
+"""Find ops by their names, or by the Python functions that call them.
 
 >>> find_op("mm"), find_op(torch.Tensor.add_), find_op("aten::sum.dim_IntList")
 (<OpOverload(op='aten.mm', overload='default')>, <OpOverload(op='aten.add_', overload='Tensor')>, ...)
@@ -23,7 +23,7 @@ AnyOp = OpOverload | OpOverloadPacket | str | Function
 
 
 def find_op(op: AnyOp) -> OpOverload:
-    """The overload that this names; of several, the first that has tensors and is no `out=` variant."""
+    """Return the overload that `op` names; of several, the first that takes tensors and is no `out=` variant."""
     if isinstance(op, OpOverload) and is_dispatched(op):
         return op
     name, overload = _names(op)
@@ -76,10 +76,10 @@ class _Recorder(TorchDispatchMode):
 
 
 def called_with(op: AnyOp, args: Args, kwargs: Kwargs) -> list[tuple[OpOverload, Args, Kwargs]]:
-    """The ops on tensors that a call comes to, each once, with their arguments: one, or those of a composite function.
+    """Return the ops on tensors that a call runs, each once, with their arguments.
 
-    The call is made on tensors without data. A function that dispatch is given as one op though PyTorch decomposes it,
-    such as `linear`, is known by the Python code in its record.
+    These are the op itself, or the ops that a composite function calls, found by running it on meta tensors. `linear`
+    and its like, which PyTorch decomposes but shardwise runs as one op, have Python code in their record.
     """
     func = find_op(op) if isinstance(op, OpOverload) or _is_known(op) else None
     if func is not None and resolve(func).python is not None:

@@ -1,7 +1,7 @@
-"""Which blocks of scores a block mask lists, and those of one rank.
+"""The states of the blocks of scores in a block mask (skipped, masked, full), and which of them one rank needs.
 
-A mask of the global program names blocks of global queries and keys. A rank's queries may begin inside of a block, and
-may lie anywhere in the sequence. The tables of a mask are read once (`block_states`), and a rank looks its queries up.
+A mask of the global program lists blocks of global queries and keys. A rank's queries may begin inside a block, and be
+anywhere in the sequence. The tables of a mask are read once (`block_states`), and a rank looks up its own queries.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 SKIPPED, MASKED, FULL = 0, 1, 2
-"""What is done with a block: not computed, computed where the mask is true, computed without a look at the mask."""
+"""States of a block: not computed, computed where the mask is True, computed without reading the mask."""
 
 _STATES: WeakKeyDictionary[BlockMask, Tensor] = WeakKeyDictionary()
 
@@ -35,7 +35,7 @@ def block_states(mask: BlockMask) -> Tensor:
 
 
 def _listed(counts: Tensor, indices: Tensor) -> Tensor:
-    """1 for each block whose index is among the first `counts` of its row."""
+    """Return a table with 1 for each block whose index is among the first `counts` of its row."""
     blocks = indices.shape[-1]
     listed = torch.arange(blocks, device=indices.device) < counts.unsqueeze(-1)
     columns = torch.where(listed, indices, blocks).long()
@@ -50,14 +50,14 @@ class Blocks(NamedTuple):
     size: tuple[int, int]
 
     def of(self, batch: Tensor, heads: Tensor) -> Blocks:
-        """Those of some sequences and heads, by index; a mask may be the same for all."""
+        """Return the blocks of some sequences and heads, by index. A mask may be the same for all of them."""
         states = self.states
         if states.shape[0] > 1:
             states = states.index_select(0, batch)
         return self._replace(states=states.index_select(1, heads) if states.shape[1] > 1 else states)
 
     def columns_seen(self, queries: Tensor, keys: Tensor) -> Tensor | None:
-        """The places among the keys whose blocks some of the queries see; None if that is all of them.
+        """Return the indices into `keys` of those in blocks that some query sees; None if these are all keys.
 
         Queries and keys are positions in the sequence. The host waits for the tables.
         """
@@ -73,9 +73,9 @@ class Blocks(NamedTuple):
 
 
 def states_at(states: Tensor, size: tuple[int, int], queries: Tensor, keys: Tensor) -> Tensor:
-    """The states of blocks of the tokens at these positions, in their order: of a rank's rows, or of a rearranged text.
+    """Return the states of the blocks of a rearranged sequence, such as a rank's rows: token i was at `queries[i]`.
 
-    A new block is skipped if all the blocks that its tokens come from are, and full if all of them are full.
+    A new block is skipped if all blocks that its tokens come from are skipped, and full if all of them are full.
     """
     rows, columns = (
         _origins(at, its, states.shape[dim]) for at, its, dim in ((queries, size[0], 2), (keys, size[1], 3))
@@ -89,7 +89,7 @@ def states_at(states: Tensor, size: tuple[int, int], queries: Tensor, keys: Tens
 
 
 def _origins(positions: Tensor, size: int, blocks: int) -> Tensor:
-    """1 where a token of a new block comes from an old block, `[new blocks, old blocks]`."""
+    """Return a table with 1 where a token of a new block comes from an old block, `[new blocks, old blocks]`."""
     new = torch.arange(len(positions), device=positions.device) // size
     found = torch.zeros(-(-len(positions) // size), blocks, device=positions.device)
     found[new, positions // size] = 1.0
@@ -97,7 +97,7 @@ def _origins(positions: Tensor, size: int, blocks: int) -> Tensor:
 
 
 def lists_of(states: Tensor, state: int) -> tuple[Tensor, Tensor]:
-    """How many blocks of each row have a state, and their indices, first in the list."""
+    """Return how many blocks of each row have a state, and lists of all blocks in which these come first."""
     chosen = (states == state).to(torch.int32)
     order = chosen.argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)

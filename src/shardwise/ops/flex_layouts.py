@@ -71,7 +71,7 @@ def _flex_layouts(query: Layout, key: Layout, value: Layout) -> FlexLayouts:
 
 
 def _query_layout(query: Layout, key: Layout, value: Layout) -> Layout:
-    """Queries where they are, but for features; and sharded over the axes that shard keys or values alone."""
+    """The queries' layout with features replicated, and sharded over axes that shard only keys or values as well."""
     dims = [*query.dims[:3], (Factor(query.shape[3], ()),)]
     used = {axis for dim in dims for axis in dim_axes(dim)}
     for other in (key, value):
@@ -98,7 +98,7 @@ def _key_layout(layout: Layout, query: Layout) -> Layout:
 
 
 def _gradient(layout: Layout, query: Layout) -> Layout:
-    """What the local gradients of keys are: sums over the axes that shard queries, but not these keys."""
+    """The layout of the local gradients of keys: sums over the axes that shard the queries, but not the keys."""
     own = {axis for dim in layout.dims for axis in dim_axes(dim)}
     split = sorted({axis for dim in _QUERY_DIMS for axis in dim_axes(query.dims[dim])} - own)
     return Layout.make(layout.mesh_sizes, layout.dims, tuple((axis, "sum") for axis in split))

@@ -1,7 +1,7 @@
 """`flex_attention` on one rank's tensors: the user's functions with global indices, and plain matrix products.
 
-PyTorch's fused kernels for it exist in compiled code on GPUs; without them, and for gradients on a CPU, scores are
-computed by products, for the keys alone that the rank's queries may see.
+PyTorch's fused kernels for it exist only in compiled code on GPUs. Without them, and for gradients on a CPU, scores are
+computed as matrix products, only for the keys that the rank's queries may see.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Places(NamedTuple):
     queries: Tensor
     keys: Tensor
     heads_of_keys: Tensor | None = None
-    """By local heads of queries, the local head of keys; None if they are the same."""
+    """For each local head of queries, the index of its local head of keys; None if heads are not shared."""
 
 
 class FlexResult(NamedTuple):
@@ -51,7 +51,7 @@ def attend_locally(
 ) -> FlexResult:
     """Attention of `[batch, heads, positions, features]`; queries that see nothing get zeros.
 
-    `blocks` are those of the mask of the global program, `held` the tensors that the functions hold.
+    `blocks` are those of the mask of the global program, `held` the tensors that the functions capture.
     """
     if blocks is not None:
         blocks = blocks.of(places.batch, places.heads)
@@ -65,7 +65,7 @@ def attend_locally(
     scores = (query @ key.transpose(-1, -2)).to(precise) * scale
     indices = places.batch, places.heads, places.queries, places.keys
     if not scores.numel():
-        # The functions are not called. What they hold has a gradient all the same: ranks reduce it together.
+        # The functions are not called, but the tensors that they capture need a gradient: all ranks reduce it.
         for tensor in held:
             scores = scores + tensor.sum() * 0 if tensor.requires_grad else scores
         return _attended(scores, value, query.dtype)
@@ -78,7 +78,7 @@ def attend_locally(
 
 
 def _attended(scores: Tensor, value: Tensor, dtype: torch.dtype) -> FlexResult:
-    """The softmax of scores times the values, whose gradient is finite for queries without keys, too."""
+    """The softmax of scores times the values. Its gradient is finite even for queries that see no key."""
     if not scores.shape[-1]:
         lowest = scores.new_full(scores.shape[:-1], -math.inf)
         return FlexResult((scores @ value.to(scores.dtype)).to(dtype), lowest, lowest)
@@ -96,7 +96,7 @@ def _attended(scores: Tensor, value: Tensor, dtype: torch.dtype) -> FlexResult:
 
 
 def _at_each(function: Callable[..., Tensor], indices: Sequence[Tensor], *scores: Tensor) -> Tensor:
-    """The function of single indices (and of a score) for all of them: `[batch, heads, queries, keys]`."""
+    """Call a function of single indices (and a score) for all of them: `[batch, heads, queries, keys]`."""
     mapped = function
     for dim in (3, 2, 1, 0):
         own = tuple(0 if at == dim else None for at in range(4))
@@ -107,7 +107,7 @@ def _at_each(function: Callable[..., Tensor], indices: Sequence[Tensor], *scores
 
 
 class _IndexedByTensors(TorchFunctionMode):
-    """Lets `table[index]` look up by a tensor without dims, which stands for many indices, as by any other one."""
+    """Lets functions under vmap index tables by tensors without dims: `table[q]` becomes `aten.index`."""
 
     def __torch_function__(
         self,

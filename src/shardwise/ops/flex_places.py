@@ -21,7 +21,10 @@ _PLACES: WorldCache[tuple[Layout, Layout, Coordinate, int, torch.device], Places
 
 
 def places_of(mesh_info: MeshInfo, layouts: FlexLayouts, at: Coordinate, zigzag: int, device: torch.device) -> Places:
-    """The places of the rank at this coordinate; in the text if the sequence is in head-tail order for some ranks."""
+    """Return the places of the rank at this coordinate.
+
+    If the sequence was put in head-tail order for `zigzag` ranks, positions are those in the original order.
+    """
     cache, key = _PLACES.of(mesh_info.runtime), (layouts.query, layouts.key, at, zigzag, device)
     found = cache.get(key)
     if found is None:
@@ -34,8 +37,8 @@ def _made(layouts: FlexLayouts, at: Coordinate, zigzag: int, device: torch.devic
     batch, heads, queries, _ = (_indices(runs, device) for runs in layouts.query.runs(at))
     keys = torch.arange(layouts.key.shape[SEQUENCE], device=device)
     if zigzag:
-        queries = _in_text(layouts.query.shape[SEQUENCE], zigzag, device)[queries]
-        keys = _in_text(layouts.key.shape[SEQUENCE], zigzag, device)
+        queries = _original_positions(layouts.query.shape[SEQUENCE], zigzag, device)[queries]
+        keys = _original_positions(layouts.key.shape[SEQUENCE], zigzag, device)
     return Places(batch, heads, queries, keys, _heads_of_keys(layouts, at, heads))
 
 
@@ -43,8 +46,8 @@ def _indices(runs: Sequence[Run], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(*run, device=device) for run in runs or [(0, 0)]])
 
 
-def _in_text(length: int, ranks: int, device: torch.device) -> Tensor:
-    """The position in the text of the token at each place of a sequence in head-tail order."""
+def _original_positions(length: int, ranks: int, device: torch.device) -> Tensor:
+    """The original position of each token of a sequence in head-tail order."""
     return torch.tensor(zigzag_order(length, ranks), device=device)
 
 

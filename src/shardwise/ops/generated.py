@@ -1,11 +1,11 @@
-"""Rules found by probing: the table in generated.txt, asked for ops without a rule written by hand.
+"""Rules found by probing: the table in generated.txt, for ops without a handwritten rule.
 
     aten::ormqr.default : b.. [m] [n], b.. [k], b.. [p] [q] -> b.. [p] [q]
     aten::hash_tensor.default ranks=2 dim=[0] : [a] b -> b
 
-Left of the colon is the op and the calls that the line is for: the ranks of its operands (`-` where there is none) and
-arguments by name. The first line that fits a call is its rule; a call that none fits runs on gathered
-inputs. The file is read when the first op asks for it, a line is parsed when its op is called.
+Left of the colon are the op and the calls that the line is for: the ranks of its operands (`-` for a missing one) and
+arguments by name. The first line that fits a call gives its rule; a call that no line fits runs on gathered inputs. The
+file is read when the first op without a rule is called, a line is parsed when its op is called.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import lru_cache
 from importlib import resources
 from typing import Any, NamedTuple
 
-from .call import Call
+from .call import Call, is_list
 from .op import Op
 from .registry import Registry
 
@@ -26,7 +26,7 @@ _SAME = re.compile(r"reduce [^;]*\bsame\b")
 
 
 class Line(NamedTuple):
-    """A rule of an op for some of its calls; `ranks` is empty where any will do."""
+    """A rule of an op for some of its calls; `ranks` is empty if the line fits operands of any ranks."""
 
     op: str
     ranks: tuple[str, ...]
@@ -50,12 +50,12 @@ def _compact(value: object) -> str:
 
 
 def as_literal(value: object) -> object:
-    """An argument in the form in which it is compared and written: lists for all sequences."""
+    """Return an argument as it is compared and written, with lists for all sequences."""
     return [as_literal(element) for element in value] if isinstance(value, (list, tuple)) else value
 
 
 def ranks_of(tensors: Iterable[object]) -> tuple[str, ...]:
-    """The ranks of operands as they are written: `-` for none, that of its elements for a list.
+    """Return the ranks of operands as the table writes them: `-` for none, in braces the ranks of a list's elements.
 
     >>> ranks_of([torch.empty(2, 3), None, [torch.empty(4)]])
     ('2', '-', '{1}')
@@ -66,13 +66,13 @@ def ranks_of(tensors: Iterable[object]) -> tuple[str, ...]:
 def _rank(value: Any) -> str:
     if value is None or isinstance(value, (int, float, complex)):
         return "-"
-    if isinstance(value, (list, tuple)) and not hasattr(value, "shape"):
+    if is_list(value):
         return f"{{{'/'.join(sorted({_rank(element) for element in value}))}}}"
     return str(len(value.shape))
 
 
 def read_line(text: str) -> Line:
-    """A line of the table."""
+    """Parse a line of the table."""
     left, _, rule = text.partition(" : ")
     op, *conditions = left.split()
     ranks: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ def read_line(text: str) -> Line:
 
 
 def read(text: str) -> dict[str, list[str]]:
-    """The lines of a table by their op, not yet parsed."""
+    """Return the lines of a table by op, not yet parsed."""
     found: dict[str, list[str]] = {}
     for line in text.splitlines():
         if line and not line.startswith("#"):
@@ -114,10 +114,10 @@ class Source:
 
 
 def table_of(lines: Mapping[str, list[str]]) -> Registry:
-    """These lines as a table of rules."""
+    """Return a registry in which these lines are the rules of their ops."""
     table = Registry()
     for op, texts in lines.items():
-        # Results that are the same on all ranks: ranks with empty shards call the op, too.
+        # A result that is the same on all ranks does not follow from metadata: ranks without data call the op, too.
         takes_empty = any(_SAME.search(text) for text in texts)
         table.define(Op(op, Source(texts), takes_empty=takes_empty, origin="generated", file=f"ops/{FILE}"))
     return table
@@ -125,5 +125,5 @@ def table_of(lines: Mapping[str, list[str]]) -> Registry:
 
 @lru_cache(maxsize=1)
 def table() -> Registry:
-    """The table of the package."""
+    """Return the registry of the rules in generated.txt."""
     return table_of(read(resources.files(__package__).joinpath(FILE).read_text()))

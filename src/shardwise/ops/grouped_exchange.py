@@ -2,8 +2,8 @@
 
 An axis shards one factor of an op. Where tokens and experts are sharded over the same axis, the rule of `grouped_mm`
 therefore gathers one of them. Here neither is gathered: each rank sends its rows to the ranks that hold their groups,
-multiplies what arrives, and sends the results back, in the layout of the rows. Where groups end is known on every rank,
-so no counts are sent; the split sizes are read on the host once for all products with the same ends.
+multiplies what arrives, and sends the results back, in the layout of the rows. Every rank knows where groups end, so no
+counts are sent; the split sizes are read on the host once for all products with the same ends.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Exchange(NamedTuple):
     matrices: Layout
 
     def dims(self) -> tuple[Dim, Dim, Dim, Dim]:
-        """How rows, groups, the features that are summed and those of the result are sharded."""
+        """Return the dims, with their shardings, of the rows, the groups, the summed features and the result's."""
         return self.rows.dims[0], *self.matrices.dims  # type: ignore[return-value]
 
     def wrapped(self, local: Tensor, *dims: Dim, summed: tuple[int, ...] = ()) -> DTensorBase:
-        """The distributed tensor with this local shard, a sum over these axes."""
+        """Wrap a local shard as a distributed tensor with these dims, which is a partial sum over the axes `summed`."""
         mesh_info = self.axis.mesh_info
         layout = Layout.make(mesh_info.sizes, dims, tuple((axis, "sum") for axis in summed))
         meta = contiguous_meta(layout.shape, local.dtype)
@@ -48,7 +48,7 @@ class Exchange(NamedTuple):
 
 
 def exchange_of(rows: Tensor, matrices: Tensor, ends: Tensor) -> Exchange | None:
-    """How to exchange the rows of a product; None if the op's rule serves it."""
+    """Return how to exchange the rows of a product; None if the op's rule serves it."""
     if not (isinstance(rows, DTensorBase) and isinstance(matrices, DTensorBase) and isinstance(ends, DTensorBase)):
         return None
     mesh_info, groups = rows._spec.mesh_info, matrices._spec.layout
@@ -72,7 +72,7 @@ def exchange_of(rows: Tensor, matrices: Tensor, ends: Tensor) -> Exchange | None
 
 
 def _without_sum(rows: Layout, axis: int) -> Layout:
-    """The layout with rows sharded over an axis over which they are a sum: half of what it takes to replicate them."""
+    """Return the layout with rows that are a sum over this axis sharded over it, at half the cost of an all-reduce."""
     if rows.partial != ((axis, "sum"),) or len(rows.dims[0]) != 1:
         return rows
     size, axes = rows.dims[0][0]
@@ -82,7 +82,7 @@ def _without_sum(rows: Layout, axis: int) -> Layout:
 def exchanged_product(
     exchange: Exchange, rows: DTensorBase, matrices: DTensorBase, ends: DTensorBase
 ) -> tuple[DTensorBase, Tensor]:
-    """The product of each group's rows with its matrix, in the layout of the rows; and the rows that arrived."""
+    """Return the product of each group's rows with its matrix, in the layout of the rows, and the rows that arrived."""
     over_rows, _, summed, features = exchange.dims()
     route = _route(exchange, ends)
     local = redistribute_local(rows._local_shard, rows._spec, rows._spec.with_layout(exchange.rows))
@@ -98,7 +98,7 @@ def exchanged_gradients(
     saved: tuple[Tensor, DTensorBase, DTensorBase],
     needed: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of the rows and the matrices, where needed. The rows are not sent again.
+    """Return the gradients of rows and matrices, where needed. The rows are not sent again.
 
     `saved` are the rows that arrived, the matrices and the ends.
     """
@@ -120,13 +120,13 @@ def exchanged_gradients(
 
 
 def _sent(rows: Tensor, route: TokenRoute) -> Tensor:
-    """The rows that arrive for this rank's groups. Those after the last group stay."""
+    """Send rows to the ranks of their groups, and return those that arrive; rows after the last group are not sent."""
     assert route.sent is not None
     return route.send(rows[: sum(route.sent)])
 
 
 def _returned(results: Tensor, route: TokenRoute, like: Tensor) -> Tensor:
-    """The results for this rank's rows; rows after the last group get zeros."""
+    """Send results back, and return those of this rank's rows; rows after the last group get zeros."""
     assert route.sent is not None
     return pad(route.back(results), (0, 0, 0, like.shape[0] - sum(route.sent)))
 
@@ -146,7 +146,7 @@ def _on_ranks(op: Callable[..., Tensor], axis: ExpertAxis, left: Tensor, right: 
 # ---- routes ---------------------------------------------------------------------------------------------------------
 
 _ROUTES = "_routes_of_rows"
-"""The attribute of distributed ends that holds the routes made from them: the products of a layer share one."""
+"""The attribute of a distributed tensor of ends that holds the routes made from it: products of a layer share one."""
 
 
 def _route(exchange: Exchange, ends: DTensorBase) -> TokenRoute:
@@ -179,5 +179,5 @@ def _made(ends: Tensor, layout: Layout, axis: ExpertAxis) -> TokenRoute:
 
 
 def _starts(ends: Tensor, held: tuple[Run, ...]) -> Tensor:
-    """Where groups begin, and where the last one ends, among the rows that a rank holds."""
+    """Return where groups begin, and where the last one ends, among the rows that a rank holds."""
     return pad(local_ends(ends, held), (1, 0))

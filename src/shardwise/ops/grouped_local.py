@@ -1,4 +1,4 @@
-"""Grouped matrix products of plain tensors, for any sizes and dtypes: what ranks compute on their local shards."""
+"""Grouped matrix products of plain tensors of any sizes and dtypes, which ranks compute on their local shards."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _bounds(ends: Tensor) -> list[Run]:
 
 
 def _padded(tensor: Tensor, *dims: int) -> Tensor:
-    """The tensor with zeros after the end of these dims, so that its rows are aligned; itself where they are."""
+    """The tensor, with these dims padded by zeros or copied if needed, so that its rows are aligned."""
     unit = _ALIGNMENT // tensor.dtype.itemsize
     missing = [-tensor.shape[dim] % unit if dim in dims else 0 for dim in range(tensor.dim())]
     if any(missing):
@@ -65,6 +65,6 @@ def _padded(tensor: Tensor, *dims: int) -> Tensor:
 
 
 def local_ends(ends: Tensor, held: Sequence[Run]) -> Tensor:
-    """Where the groups end among the rows that a rank holds, given where they end among all."""
+    """Return where groups end among the rows that a rank holds, given where they end among all rows."""
     counts = [ends.clamp(start, stop) - start for start, stop in held]
     return torch.stack(counts).sum(0).to(ends.dtype) if counts else torch.zeros_like(ends)

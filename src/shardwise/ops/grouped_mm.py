@@ -1,4 +1,4 @@
-"""Grouped matrix products: each group of rows has a matrix of its own, as the tokens of an expert have in a mixture.
+"""Grouped matrix products: each group of rows has its own matrix, as the tokens of each expert in a mixture have.
 
 `F.grouped_mm(rows, matrices, offs=ends)` multiplies the rows up to `ends[0]` by `matrices[0]`, the rows from there to
 `ends[1]` by `matrices[1]`, and so on. Two ops compute it and its gradients for distributed tensors:
@@ -8,7 +8,7 @@
 | `shardwise::grouped_mm` | the product of each group's rows with its matrix | `s k, e k n, _ -> s n` |
 | `shardwise::grouped_outer` | for each group the product of matrices along its rows | `k s, s n, _, e k n -> e k n` |
 
-So rows, features and groups may all be sharded, and matrices are never gathered. A rank that holds some of the rows
+So rows, features and groups may all be sharded without gathering matrices. A rank that holds some of the rows
 counts those of each group among them. A rank that holds some of the groups computes their rows and leaves zeros in the
 others: the result is a Partial sum. Where one axis shards both rows and groups, rows travel (`grouped_exchange`).
 """
@@ -40,7 +40,7 @@ define = definitions_in(__name__)
 
 
 class _Groups:
-    """A run of consecutive groups: their rows brought to the front, and back."""
+    """A run of consecutive groups: `rows[order]` puts their rows first, `back` undoes that."""
 
     def __init__(self, ends: Tensor, run: Run, rows: int) -> None:
         start, stop = run
@@ -49,7 +49,7 @@ class _Groups:
         self.order = (torch.arange(rows, device=ends.device) + first) % max(rows, 1)
 
     def back(self, rows: Tensor) -> Tensor:
-        """Rows in the order in which they were, from that in which the groups' own come first."""
+        """Undo `rows[order]`."""
         return torch.zeros_like(rows).index_copy(0, self.order, rows)
 
 
@@ -110,7 +110,7 @@ class _Product(QuickFunction):
 
 
 def _computed(rows: Tensor, matrices: Tensor, ends: Tensor) -> tuple[Tensor, Exchange | None, Tensor | None]:
-    """The product below autograd; if its rows were exchanged, also how, and the rows that arrived."""
+    """Return the product, below autograd, and, if its rows were exchanged, how, and the rows that arrived."""
     exchange = exchange_of(rows, matrices, ends)
     if exchange is None:
         return _product(rows, matrices, ends), None, None
@@ -137,7 +137,7 @@ class _Outer(QuickFunction):
 
 
 def product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_mm` of distributed tensors. Differentiable."""
+    """Return the differentiable `grouped_mm` of distributed tensors."""
     if needs_grad((rows, matrices)):
         result: Tensor = _Product.apply(rows, matrices, ends)
         return result
@@ -145,7 +145,7 @@ def product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def outer(left: Tensor, right: Tensor, ends: Tensor, like: Tensor | None = None) -> Tensor:
-    """`grouped_outer` of distributed tensors. Differentiable."""
+    """Return the differentiable `grouped_outer` of distributed tensors."""
     like = None if like is None else like.detach()
     run = _Outer.apply if needs_grad((left, right)) else _outer
     result: Tensor = run(left, right, ends, like)
@@ -153,7 +153,11 @@ def outer(left: Tensor, right: Tensor, ends: Tensor, like: Tensor | None = None)
 
 
 def _override(func: OpOverload) -> Callable[..., object]:
-    """The four forms of the op; the groups are parts of the dim that a matrix has and a batch of matrices lacks."""
+    """The override of the op's four forms.
+
+    Without `offs` it is a product of two batches. Else groups divide the rows (2-D by 3-D), the summed dim (2-D by 2-D)
+    or the columns of the result (3-D by 2-D).
+    """
 
     def run(
         keys: Keys,
@@ -164,7 +168,10 @@ def _override(func: OpOverload) -> Callable[..., object]:
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         if bias is not None or out_dtype not in (None, left.dtype):
-            raise InputError("grouped_mm of DTensors takes no bias and no out_dtype", "add the bias after it")
+            raise InputError(
+                "F.grouped_mm of DTensors takes no bias and no out_dtype",
+                "add each group's bias to its rows of the result, and cast by result.to(out_dtype)",
+            )
         if offs is None:
             return torch.bmm(left, right)
         if left.dim() == 2:

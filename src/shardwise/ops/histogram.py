@@ -1,4 +1,4 @@
-"""Histograms: each rank counts its own elements, between edges of bins that all ranks agree on.
+"""Histograms: each rank counts its own elements in bins whose edges are the same on all ranks.
 
 Calls whose edges depend on data have no rule: they are decomposed into the minimum and maximum and a call with these
 edges. Densities are decomposed into counts and a division.
@@ -51,7 +51,7 @@ def _bounds(values: Tensor) -> list[float]:
 
 
 def histc_of_data(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
-    """Counts between the minimum and the maximum."""
+    """Counts between the minimum and the maximum of the data."""
     if min != max:
         return NotImplemented
     low, high = _bounds(x)
@@ -115,7 +115,7 @@ def _density(counts: Tensor, edges: Sequence[Tensor]) -> Tensor:
 
 
 define("aten::histc", histc, decomposition=histc_of_data, reads_numbers=True)
-# Edges that are the same on all ranks are so on a rank without data, too: it calls the op as well.
+# Every rank returns the edges of the bins, so ranks without data call the op, too.
 define("aten::histogram.bin_ct", histogram, decomposition=histogram_by_count, takes_empty=True)
 define("aten::histogram.bins_tensor", histogram, decomposition=histogram_by_edges, takes_empty=True)
 define("aten::_histogramdd_bin_edges", of_points, decomposition=edges_of_points, takes_empty=True)

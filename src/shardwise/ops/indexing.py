@@ -1,4 +1,4 @@
-"""Rows and elements looked up and written by index along a sharded dim, without communication.
+"""Look-ups and writes of rows and elements by index along a sharded dim, without communication.
 
 A rank shifts the indices by the start of its shard. For a look-up it returns zeros for rows of other ranks, and the
 result is a sum over ranks. For a write, rows of other ranks go to one extra row, which is dropped again.
@@ -29,11 +29,11 @@ def _check_range(index: Tensor, least: int, size: int) -> None:
     """Raise the error of one device for an index that is out of range."""
     low, high = index.aminmax()
     if low < least or high >= size:
-        raise IndexError(f"index {int(low if low < 0 else high)} is out of bounds for dimension with size {size}")
+        raise IndexError(f"index {int(low if low < least else high)} is out of bounds for dimension with size {size}")
 
 
 def shifted(index: Tensor, shard: FactorShard, wraps: bool = False) -> tuple[Tensor, Tensor]:
-    """Indices into this rank's rows, and a mask of those in range. `wraps`: negative ones count from the end."""
+    """Return indices into this rank's rows, and a mask of those in range. `wraps`: negative ones count from the end."""
     if index.numel() and has_readable_values(index):
         recorded(_check_range, index, -shard.size if wraps else 0, shard.size)
     if wraps:
@@ -43,26 +43,26 @@ def shifted(index: Tensor, shard: FactorShard, wraps: bool = False) -> tuple[Ten
 
 
 def with_extra_row(tensor: Tensor, dim: int) -> Tensor:
-    """The tensor and one row more along a dim."""
+    """Return the tensor with one more row, of zeros, along a dim."""
     shape = list(tensor.shape)
     shape[dim] = 1
     return torch.cat([tensor, tensor.new_zeros(shape)], dim)
 
 
 def kept(hit: Tensor, found: Tensor) -> Tensor:
-    """`found` where `hit`, elsewhere nothing that changes a sum. (A product with zero turns infinity into NaN.)"""
+    """Return `found` where `hit`, else zeros that change no sum. (A product with 0 would turn infinity into NaN.)"""
     return torch.where(hit, found, no_summand(found, ()))
 
 
 def functional(call: LocalCall) -> Callable[..., Tensor]:
-    """The functional op of an in-place or `out=` variant, as a function of changed arguments."""
+    """Return the functional op of an in-place or `out=` variant, as a function of the arguments to replace."""
     packet = getattr(aten, packet_name(call.func).removeprefix("aten::").removesuffix("_"))
     overload = overload_name(call.func).removesuffix("out").removesuffix("_") or "default"
     return replace(call, func=getattr(packet, overload)).run
 
 
 def free(run: Callable[[LocalCall, FactorShard], KernelRun]) -> dict[str, Kernel]:
-    """A kernel of the factor v that communicates nothing."""
+    """Return the kernels of an op whose factor `v` needs no communication."""
     return {"v": Kernel(run, rounds=0, traffic=0.0)}
 
 
@@ -80,7 +80,7 @@ def gather_rule(call: Call) -> str:
 
 @without_communication
 def gather(call: LocalCall, shard: FactorShard) -> Tensor:
-    """Elements by their index along the sharded dim."""
+    """Look up the elements whose index this rank holds; the others are zeros in a sum."""
     tensor, (index, hit) = call["self"], shifted(call["index"], shard)
     if not shard.held:
         return no_summand(tensor, index.shape)
@@ -102,7 +102,7 @@ def scatter_rule(call: Call) -> str:
 
 @without_communication
 def scatter(call: LocalCall, shard: FactorShard) -> Tensor:
-    """Elements to their index along the sharded dim, by any of the ways to combine them."""
+    """Write, add or reduce elements at the indices that this rank holds; the others go to an extra row, dropped."""
     dim, (index, hit) = call.sharded_dim, shifted(call["index"], shard)
     wide = functional(call)(self=with_extra_row(call["self"], dim), index=index.where(hit, shard.held))
     return wide.narrow(dim, 0, shard.held)
@@ -117,7 +117,7 @@ def take_rule(call: Call) -> str:
 
 @without_communication
 def take(call: LocalCall, shard: FactorShard) -> Tensor:
-    """Elements of a sharded vector."""
+    """Look up the elements of a vector whose index this rank holds; the others are zeros in a sum."""
     tensor, (index, hit) = call["self"], shifted(call["index"], shard, wraps=True)
     if not shard.held:
         return no_summand(tensor, index.shape)
@@ -147,7 +147,7 @@ def index_select_rule(call: Call) -> str:
 
 @without_communication
 def index_select(call: LocalCall, shard: FactorShard) -> Tensor:
-    """Rows by their index along the sharded dim."""
+    """Look up the rows whose index this rank holds; the others are zeros in a sum."""
     dim, (index, hit) = call.sharded_dim, shifted(call["index"], shard)
     if not shard.held:
         return no_summand(call["self"], call.local_shape())
@@ -174,7 +174,7 @@ def row_writes(adds: bool, clauses: str) -> Callable[[Call], str]:
 
 @without_communication
 def index_write(call: LocalCall, shard: FactorShard) -> Tensor:
-    """Rows to their index along the sharded dim: `index_add`, `index_copy`, `index_fill`, `index_reduce`."""
+    """Write, add or reduce rows at the indices that this rank holds; the others go to an extra row, dropped."""
     wraps = "index_fill" in packet_name(call.func)
     dim, (index, hit) = call.sharded_dim, shifted(call["index"], shard, wraps)
     wide = functional(call)(self=with_extra_row(call["self"], dim), index=index.where(hit, shard.held))

@@ -1,4 +1,4 @@
-"""Tensors joined along a dim, new or not, and repeated along one."""
+"""Joins of tensors along an existing dim or a new one, and repeated tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cat_rule(call: Call) -> str | None:
 
 
 def cat(call: LocalCall, shard: FactorShard) -> KernelRun:
-    """The local shards of all operands are rows of the result, which is then balanced."""
+    """Join the local shards of all operands, then exchange rows so that the result is sharded evenly."""
     dim = call.sharded_dim
     sizes = [layout.shape[dim] for layout in call.given]
     starts = starts_of(sizes)
@@ -97,5 +97,5 @@ def repeat(call: Call) -> str:
 
 
 define("aten::stack", stack)
-define("aten::repeat", repeat, derivative_makes_tensors=True)  # zeros, for no copies at all
+define("aten::repeat", repeat, derivative_makes_tensors=True)  # the gradient of zero copies is zeros
 define("aten::combinations", makes_tensors=True)

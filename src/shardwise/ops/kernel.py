@@ -59,8 +59,8 @@ class LocalCall:
     """A call on one rank, as kernels and local implementations see it.
 
     `dims` says for each tensor operand, `out_dims` for each result, which dim has the sharded factor (None: none has).
-    `shapes` and `dtypes` are those of the global results, `layouts` how they are sharded, `given` how the operands are
-    (with their global shapes), `at` is this rank's coordinate.
+    `shapes` and `dtypes` are those of the global results, `layouts` their layouts, `given` the layouts of the operands
+    (which have their global shapes), `at` is this rank's coordinate.
     """
 
     func: OpOverload
@@ -91,7 +91,7 @@ class LocalCall:
         return like.new_zeros(self.local_shape(result), dtype=self.dtypes[result])
 
     def run(self, /, **changed: object) -> Any:
-        """The op itself on the local arguments, some of them changed."""
+        """Run the op itself on the local arguments, some of them replaced by `changed`."""
         arguments = {**self.arguments, **changed}
         positional = [arguments[a.name] for a in schema_of(self.func).arguments if not a.kwarg_only]
         named = {a.name: arguments[a.name] for a in schema_of(self.func).arguments if a.kwarg_only}
@@ -113,6 +113,12 @@ class Reduce(NamedTuple):
 
 Rows = Run | Sequence[Run]
 """Rows of a dim: those from a start to a stop, or several such runs, one after the other."""
+
+
+def clipped(run: Run, size: int) -> Run:
+    """Return the rows of a run that a dim of this size has; `(0, 0)` if it has none."""
+    low, high = (min(max(edge, 0), size) for edge in run)
+    return (low, high) if high > low else (0, 0)
 
 
 class Fetch(NamedTuple):
@@ -170,9 +176,9 @@ class Kernel:
     cover. It returns the local shards of the op's results. `rounds` is the number of its collectives, `traffic` the
     bytes it receives as a multiple of the bytes of its local outputs.
 
-    A `joint` kernel merges what any ranks found, so that several of its factors may be sharded at once: `shard` then
-    counts the elements of all of them together, and its pieces are in no order. One that works `anywhere` does not ask
-    which elements a rank holds, so that they need not lie next to each other.
+    A `joint` kernel merges results of ranks in any order, so several of its factors may be sharded at once: `shard`
+    then counts the elements of all of them together, and the order of its pieces means nothing. A kernel that works
+    `anywhere` does not ask which elements a rank holds, so they need not be adjacent.
     """
 
     run: Callable[..., KernelRun]
@@ -196,5 +202,5 @@ def without_communication(
 
 
 def no_summand(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the summand of a rank that adds nothing: zeros that keep the sign of a zero."""
+    """Return what a rank adds to a sum that it does not contribute to: zeros, -0.0 for floats, which change no sign."""
     return like.new_full(shape, identity(like.dtype, "sum"))

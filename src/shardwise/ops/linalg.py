@@ -16,9 +16,10 @@ define = definitions_in(__name__)
 
 
 def batched(rule: str) -> Callable[[Call], str]:
-    """A rule of matrices m, vectors v and numbers 1 for each matrix of a batch, as in `m -> m, v`.
+    """Return a rule of matrices m, vectors v and numbers 1 for each matrix of a batch, as in `m -> m, v`.
 
-    Operands whose batches differ must be replicated; an operand of one dim less than the first is a vector.
+    A result x is like the second operand, which is a vector if it has fewer dims than the first. Operands whose batches
+    differ must be replicated.
     """
     inputs, outputs = (side.split(", ") for side in rule.split(" -> "))
     dims = {"m": " _ _", "v": " _", "1": ""}
@@ -47,7 +48,7 @@ def columns(call: Call) -> str:
 
 
 def lu_unpack(call: Call) -> str:
-    """Factors of matrices; those that the call does not ask for have no elements."""
+    """Factors of matrices; those that the call does not request have no elements."""
     data, pivots = ("b.. _ _" if call.arg(f"unpack_{what}") else "_" for what in ("data", "pivots"))
     return f"b.. _ _, b.. _ -> {pivots}, {data}, {data} ; reduce same"
 
@@ -68,10 +69,10 @@ def cross(call: Call) -> str:
 
 
 def least_squares(a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None) -> tuple[Tensor, ...]:
-    """The solution by singular values, where PyTorch's default pivots.
+    """Solve by singular values ("gelsd") instead of PyTorch's default on CPUs, which pivots ("gelsy").
 
-    Its pivots start from memory that nobody has written, so the last bits of the solution differ from call to call, and
-    from rank to rank.
+    Its pivots start from uninitialized memory, so the last bits of the solution differ from call to call, and from rank
+    to rank.
     """
     if a.device.type != "cpu" or driver not in (None, "gelsy"):
         return NotImplemented
@@ -100,7 +101,7 @@ define("aten::_linalg_check_errors", "[b..] -> ")  # an error in one matrix of t
 define("aten::lu_unpack", lu_unpack)
 define(("aten::linalg_ldl_solve", "aten::ormqr"), columns)
 define(("aten::linalg_matrix_rank", "aten::linalg_matrix_power", "aten::linalg_pinv"), makes_tensors=True)
-define(("aten::linalg_matrix_norm", "aten::linalg_cond"), makes_tensors=True)  # zeros, of nothing
+define(("aten::linalg_matrix_norm", "aten::linalg_cond"), makes_tensors=True)  # zeros for empty matrices
 define("aten::linalg_lstsq", decomposition=least_squares)
 define("aten::linalg_cross", cross)
 define(("aten::_fft_r2c", "aten::_fft_c2r", "aten::_fft_c2c"), transform, strides="as run")

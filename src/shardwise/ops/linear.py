@@ -1,7 +1,7 @@
 """`linear` and its gradients: one op each, and one node of autograd.
 
-PyTorch makes a view, a transpose, a product and a view of it, with as many nodes in the backward. For a distributed
-tensor each of them is a dispatch; here there is one forward, and one for each gradient.
+PyTorch decomposes it into a view, a transpose, a product and a view, with as many nodes of autograd. For a distributed
+tensor each op is a dispatch; here there is one forward, and one for each gradient.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _bias_gradient(gradient: Tensor) -> Tensor:
 
 
 def _by_products(op: OpOverload, *args: Tensor) -> Tensor:
-    """By PyTorch's ops: they have derivatives, for gradients of gradients, and dispatch modes know them."""
+    """Compute a gradient by PyTorch's ops, which have derivatives of their own, and which dispatch modes know."""
     return input_gradient(*args) if op is linear_input_gradient else weight_gradient(*args)
 
 

@@ -1,4 +1,4 @@
-"""Losses: of each element, of each row of scores, and the negative log likelihood of a class.
+"""Losses for each element, losses for each row of scores, and the negative log likelihood of a class.
 
 A sum over sharded elements or rows is a partial sum. A mean divides by the global number of terms, not the local one.
 """
@@ -195,7 +195,7 @@ def _local_nll(call: LocalCall, reduction: int) -> tuple[Tensor, Tensor]:
 
 @without_communication
 def nll(call: LocalCall, shard: FactorShard) -> tuple[Tensor, Tensor]:
-    """Each rank adds the loss of targets among its classes; other rows are zero."""
+    """Return the loss of the targets among this rank's classes; other rows are zero."""
     return _local_nll(call, call["reduction"])
 
 
@@ -235,9 +235,9 @@ define(
 
 
 def _linear_cross_entropy(func: OpOverload) -> Callable[..., object]:
-    """The loss of a linear layer's output, in one go: sharded logits are small, so they need not be made in chunks.
+    """The override of a linear layer's cross entropy in chunks: sharded logits are small, so all are computed at once.
 
-    The variant that reduces also returns gradients; here autograd computes them.
+    The variant that reduces also returns gradients; they are left empty, since autograd computes them.
     """
     gradients = len(schema_of(func).returns) - 1
 

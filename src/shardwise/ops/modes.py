@@ -25,7 +25,7 @@ current = ThreadValue("modes", Switches())
 
 @contextmanager
 def switched(**switches: Any) -> Iterator[None]:
-    """Inside, these fields of `Switches` have these values."""
+    """Context in which these fields of `Switches` have these values."""
     before = current.get()
     current.set(before._replace(**switches))
     try:
@@ -44,7 +44,7 @@ class Modes:
 
     @property
     def explicit_warns(self) -> bool:
-        """Whether it is a warning."""
+        """Whether an op that needs communication is a warning, not an error."""
         return current.get().explicit == "warn"
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..notation.build import dims_text, join, normalized
+from ..notation.build import dims_text, join, kernel_clause, normalized
 from .call import Call
 from .kernel import FactorShard, Kernel, KernelRun, LocalCall, LocalResult, Reduce
 from .op import Local
@@ -24,12 +24,7 @@ from .variance import moments
 define = definitions_in(__name__)
 
 TRAFFIC = 0.04
-"""Bytes that a kernel receives, as a multiple of its outputs: statistics are small beside what is normalized."""
-
-
-def kernel_clause(factors: Sequence[str]) -> str:
-    """The clause that gives these factors to a kernel."""
-    return f"kernel {', '.join(factors)}" if factors else ""
+"""Bytes that a kernel receives, as a multiple of its outputs: statistics are small beside the tensor."""
 
 
 def cast_results(results: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> tuple[Tensor | None, ...]:
@@ -53,7 +48,7 @@ def normalized_dims(ndim: int, count: int) -> tuple[str, str, str]:
 
 
 def _layer_rule(template: str) -> Callable[[Call], str]:
-    """The rule with the patterns of a call: {x} like the operand, {w} like the weight, {s} like a statistic."""
+    """Return the rule `template` with the patterns of a call: {x} for the operand, {w} the weight, {s} a statistic."""
 
     @functools.lru_cache
     def text(ndim: int, count: int) -> str:
@@ -260,7 +255,7 @@ def _group_rule(sides: str, *clauses: str) -> Callable[[Call], str]:
 
 
 def _slice_rule(template: str) -> Callable[[Call], str]:
-    """The rule of an op on the slices along `dim`: {x} like the tensor, {s} like a number for each slice."""
+    """Return the rule of an op on the slices along `dim`: {x} for the tensor, {s} for one number per slice."""
 
     def rule(call: Call) -> str:
         ndim = call.ndim(0)

@@ -29,11 +29,12 @@ Write = Callable[[Tensor, Tensor], Tensor]
 """`(root, new value of the view) -> new value of the root`."""
 
 Put = Callable[[Kwargs], Write]
-"""From the arguments of a view, by name, to how it is written."""
+"""From the arguments of a view op, by name, to the function that writes a new value of the view into its root."""
 
 Override = Callable[[OpOverload], Callable[..., object]]
-"""From an overload to the kernel that takes its place above autograd: `kernel(keys, *args, **kwargs)`. A call that the
-kernel does not want it passes on with `call_original(func, keys, *args, **kwargs)`."""
+"""From an overload to the kernel that takes its place above autograd: `kernel(keys, *args, **kwargs)`. For calls that
+it leaves to PyTorch, the kernel returns `call_original(func, keys, *args, **kwargs)` (`call_with_autograd` if the op
+has a derivative of its own), or NotImplemented if the record says `makes_tensors`."""
 
 
 Strides = Literal[
@@ -50,10 +51,21 @@ Strides = Literal[
     "convolution",
     "as run",
 ]
-"""How an op lays out its results in memory: as ops do that iterate over their operands together, or over these from
-last to first; as indexing does, over the table and the indices; as rolls do, which join slices; row-major, or so for
-complex operands; channels last if its operand is so, or, of a gradient, the input; as batch norms, which look at gaps;
-as convolutions, where the weight counts, too; or as running it on zeros shows."""
+"""The memory order of an op's results (`dispatch/result_strides.py`):
+
+    elementwise             as TensorIterator orders the operands
+    elementwise reversed    as TensorIterator orders the operands from last to first
+    indexed                 as indexing orders the table and the indices
+    rolled                  as `cat` orders the slices of which a roll consists
+    row-major               always row-major
+    row-major if complex    row-major for complex operands, else as the meta kernel says
+    channels last           channels last if the operand is, else row-major
+    channels last of input  channels last if the second operand is: a gradient follows the input
+    batch norm              channels last if the input is, which depends on its gaps
+    batch norm backward     the same for input and incoming gradient together
+    convolution             channels last if the input or the weight is
+    as run                  found by running the op on zeros
+"""
 
 
 class Local(NamedTuple):
@@ -72,8 +84,8 @@ class Local(NamedTuple):
 class ListKernel(NamedTuple):
     """A kernel for lists of tensors: `run(call, shard)`, where list arguments hold the tensors that are sharded alike.
 
-    It may return a dict: values, the same on all ranks, for plain tensors among its arguments. With `all_ranks` all
-    ranks of the mesh take part, whatever is sharded.
+    It may return a dict from the names of plain tensor arguments to their new values, the same on all ranks. With
+    `all_ranks` all ranks of the mesh take part, whatever is sharded.
     """
 
     run: Callable[..., KernelRun]
@@ -112,14 +124,14 @@ class Op:
     """What runs on distributed tensors instead of the op, above autograd."""
 
     cpu_dtypes: Callable[[Call], Sequence[torch.dtype]] | None = None
-    """The dtypes of the results on the CPU, where metadata have those of other devices."""
+    """The dtypes of the results on the CPU, where the meta kernel returns those of other devices."""
     gradient_of: str | None = None
     """The argument whose gradient the result is. The op does not read it, and the rule does not mention it. Autograd
-    will bring the gradient to the layout of this argument, and the choice of a plan counts what that costs."""
+    redistributes the gradient to the layout of this argument, and the choice of a plan counts that cost."""
     reads_numbers: bool = False
-    """The rule, or the decomposition, looks at the values of numbers (the p of a norm): each value has its own plan."""
+    """The rule, or the decomposition, reads the values of numbers (the p of a norm): each value has its own plan."""
     reads_shape_only: bool = False
-    """The op looks at the shape of its operand, not at its values: a Partial operand need not be reduced."""
+    """The op reads the shape of its operand, not its values: a Partial operand need not be reduced."""
     addresses_storage: bool = False
     """The op takes an offset into the storage of its operand, which may be a view that begins elsewhere."""
     returns_shard: bool = False
@@ -134,14 +146,14 @@ class Op:
     masks_results: bool = False
     """Results that `output_mask` does not request are None, though the meta kernel returns tensors."""
     takes_empty: bool = False
-    """The op may be called on empty shards: what it returns there cannot be made from its metadata."""
+    """The op is called on empty shards, too, because what it returns there does not follow from metadata."""
     makes_tensors: bool = False
     """PyTorch decomposes the op, and on the way makes plain tensors from sizes and numbers alone. They are the same on
     all ranks, so they are taken as replicated."""
     derivative_makes_tensors: bool = False
-    """The same of the op's derivative formula: that of cumprod fills in ones, that of slice_scatter returns zeros."""
+    """As `makes_tensors`, for the op's derivative formula: cumprod's fills in ones, slice_scatter's returns zeros."""
     batch_rule_makes_tensors: bool = False
-    """The same of what vmap makes of the op: for a batch of tables, an embedding adds a range to the indices."""
+    """As `makes_tensors`, for vmap's batching rule: for a batch of tables, embedding's adds a range to the indices."""
 
     origin: Literal["built in", "user", "generated", "elementwise"] = "built in"
     file: str = field(default="", compare=False)

@@ -1,4 +1,4 @@
-"""Optimizers: fused updates of parameters, and ops on lists of tensors that follow from no op on one tensor."""
+"""Fused updates of optimizers, and ops on lists of tensors whose rules follow from no op on one tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ define = definitions_in(__name__)
 
 
 def fused(call: Call) -> str:
-    """One parameter's update: its state is sharded like it; counts of steps, scales and the like have no factor."""
+    """The update of one parameter: its state is sharded like it; step counts, scales and the like are replicated."""
     inputs, outputs = [], []
     for argument, tensor in zip(tensor_arguments(call.op), call.tensors, strict=True):
         listed = argument.kind == "Tensor[]" and tensor is not None and argument.name != "state_steps"
@@ -37,11 +37,10 @@ for _name in ("adam", "adamw", "sgd", "adagrad"):
 
 
 def addcmul(call: Call) -> str:
-    """A tensor, or a number for each element, multiplies a product."""
+    """The last operand is a tensor with a number for each element of the lists; other overloads take plain numbers."""
     return join("b?.., b?.., b?.., _ -> b..", "linear 0+1 | 0+2" if has_finite_numbers(call) else "")
 
 
-# One tensor holds a number for each element of the lists; there may be a number in its place.
 define(("aten::_foreach_addcmul.Tensor", "aten::_foreach_addcmul_.Tensor"), addcmul)
 define(("aten::_foreach_addcdiv.Tensor", "aten::_foreach_addcdiv_.Tensor"), "b?.., b?.., b?.., _ -> b..")
 define("aten::_foreach_max", "x.. -> ; monotone 0 ; reduce max")
@@ -51,7 +50,7 @@ define("aten::_foreach_powsum", "x.. -> ")
 
 
 def norms(call: LocalCall, shard: FactorShard) -> KernelRun:
-    """Norms of tensors with any placements: those of the local shards, merged by one reduction for the list."""
+    """Return norms of tensors with any placements: those of local shards, merged by one reduction for the list."""
     order, tensors = float(call["ord"]), call["self"]
     empty = 0.0 if order >= 0 else math.inf
     dtype = call["dtype"]
@@ -74,7 +73,7 @@ def norms(call: LocalCall, shard: FactorShard) -> KernelRun:
 
 
 def unscale(call: LocalCall, shard: FactorShard) -> KernelRun:
-    """Divide gradients by the loss scale; if any rank finds one that is not finite, all ranks learn it."""
+    """Divide gradients by the loss scale; `found_inf` becomes 1 on all ranks if any rank finds infinity or NaN."""
     found: Tensor = call["found_inf"].clone()
     call.run(found_inf=found)
     overall = yield Reduce(found, "max")

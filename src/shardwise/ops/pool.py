@@ -19,7 +19,7 @@ define = definitions_in(__name__)
 
 
 def spatial_rule(dims: int, clause: str = "", sizes: str = "") -> Callable[[Call], str]:
-    """The rule of an op whose tensors all end in so many spatial dims, after dims that they share.
+    """Return the rule of an op all of whose tensors have the same leading dims, then `dims` spatial ones.
 
     `clause` applies to floating point numbers only: averages of integers are rounded. `sizes` is the argument, if any,
     that holds the sizes of the result.
@@ -58,7 +58,7 @@ for _n in (2, 3):
             "fractional_max_pool#d_backward",
         ),
         spatial_rule(_n, "linear 0"),
-        derivative_makes_tensors=True,  # in gradients of gradients: the second operand only lends its shape
+        derivative_makes_tensors=True,  # zeros in the shape of the second operand, for gradients of gradients
     )
     _spatial = " ".join("_" * _n)
     define(_names(_n, "fractional_max_pool#d"), f"n c {_spatial}, n c _ -> n c {_spatial}, n c {_spatial}")
@@ -68,7 +68,7 @@ define("aten::max_pool2d_backward", derivative_makes_tensors=True)
 
 
 def _max_pool1d(func: OpOverload) -> Callable[..., object]:
-    """The override of `F.max_pool1d`: without gradients plain tensors on CPU have a kernel with row-major results."""
+    """The override of `F.max_pool1d`: on a CPU, without gradients, PyTorch's kernel returns row-major results."""
 
     def run(keys: Keys, x: Tensor, *args: object, **kwargs: object) -> object:
         result = call_original(func, keys, x, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Random ops. Each is one of PyTorch's fills (`uniform_`, `normal_`, ...) and what is computed from its numbers.
+"""Random ops. Each draws by one of PyTorch's fills (`uniform_`, `normal_`, ...), and may compute from these numbers.
 
 The argument `generator` of a local call is a `Draw`: it returns this rank's shard of the fill. The global tensor does
 not depend on the placements, so replicas agree and nothing is communicated.
@@ -34,7 +34,7 @@ Numbers = Callable[[LocalCall, Tensor | None], Tensor]
 
 
 def _fill(name: str, *arguments: str) -> Numbers:
-    """The fill of this name, with the arguments of these names."""
+    """Return code that draws by the fill of this name, with these arguments of the call."""
 
     def numbers(call: LocalCall, out: Tensor | None) -> Tensor:
         given = tuple(call.arguments[argument] for argument in arguments)
@@ -48,7 +48,7 @@ def _numbers(call: LocalCall, name: str, arguments: Args, **options: object) -> 
 
 
 def _standard(name: str, *arguments: float) -> Numbers:
-    """The fill of this name, with fixed arguments."""
+    """Return code that draws by the fill of this name, with fixed arguments."""
     return lambda call, out: _numbers(call, name, arguments, out=out)
 
 
@@ -78,7 +78,7 @@ def _bernoulli(call: LocalCall, out: Tensor | None) -> Tensor:
 
 
 def _require(condition: Tensor, message: str) -> None:
-    """Raise an error unless a condition holds everywhere on this rank. An accelerator is not waited for."""
+    """Raise an error unless a condition holds everywhere on this rank. On a GPU nothing is read, so nothing raised."""
     if has_readable_values(condition):
         recorded(_raise_unless, condition, message)
 
@@ -95,7 +95,7 @@ def _random(call: LocalCall, out: Tensor | None) -> Tensor:
 
 
 def _writing(numbers: Numbers) -> Callable[[LocalCall], Tensor]:
-    """The local code of an op: it draws into the tensor that the op writes, if there is one."""
+    """Return the local code of an op, which draws into the tensor that the op writes, if it writes one."""
 
     def run(call: LocalCall) -> Tensor:
         alias = schema_of(call.func).arguments[0].alias_info
@@ -158,7 +158,7 @@ define("aten::native_dropout", "x.. -> x.., x..", draw=dropout)
 
 
 def _decomposed(call: Call) -> None:
-    """No call has a rule. Without this function a generated rule would be used."""
+    """Return None: no call has a rule. Without this function a generated rule would be used."""
     return None
 
 
@@ -187,10 +187,11 @@ def _check_weights(weights: Tensor, num_samples: int, replacement: bool) -> None
         problem = f"weights of shape {list(weights.shape)} and dtype {weights.dtype}"
         raise RuntimeError(f"multinomial expects one or two dims of a floating-point dtype, not {problem}")
     if num_samples <= 0 or not (replacement or num_samples <= weights.shape[-1]):
-        raise RuntimeError(f"cannot draw {num_samples} of {weights.shape[-1]} indices without replacement")
+        how = "with" if replacement else "without"
+        raise RuntimeError(f"multinomial cannot draw {num_samples} of {weights.shape[-1]} indices {how} replacement")
     valid = (weights >= 0) & (weights < torch.inf)
     if not is_traced() and not bool(valid.all(-1).logical_and(weights.sum(-1) > 0).all()):
-        raise RuntimeError("weights that are negative, infinite or NaN, or whose sum is not positive")
+        raise RuntimeError("multinomial expects weights that are finite and not negative, with a positive sum")
 
 
 def rrelu_with_noise(

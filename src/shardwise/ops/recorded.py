@@ -11,22 +11,20 @@ aten = torch.ops.aten
 READS_VALUES = frozenset(
     [aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.item.default]
 )
-"""Ops that return what a tensor holds as a Python value."""
+"""Ops that return a value of a tensor to Python."""
 READING_METHODS = frozenset(
     getattr(torch.Tensor, name)
     for name in ("tolist", "numpy", "__array__", "item", "__bool__", "__int__", "__float__", "__index__")
 )
-"""Methods that do the same, and need not call an op."""
-DEPENDS_ON_DATA = frozenset([torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output])
-"""Tags of ops whose results have sizes that depend on data."""
+"""Methods of Tensor that return values to Python, some of them without calling an op."""
 SHARES_MEMORY = frozenset([aten._unsafe_view.default, WAIT])
-"""Ops whose results are their first argument in other words, although their schemas do not say so."""
+"""Ops whose result shares the memory of the first argument, although their schemas do not say so."""
 OTHER_NAMES = frozenset([aten.detach.default, aten.alias.default, aten.lift_fresh.default])
-"""Ops that return their argument under another name."""
+"""Ops that return an alias of their argument."""
 RESHAPES = frozenset([aten.view.default, aten._unsafe_view.default, aten.reshape.default])
-"""Ops that give a tensor without gaps any shape."""
+"""Ops that can give a contiguous tensor any shape."""
 UNDONE_BY_THEMSELVES = frozenset([aten.t.default])
-"""Views that give back their argument when they are made twice."""
+"""Views that are their own inverse."""
 MAY_CHANGE_NOTHING = RESHAPES | {aten.expand.default, aten.permute.default, aten.transpose.int}
 """Views that may have the shape and strides of what they view."""
 COPIES = frozenset([aten.clone.default])
@@ -36,4 +34,4 @@ CHANGES_SHAPE = frozenset(
     for name in ("t_", "transpose_", "squeeze_", "unsqueeze_", "resize_", "as_strided_", "swapaxes_", "set_")
     if hasattr(getattr(aten, name, None), "default")
 )
-"""Ops that give a tensor another shape in place, which its other names do not get."""
+"""Ops that change the shape of a tensor in place. Its aliases keep their shapes."""

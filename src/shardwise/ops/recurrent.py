@@ -1,7 +1,7 @@
 """lstm, gru, rnn_tanh and rnn_relu, step by step, from ops that have rules.
 
-PyTorch picks a fused kernel for them before autograd sees the call. Such a kernel reads the memory of its tensors,
-which a distributed tensor has none of.
+PyTorch picks a fused kernel for them before autograd sees the call. Such a kernel reads the memory of its tensors, but
+a distributed tensor has none.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ Cell = Callable[[Tensor, State, _Weights], State]
 def _lstm_cell(from_input: Tensor, state: State, weights: _Weights) -> State:
     h, c = state
     gates = from_input + F.linear(h, weights.hidden, weights.hidden_bias)
-    enter, forget, candidate, leave = torch.unsafe_chunk(gates, 4, -1)
-    c = forget.sigmoid() * c + enter.sigmoid() * candidate.tanh()
-    h = leave.sigmoid() * c.tanh()
+    i, f, g, o = torch.unsafe_chunk(gates, 4, -1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    h = o.sigmoid() * c.tanh()
     return h if weights.projection is None else F.linear(h, weights.projection), c
 
 
@@ -99,7 +99,7 @@ def _run_direction(
 def _run_packed_forward(
     cell: Cell, steps: Sequence[Tensor], state: State, weights: _Weights
 ) -> tuple[list[Tensor], State]:
-    """Run packed sequences, longest first: the batch shrinks as sequences end, and their states are kept."""
+    """Run packed sequences, longest first: the batch shrinks as sequences end, and their last states are set aside."""
     outputs: list[Tensor] = []
     ended: list[State] = []
     for step in steps:
@@ -116,7 +116,7 @@ def _run_packed_forward(
 def _run_packed_backward(
     cell: Cell, steps: Sequence[Tensor], first: State, weights: _Weights
 ) -> tuple[list[Tensor], State]:
-    """From the last step to the first: the batch grows as sequences begin, each with its first state."""
+    """Run packed sequences from the last step to the first: the batch grows as sequences begin, each with its state."""
     outputs: list[Tensor] = []
     state = tuple(part[: steps[-1].shape[0]] for part in first)
     for step in reversed(steps):
@@ -162,7 +162,7 @@ def _run_layers(
 
 
 def _layers(params: Sequence[Tensor], has_biases: bool, count: int) -> Iterator[_Weights]:
-    """The parameters of each layer and direction: two weights, two biases, and a projection, where there are such."""
+    """Yield the parameters of each layer and direction: two weights, and the biases and the projection that it has."""
     each = len(params) // count
     biases = 2 if has_biases else 0
     for start in range(0, len(params), each):
@@ -175,7 +175,7 @@ def _layers(params: Sequence[Tensor], has_biases: bool, count: int) -> Iterator[
 
 
 def _override(cell: Cell) -> Override:
-    """The override of the functions of a cell: `input` for padded sequences, `data` for packed ones."""
+    """Return the override of a cell's function: its overload `input` takes padded sequences, `data` packed ones."""
 
     def override(func: OpOverload) -> Callable[..., object]:
         run = _run_padded if overload_name(func) == "input" else _run_packed

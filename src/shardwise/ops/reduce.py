@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..notation.build import dims_text, join, normalized, reduction, replicated_dims
+from ..notation.build import dims_text, join, kernel_clause, normalized, reduction, replicated_dims
 from .call import Call
 from .kernel import LocalCall, LocalResult
 from .modes import switched
@@ -36,12 +36,12 @@ def merged(ndim: int, dims: int | Sequence[int] | None, keepdim: bool = False, o
     over = reduced_dims(ndim, dims)
     operand = dims_text("x", ndim, {dim: f"k{dim}" for dim in over})
     result = dims_text("x", ndim, dict.fromkeys(over, "1" if keepdim else ""))
-    kernel = f"kernel {', '.join(f'k{dim}' for dim in over)}" if over else ""
+    kernel = kernel_clause([f"k{dim}" for dim in over])
     return join(f"{operand} -> {', '.join([result] * outputs)}".strip(), "reduce none" if over else "", kernel)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which results of this dtype are added up."""
+    """The dtype in which sums of this dtype are computed: float32 for narrower floats."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
@@ -51,12 +51,11 @@ def over(call: LocalCall, name: str = "dim") -> list[int]:
 
 
 def counts(call: LocalCall, dims: list[int], local: Tensor) -> tuple[int, int]:
-    """The number of elements that each result is made of: on this rank, and globally."""
+    """The number of elements that each result is reduced from: on this rank, and globally."""
     return math.prod(local.shape[dim] for dim in dims), math.prod(call.given[0].shape[dim] for dim in dims)
 
 
-# ---- by an op that Partial supports
-# ------------------------------------------------------------------------------------
+# ---- by an op that Partial supports ---------------------------------------------------------------------------------
 
 
 def reduce_by(op: str, linear: bool = True) -> Callable[[Call], str]:
@@ -128,7 +127,7 @@ define("aten::_local_scalar_dense", "[x..] -> ")
 def equal(one: Tensor, other: Tensor) -> bool:
     """Whether all elements are equal: ranks exchange one bit each, not the tensors.
 
-    With a plain tensor, whether what each rank holds of the distributed one equals that part of its plain one.
+    With a plain tensor, each rank compares its local shard with the same part of its own plain tensor.
     """
     if one.shape != other.shape:
         return False

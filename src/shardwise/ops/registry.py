@@ -40,13 +40,16 @@ OpName = OpOverload | OpOverloadPacket | str
 
 
 class Define(Protocol):
-    """Defines ops that share a rule and all else: `define(names, rule, kernels=..., local=..., ...)`."""
+    """`define(names, rule, kernels=..., local=..., ...)` adds one record for each name, with the same fields."""
 
     def __call__(self, names: str | Iterable[str], rule: Source | None = None, **facts: Unpack[Facts]) -> None: ...
 
 
 class Registry:
-    """Records by the name of their op: those of this package, or those of a table that is asked after them."""
+    """Records by op name: built-in ones and, on top of them, the user's.
+
+    A second registry may serve the ops that have neither (`put_behind`).
+    """
 
     def __init__(self) -> None:
         self._built_in: dict[str, Op] = {}
@@ -63,7 +66,7 @@ class Registry:
         if before is not None:
             raise RuleError(
                 f"{op.name} is defined in {before.file} and in {op.file}",
-                "define an op once",
+                "define an op once, with all its fields",
             )
         self._built_in[op.name] = op
         self._changed()
@@ -77,8 +80,10 @@ class Registry:
             inherited = self._kernels_for(name, source)
             if given or set(source.kernel) != set(inherited):
                 raise RuleError(
-                    f"{name} has kernels for {sorted(given) or 'nothing'}, its rule is {source!s}",
-                    "pass one for each factor that the kernel clause names",
+                    f"{name} has kernels for {sorted(given) or 'nothing'}, but its rule is {source!s}",
+                    f"pass one kernel for each of {sorted(source.kernel)}: kernels={{factor: Kernel(...)}}"
+                    if source.kernel
+                    else "leave kernels out, or name their factors in a clause: kernel k",
                 )
             given = inherited
         before = self._built_in_for(name)
@@ -132,9 +137,9 @@ class Registry:
         return self._user.get(name) or self._built_in[name]
 
     def overloads_with(self, fact: Callable[[Op], object]) -> Iterator[tuple[OpOverload, Op]]:
-        """The overloads of the built-in ops that have a fact, with their records; without those that have `out=`.
+        """Yield the overloads of built-in ops whose record satisfies `fact`, with the record; none that have `out=`.
 
-        The record of an op is also that of its in-place variant.
+        The in-place variant of an op is included, unless it has a record of its own.
         """
         for op in filter(fact, self._built_in.values()):
             packet, _, overload = op.name.partition(".")
@@ -174,7 +179,7 @@ class Registry:
         return resolved if by_user is None else ResolvedOp(func, *by_user, own, built_in=resolved)
 
     def _in_place_view(self, func: OpOverload) -> OpOverload | None:
-        """For an op that turns a tensor into a view of itself, such as `t_`, the one that makes the view."""
+        """For an op that turns a tensor into a view of itself, such as `t_`, return the view op, such as `t`."""
         if torch.Tag.inplace_view not in func.tags:
             return None
         takes = [(argument.name, str(argument.type)) for argument in schema_of(func).arguments]
@@ -205,20 +210,24 @@ def _has_rule(table: Mapping[str, Op], name: str) -> bool:
 
 
 def _derive(func: OpOverload, op: Op, models: Iterable[OpOverload]) -> Iterator[tuple[Op, Operands]]:
-    """The record with the operands of `func`, by the model whose operands it matches best, if there is one."""
+    """Yield the record with the positions of `func`'s operands, taken from the model that shares most of them.
+
+    Yield nothing if `func` is a variant of no model.
+    """
     rule = parse(op.rule) if isinstance(op.rule, str) else op.rule
     best: Operands | None = None
     models = list(models)
     if isinstance(rule, Rule) and models and not any(rule.fits(len(operands_of(m))) for m in models):
         raise RuleError(
-            f"the rule {rule!s} of {op.name} has {len(rule.inputs)} operands", f"see {schema_of(models[0])}"
+            f"the rule {rule!s} of {op.name} has {len(rule.inputs)} operands",
+            f"write {len(operands_of(models[0]))} patterns left of the arrow, for {schema_of(models[0])}",
         )
     for model in models:
         # An overload that the rule was written for needs no match: its operands are those of the rule.
         itself = model is func
         operands = tuple(a.position for a in operands_of(func)) if itself else match_operands(func, model)
         fits = operands is not None and (not isinstance(rule, Rule) or rule.fits(len(operands)))
-        # A function of the call sees the most if it was written for the overload with the most tensors.
+        # If the rule is a function of the call, the overload with the most tensors passes it the most.
         if operands is not None and fits and (best is None or len(operands) > len(best)):
             best = operands
     if best is not None:
@@ -243,7 +252,7 @@ rule_for = registry.rule_for
 
 
 def definitions_in(module: str) -> Define:
-    """`define` for a module, which the records name as their place of definition."""
+    """Return `define` for a module, whose file the records name as the place of their definition."""
     file = "/".join(module.split(".")[1:]) + ".py"
 
     def define(names: str | Iterable[str], rule: Source | None = None, **facts: Unpack[Facts]) -> None:

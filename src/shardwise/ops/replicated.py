@@ -1,4 +1,4 @@
-"""Plain tensors that are the same on all ranks, as distributed ones."""
+"""Wrap plain tensors that are the same on all ranks as replicated DTensors."""
 
 from __future__ import annotations
 

@@ -24,9 +24,10 @@ from ..sharding.layout import Layout
 from .call import Args, Call, Kwargs
 from .kernel import Kernel
 from .op import Function, Op, Put
-from .schema import Operands, operands_of, overload_key, tensor_arguments, variant_of
+from .schema import Operands, operands_of, overload_key, returns_view, tensor_arguments, variant_of
 
 NEEDS_DATA = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output))
+"""Tags of ops whose results have shapes, or Python values, that depend on data."""
 
 
 class ResolvedOp:
@@ -51,7 +52,7 @@ class ResolvedOp:
         self.name: str = schema.name
         self.variant = variant_of(func)
         self.writes = tuple(argument.position for argument in tensor_arguments(func) if argument.write)
-        self.is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        self.is_view = returns_view(func)
         self.returns = bool(schema.returns)
         self.names: tuple[str, ...] = tuple(argument.name for argument in schema.arguments)
         given = operands if operands is not None else tuple(a.position for a in operands_of(func))
@@ -64,7 +65,7 @@ class ResolvedOp:
         self.decomposition: Function | None = itself.decomposition if itself is not None else None
         self.python: Function | None = itself.python if itself is not None else None
         self.put: Put | None = itself.put if itself is not None else None
-        # Worked out by dispatch when it is first needed.
+        # Filled in by dispatch on first use.
         self.bindings: Cache[Hashable, Function] = Cache(1 << 16, _entry_bytes)
         self.result_forms: Cache[Hashable, Any] = Cache(1 << 16, _entry_bytes)
         self.accepted: Cache[Hashable, bool] = Cache(1 << 16, _entry_bytes)
@@ -82,23 +83,23 @@ class ResolvedOp:
         return self.op.rule is not None
 
     def at(self, call: Call) -> ResolvedOp:
-        """What to use for this call: the built-in op where the user's rule says the same as its own.
+        """Return what serves this call: the built-in op if its rule for the call is the user's rule, else this.
 
-        So registering a built-in rule verbatim changes nothing: its kernels and local code still serve it.
+        So registering a built-in rule verbatim changes nothing: the op's kernels and local code still serve it.
         """
         if self.built_in is None or not self.built_in.has_rule:
             return self
-        return self.built_in if self.built_in.rule(call) is self._without_kernels(call) else self
+        return self.built_in if self.built_in.rule(call) is self._unchecked_rule(call) else self
 
     def rule(self, call: Call) -> Rule | None:
         """The rule of one call. None to decompose it, or to run it on gathered inputs."""
-        rule = self._without_kernels(call)
+        rule = self._unchecked_rule(call)
         for name in rule.kernel if rule is not None else ():
             self.kernel(name)
         return rule
 
-    def _without_kernels(self, call: Call) -> Rule | None:
-        """The rule of one call; this op may lack kernels that it names."""
+    def _unchecked_rule(self, call: Call) -> Rule | None:
+        """The rule of one call, which may name kernels that this op lacks."""
         source = self.op.rule
         found = source(call) if callable(source) and not isinstance(source, Rule) else source
         if found is None:
@@ -110,7 +111,8 @@ class ResolvedOp:
         if not rule.fits(len(self.operands) - len(dropped)):
             raise RuleError(
                 f"the rule {rule!s} of {self.key} has {len(rule.inputs)} operands",
-                f"{call.op} has {len(self.operands) - len(dropped)}: {schema_of(call.op)}",
+                f"{call.op} has {len(self.operands) - len(dropped)}; write that many patterns left of the arrow, for "
+                f"{schema_of(call.op)}",
             )
         return rule
 
@@ -146,7 +148,7 @@ def _entry_bytes(key: object, value: object) -> int:
 
 
 def kernel_for(op: Op, factor: str) -> Kernel | None:
-    """The kernel of an op for this factor. That of `k` serves k0, k1, ... too, and their parts k0_0, k0_1, ..."""
+    """The kernel of an op for this factor. That of `k` also serves k0, k1, ... and their refinements k0_0, k0_1, ..."""
     return op.kernels.get(factor) or op.kernels.get(_NUMBER.sub("", factor))
 
 
@@ -154,7 +156,7 @@ _NUMBER = re.compile(r"\d+(_\d+)?$")
 
 
 def _number_arguments(func: OpOverload) -> frozenset[int | str]:
-    """The arguments, by position and name, that are real numbers: rules do not look at their values by default."""
+    """The arguments, by position and by name, that are numbers: rules do not read their values by default."""
     found: set[int | str] = set()
     for position, argument in enumerate(schema_of(func).arguments):
         if "number" in str(argument.type) or "float" in str(argument.type):

@@ -15,12 +15,13 @@ from torch import Tensor
 from .._torch.ops import OpOverload, schema_of
 from ..sharding.layout import Factor, Layout
 from .above_autograd import new_op
+from .attention import inputs_of, mask_pattern
 from .call import Call
 from .kernel import FactorShard, Kernel, LocalCall, LocalResult, Steps
 from .op import Local
+from .reduce import wide
 from .registry import definitions_in
-from .ring_kernels import SEQUENCE, backward, forward, output_like, wide
-from .schema import operands_of
+from .ring_kernels import SEQUENCE, backward, forward, output_like
 
 define = definitions_in(__name__)
 
@@ -34,7 +35,7 @@ _QKV = "Tensor query, Tensor key, Tensor value"
 
 
 def _one_device(query: Tensor, key: Tensor, value: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-    """The op on plain tensors."""
+    """The op on plain tensors: a ring of one rank."""
     if query.is_meta:
         fused = args[1] is None and all(tensor.stride(-1) == 1 for tensor in (query, key, value))
         output = output_like(query, value, row_major=not fused)
@@ -45,7 +46,7 @@ def _one_device(query: Tensor, key: Tensor, value: Tensor, *args: object) -> tup
 def _one_device_gradients(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of plain tensors."""
+    """The backward op on plain tensors: a ring of one rank."""
     if gradient.is_meta:
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     return _on_plain(backward, ring_attention_backward, query, (gradient, query, key, value, *args))
@@ -79,25 +80,19 @@ def _patterns(call: Call) -> dict[str, str]:
     found["gradient"] = found["output"]
     mask = call.arguments.get("mask")
     if mask is not None and len(mask.shape):
-        last = -len(mask.shape)
-        scores = zip(mask.shape, (*query[:3], key[2])[last:], ("b", heads, "s", "[t]")[last:], strict=True)
-        found["mask"] = " ".join("1" if size == 1 and full != 1 else name for size, full, name in scores)
+        found["mask"] = mask_pattern(tuple(mask.shape), (*query[:3], key[2]), ("b", heads, "s", "[t]"))
     return found
-
-
-def _inputs(call: Call, patterns: dict[str, str]) -> str:
-    return ", ".join(patterns.get(argument.name, "_..") for argument in operands_of(call.op))
 
 
 def _forward_rule(call: Call) -> str:
     patterns = _patterns(call)
-    return f"{_inputs(call, patterns)} -> {patterns['output']}, {patterns['logsumexp']} ; kernel s"
+    return f"{inputs_of(call, patterns)} -> {patterns['output']}, {patterns['logsumexp']} ; kernel s"
 
 
 def _backward_rule(call: Call) -> str:
     patterns = _patterns(call)
     results = ", ".join(patterns[name] for name in ("query", "key", "value"))
-    return f"{_inputs(call, patterns)} -> {results} ; linear 0 ; kernel s"
+    return f"{inputs_of(call, patterns)} -> {results} ; linear 0 ; kernel s"
 
 
 def _on_one_rank(run: Run[T], call: LocalCall) -> T:

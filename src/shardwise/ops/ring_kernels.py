@@ -1,11 +1,11 @@
 """The kernels of `shardwise::ring_attention` and its gradient: what ranks compute and send.
 
 Each rank keeps its queries, and the blocks of keys and values travel around the ring of ranks. While a rank attends to
-one block, the next one is on its way, so it holds two at most. Backward, the gradients of a block travel with it and
-are home after one turn. With `rotate="gather"` each rank gathers all keys and values instead.
+one block, the next one is on its way, so it holds two at most. In backward, the gradients of a block follow it, and are
+on the block's own rank after one turn. With `rotate="gather"` each rank gathers all keys and values instead.
 
-All ranks pass all blocks on, also those that they do not look at: in causal attention the later ones, in a sequence of
-packed documents those of other documents.
+All ranks pass all blocks on, also those whose keys their queries do not see: in causal attention later ones, in a
+sequence of packed documents those of other documents.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from .attention_blocks import Merged, Options, Saved, attend, gradients
 from .attention_dropout import kept_weights
 from .attention_segments import Pair, pairs_of, segments_of
 from .kernel import Arrive, FactorShard, Fetch, LocalCall, Return, Rotate, Steps
+from .reduce import wide
 
 SEQUENCE = 2
 """The dim of positions."""
 
 
 class _Blocks:
-    """What one rank computes of a call: blocks of its queries with the keys of each piece."""
+    """The share of one rank in a call: which of its queries see which keys of each piece, and how they are computed."""
 
     def __init__(self, call: LocalCall, shard: FactorShard) -> None:
         self.call, self.shard, self.count = call, shard, len(shard.bounds)
@@ -35,7 +36,7 @@ class _Blocks:
         self.layout = call.given[query]
 
     def pairs(self, piece: int) -> list[Pair]:
-        """What this rank's queries see of a piece's keys."""
+        """Return the pairs of this rank's segments of queries and the segments of a piece's keys that they see."""
         call, shard = self.call, self.shard
         if call["dropout"] is None and not call["is_causal"] and not call["documents"]:
             queries, keys = (segments_of(shard.size, (shard.bounds[p],))[0] for p in (shard.piece, piece))
@@ -43,7 +44,7 @@ class _Blocks:
         return pairs_of(self.segments[shard.piece], self.segments[piece], call["is_causal"])
 
     def options(self, pair: Pair, piece: int) -> Options:
-        """How to compute a pair: the scale, and what the masks say about it."""
+        """Return how to compute a pair: scale, causality, and its block of the mask and of the dropout mask."""
         call, mask, kept = self.call, self.call["mask"], None
         if mask is not None:
             start = self.shard.bounds[piece][0] + pair.key.row
@@ -71,7 +72,7 @@ def _unpack(buffer: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _rows(shard: FactorShard, step: int) -> list[int]:
-    """How many positions each piece holds after so many rotations."""
+    """Return how many positions each piece holds after `step` rotations."""
     sizes = [stop - start for start, stop in shard.bounds]
     return [sizes[(piece - step) % len(sizes)] for piece in range(len(sizes))]
 
@@ -80,7 +81,7 @@ def _rows(shard: FactorShard, step: int) -> list[int]:
 
 
 def forward(call: LocalCall, shard: FactorShard) -> Steps[tuple[Tensor, Tensor]]:
-    """The output and its logsumexp."""
+    """Compute the output and its logsumexp."""
     query, key, value = call["query"], call["key"], call["value"]
     blocks = _Blocks(call, shard)
     output = output_like(query, value, call["dropout"] is not None)
@@ -122,15 +123,10 @@ def _gathered(shard: FactorShard, key: Tensor, value: Tensor) -> Steps[tuple[Ten
 
 
 def output_like(query: Tensor, value: Tensor, row_major: bool) -> Tensor:
-    """An empty output, in memory as PyTorch makes it: like the queries, but row-major without a fused kernel."""
+    """Return an empty output in PyTorch's memory order: that of the queries, or row-major without a fused kernel."""
     if query.shape[-1] == value.shape[-1] and not row_major:
         return torch.empty_like(query)
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums are made."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 # ---- backward -------------------------------------------------------------------------------------------------------
@@ -145,12 +141,15 @@ class _Gradients:
         self.saved = Saved(call["gradient"], call["output"], call["logsumexp"])
 
     def of(self, piece: int, key: Tensor, value: Tensor, sums: Tensor) -> None:
-        """Add to the gradients of queries, and to those of a piece's keys and values, which are packed in `sums`."""
+        """Add a piece's block to the gradients of queries, and to those of keys and values, packed in `sums`."""
         for found, columns in self._pairs(piece, key, value):
             self._add(found, columns, _unpack(sums, key, value))
 
     def arriving(self, piece: int, key: Tensor, value: Tensor, coming: Tensor | None) -> Steps[Tensor]:
-        """Add to sums that are still in flight, which are needed after the first pair; None if there are none yet."""
+        """Do the same for sums that are in flight, and return them; they are awaited after the first pair is computed.
+
+        Without sums `coming`, they start from zeros.
+        """
         sums: Tensor | None = None
         for found, columns in self._pairs(piece, key, value):
             if sums is None:
@@ -161,7 +160,7 @@ class _Gradients:
         return sums
 
     def _pairs(self, piece: int, key: Tensor, value: Tensor) -> Iterator[tuple[Sequence[Tensor], slice]]:
-        """What each pair of segments adds to the gradients of keys and values, with the rows of the keys."""
+        """Add to the gradients of queries; yield what each pair adds to those of keys and values, with their rows."""
         blocks = self.blocks
         for pair in blocks.pairs(piece):
             rows, columns = pair.query.rows, pair.key.rows
@@ -178,13 +177,13 @@ class _Gradients:
             total[:, :, columns].add_(gradient)
 
     def zeros(self, key: Tensor, value: Tensor) -> Tensor:
-        """Packed gradients of so many keys and values."""
+        """Return packed gradients of these keys and values, filled with zeros."""
         width = key.shape[0] * key.shape[1] * (key.shape[-1] + value.shape[-1])
         return key.new_zeros((key.shape[2], width), dtype=wide(key.dtype))
 
 
 def backward(call: LocalCall, shard: FactorShard) -> Steps[tuple[Tensor, Tensor, Tensor]]:
-    """The gradients of queries, keys and values."""
+    """Compute the gradients of queries, keys and values."""
     key, value = call["key"], call["value"]
     blocks = _Blocks(call, shard)
     mine = _Gradients(blocks)

@@ -1,6 +1,7 @@
 """`rms_norm` as one op, and one node of autograd, on CPU as on GPUs.
 
-PyTorch has a fused kernel for GPUs, which distributed tensors take apart like its CPU code: six ops, twelve backward.
+For tensor subclasses PyTorch decomposes it on every device, although it has a fused kernel for GPUs: six ops, and
+twelve in backward.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class _RMSNorm(QuickFunction):
 
 
 def _is_served(tensors: Sequence[Tensor], normalized_shape: Sequence[int]) -> bool:
-    """Whether shapes fit, and sums are made in the dtype of the tensors. PyTorch has errors for the rest."""
+    """Whether shapes fit, and no wider dtype is needed for sums. PyTorch decomposes other calls, or raises an error."""
     (input, *weight), shape = tensors, tuple(normalized_shape)
     if not shape or input.shape[-len(shape) :] != shape or input.dtype not in _DTYPES:
         return False

@@ -24,7 +24,7 @@ Combine = Callable[[Tensor, Tensor], Tensor]
 
 
 def slab(call: LocalCall, size: int) -> list[int]:
-    """The shape of so many rows along the sharded dim."""
+    """The local shape of the operand with `size` rows along the sharded dim."""
     x, dim = call["self"], call.dims[0]
     return [size if d == dim else n for d, n in enumerate(x.shape)]
 
@@ -37,7 +37,7 @@ def _last(call: LocalCall, scanned: Tensor, shard: FactorShard, start: float) ->
 
 
 def gather_both(one: Tensor, other: Tensor) -> Steps[tuple[Tensor, Tensor]]:
-    """Two tensors of every rank in one collective, as bytes since their dtypes may differ."""
+    """Gather two tensors of every rank in one collective, as bytes since their dtypes may differ."""
     raw = [as_bytes(tensor) for tensor in (one, other)]
     parts = yield Gather(torch.cat(raw))
     ones, others = parts.split([part.numel() for part in raw], 1)
@@ -52,7 +52,7 @@ def _seen_as(raw: Tensor, like: Tensor) -> Tensor:
 
 
 def cumulate(start: float, combine: Combine) -> Callable[[LocalCall, FactorShard], KernelRun]:
-    """A scan of each shard, combined with the total of all shards before it."""
+    """Return the kernel that scans each shard, and combines it with the total of all shards before it."""
 
     def run(call: LocalCall, shard: FactorShard) -> KernelRun:
         scanned = call.run()
@@ -68,13 +68,13 @@ def cumulate(start: float, combine: Combine) -> Callable[[LocalCall, FactorShard
 
 
 def _takes_over(new: Tensor, old: Tensor, largest: bool) -> Tensor:
-    """Whether a later value is the running extreme: of equal ones the last, and a NaN until the next NaN."""
+    """Whether a later value replaces the running extreme: an equal one does, and so does a NaN."""
     better = new >= old if largest else new <= old
     return better | (new != new) if new.dtype.is_floating_point else better
 
 
 def cumulate_extreme(largest: bool) -> Callable[[LocalCall, FactorShard], KernelRun]:
-    """Running extremes and their indices."""
+    """Return the kernel of running extremes and their indices."""
 
     def merge(before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         wins = _takes_over(after[0], before[0], largest)
@@ -111,7 +111,7 @@ def scan_rule(outputs: int, *clauses: str) -> Callable[[Call], str]:
 
 def logcumsumexp_rule(call: Call) -> str:
     """A scan; of complex numbers along a replicated dim only."""
-    if call.tensors[0].dtype.is_complex:  # which of the many logarithms comes out depends on all numbers before
+    if call.tensors[0].dtype.is_complex:  # the branch of a complex logarithm depends on all numbers before
         dims = replicated_dims("x", call.ndim(0), call.arg("dim"))
         return f"{dims} -> {dims}"
     return scan_rule(1)(call)
@@ -162,7 +162,7 @@ def _vander(func: OpOverload) -> Callable[..., object]:
 
 
 define("aten::vander", override=_vander)
-define(("aten::trapezoid", "aten::trapz"), makes_tensors=True)  # zeros, of nothing
+define(("aten::trapezoid", "aten::trapz"), makes_tensors=True)  # zeros for empty operands
 
 # ---- segments -------------------------------------------------------------------------------------------------------
 

@@ -101,6 +101,11 @@ def has_functional_variant(func: OpOverload) -> bool:
     return any(variant_of(other) == "functional" for other in overloads(packet_name(func)))
 
 
+def returns_view(func: OpOverload) -> bool:
+    """Return whether a result is a view of an argument, which the op does not write."""
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in schema_of(func).returns)
+
+
 def _split(name: str) -> tuple[str, str]:
     namespace, _, base = name.rpartition("::")
     return namespace, base

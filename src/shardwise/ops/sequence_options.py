@@ -1,4 +1,4 @@
-"""How attention runs over a sequence that is sharded by position: what the user asks for.
+"""The user's options for attention over a sequence that is sharded by position.
 
 >>> with attention_over_sequence(method="ring", zigzag=True):
 ...     F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -40,7 +40,7 @@ options = ContextOptions()
 
 
 class SequenceMode(NamedTuple):
-    """What is asked for in this thread: a method, and whether sequences are in head-tail order."""
+    """The options of a block: the method (None: by cost), and whether sequences are in head-tail order."""
 
     method: Method | None = None
     zigzag: bool = False
@@ -50,7 +50,7 @@ _mode = ThreadValue("sequence attention", SequenceMode())
 
 
 def sequence_mode() -> SequenceMode:
-    """What the user asks for: in a block of this thread, else by the options of this process."""
+    """Return the options of this thread's block; if they have no method, `rotate_method` of this process decides."""
     mode = _mode.get()
     if mode.method is None and options.rotate_method is not None:
         return mode._replace(method="ring" if options.rotate_method is RotateMethod.ALL_TO_ALL else "gather")
@@ -61,8 +61,8 @@ def sequence_mode() -> SequenceMode:
 def attention_over_sequence(method: Method | None = None, zigzag: bool | None = None) -> Iterator[None]:
     """Set the method of attention over positions that are sharded, inside the block; None leaves it unchanged.
 
-    With `zigzag` the sequences are in the head-tail order that `zigzag` brings them to, and a causal mask follows the
-    positions that tokens have in the text. Where activations are recomputed, call backward inside, too.
+    With `zigzag=True` the sequences are in head-tail order, into which the function `zigzag` brings them, and a causal
+    mask follows the original positions of tokens. Where activations are recomputed, call backward inside, too.
 
     >>> with attention_over_sequence("ring"):
     ...     F.scaled_dot_product_attention(q, k, v, is_causal=True)    # q, k, v: [Shard(2)]

@@ -22,8 +22,7 @@ KINDS: tuple[Kind, ...] = ("rule", "generated", "decomposition", "gathered")
 def served_by(func: OpOverload, planned: bool | None = None) -> Kind:
     """How calls of an op are served: `rule`, `generated`, `decomposition` or `gathered`.
 
-    Rules may refuse calls. `planned` says of one call whether its rule took it; without it the answer is for calls that
-    the rule takes.
+    A rule may refuse a call. `planned` is whether it took the call at hand; None to describe the calls that it takes.
     """
     found = resolve(func)
     if planned is None:

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from .._torch.decompositions import pytorch_decomposition
 from .._torch.ops import packet_name
-from ..notation.build import dims_text, join
-from ..sharding.layout import Run
+from ..notation.build import dims_text, join, kernel_clause
 from .call import Call
-from .kernel import FactorShard, Fetch, Kernel, KernelRun, LocalCall
+from .kernel import FactorShard, Fetch, Kernel, KernelRun, LocalCall, clipped
 from .op import Local
 from .registry import definitions_in
 from .views import MOVES
@@ -37,12 +36,11 @@ def along_dims(call: Call) -> str:
         text = dims_text("x", ndim, dict.fromkeys(range(ndim), "_"))
         return join(f"{text} -> {text}", MOVES)
     text = dims_text("x", ndim, {dim: f"k{dim}" for dim in dims})
-    kernels = ", ".join(f"k{dim}" for dim in dims)
-    return join(f"{text} -> {text}", MOVES, f"kernel {kernels}" if dims else "")
+    return join(f"{text} -> {text}", MOVES, kernel_clause([f"k{dim}" for dim in dims]))
 
 
 def roll(call: LocalCall, shard: FactorShard) -> KernelRun:
-    """A rank's shard of the rolled dim is one run of rows, or two where it goes over the end."""
+    """Fetch this rank's rows of the rolled dim: one run, or two where they wrap around the end."""
     dim, ndim = call.sharded_dim, call["self"].dim()
     pairs = [(by, axis % ndim) for by, axis in zip(_list(call["shifts"]), _list(call["dims"]), strict=True)]
     by = sum(shift for shift, axis in pairs if axis == dim)
@@ -59,7 +57,7 @@ def roll(call: LocalCall, shard: FactorShard) -> KernelRun:
 
 
 def flip(call: LocalCall, shard: FactorShard) -> KernelRun:
-    """The rows from the other end."""
+    """Fetch the mirrored rows, and flip them."""
     dim = call.sharded_dim
     wanted = [(shard.size - stop, shard.size - start) for start, stop in shard.bounds]
     rows = yield Fetch(call["self"], dim, shard.bounds, wanted)
@@ -85,27 +83,21 @@ def pad_rule(call: Call) -> str:
     ndim, pads = call.ndim(0), list(call.arg("pad"))
     padded = [ndim - 1 - i // 2 for i in range(0, len(pads), 2) if pads[i] or pads[i + 1]]
     text = dims_text("x", ndim, {dim: f"k{dim}" for dim in padded})
-    kernels = ", ".join(f"k{dim}" for dim in sorted(padded))
     linear = "linear 0" if call.arg("value", 0) == 0 else ""
-    return join(f"{text} -> {text}", linear, f"kernel {kernels}" if padded else "")
+    return join(f"{text} -> {text}", linear, kernel_clause([f"k{dim}" for dim in sorted(padded)]))
 
 
 def pad(call: LocalCall, shard: FactorShard) -> KernelRun:
-    """A rank's shard of the padded dim: rows of the tensor, and padding where it reaches over the ends."""
+    """Fetch this rank's rows of the padded dim, and pad where they reach beyond the ends."""
     dim, pads = call.sharded_dim, list(call["pad"])
     at = 2 * (call["self"].dim() - 1 - dim)
     target = shard.of(call.shapes[0][dim])
     shifted = [(start - pads[at], stop - pads[at]) for start, stop in target.bounds]
-    wanted = [_clipped(run, shard.size) for run in shifted]
+    wanted = [clipped(run, shard.size) for run in shifted]
     rows = yield Fetch(call["self"], dim, shard.bounds, wanted)
     (low, high), (first, last) = shifted[shard.piece], wanted[shard.piece]
     pads[at : at + 2] = (first - low, high - last) if last > first else (high - low, 0)
     return aten.constant_pad_nd.default(rows, pads, call["value"])
-
-
-def _clipped(run: Run, size: int) -> Run:
-    low, high = (min(max(edge, 0), size) for edge in run)
-    return (low, high) if high > low else (0, 0)
 
 
 define("aten::constant_pad_nd", pad_rule, kernels={"k": Kernel(pad)}, reads_numbers=True)
@@ -122,7 +114,7 @@ for _n in (1, 2, 3):
 
 
 def triangle(call: LocalCall) -> Tensor:
-    """A triangle of this rank's block, whose diagonal is where global rows and columns meet."""
+    """Keep the triangle of this rank's block above or below the global diagonal."""
     tensor: Tensor = call["self"]
     rows, columns = call.layouts[0].runs(call.at)[-2:]
     if len(rows) == len(columns) == 1:

@@ -29,7 +29,7 @@ define = definitions_in(__name__)
 
 
 def starts_of(sizes: list[int]) -> list[int]:
-    """Where each of several consecutive ranges of these sizes starts."""
+    """Return the start of each of several consecutive ranges: `[2, 3, 4]` -> `[0, 2, 5]`."""
     return list(itertools.accumulate(sizes, initial=0))[:-1]
 
 
@@ -47,13 +47,13 @@ class Slice:
         self.is_all = self.rows == size
 
     def within(self, held: Run) -> Run:
-        """The rows of the slice, counted from its first, whose sources are in this range."""
+        """Return which rows of the slice, counted from its first one, are rows of the dim in this range."""
         first, last = (-((self.start - edge) // self.step) for edge in held)
         first = min(max(first, 0), self.rows)
         return first, min(max(last, first), self.rows)
 
     def of(self, tensor: Tensor, dim: int, held: Run) -> Tensor:
-        """The rows of the slice in a tensor that holds this range: a view."""
+        """Return a view of the rows of the slice in a tensor that holds this range of the dim."""
         first, last = self.within(held)
         begin = self.start + first * self.step - held[0]
         end = begin + (last - first - 1) * self.step + 1 if last > first else begin
@@ -71,7 +71,7 @@ def slice_rule(call: Call) -> str:
 
 
 def slice_rows(call: LocalCall, shard: FactorShard) -> KernelRun:
-    """Each rank slices its shard, then the slice is balanced."""
+    """Slice each shard, then exchange rows so that the slice is sharded evenly."""
     dim, rows = call.sharded_dim, Slice(call, shard.size)
     local = rows.of(call["self"], dim, shard.bounds[shard.piece])
     held = [rows.within(bounds) for bounds in shard.bounds]
@@ -79,7 +79,7 @@ def slice_rows(call: LocalCall, shard: FactorShard) -> KernelRun:
 
 
 def put_slice(given: Kwargs) -> Write:
-    """The rows of the slice, replaced by the value."""
+    """Replace the rows of the slice by the value."""
     dim, start, end, step = (given[name] for name in ("dim", "start", "end", "step"))
     return lambda root, value: aten.slice_scatter.default(root, value, dim, start, end, step)
 
@@ -93,7 +93,7 @@ def slice_backward_rule(call: Call) -> str:
 
 
 def slice_backward(call: LocalCall, shard: FactorShard) -> KernelRun:
-    """The rows of the gradient go to where they were taken from."""
+    """Put the rows of the gradient where the slice took them from; all other rows are zero."""
     dim = call.sharded_dim
     size = call.shapes[0][dim]
     rows, target = Slice(call, size), shard.of(size)
@@ -118,7 +118,7 @@ def slice_scatter_rule(call: Call) -> str:
 
 
 def slice_scatter(call: LocalCall, shard: FactorShard) -> KernelRun:
-    """A slice is replaced by the rows of another tensor."""
+    """Replace the rows of a slice by those of another tensor."""
     dim, rows = call.sharded_dim, Slice(call, shard.size)
     wanted = [rows.within(bounds) for bounds in shard.bounds]
     local = yield Fetch(call["src"], dim, shard.of(rows.rows).bounds, wanted)
@@ -144,7 +144,7 @@ define("aten::slice_inverse", derivative_makes_tensors=True)
 
 
 def row_rule(result: str) -> Callable[[Call], str]:
-    """The rule of an op on one row of a dim: the word `rest` in the result is replaced by the dims without it."""
+    """The rule of an op on one row of a dim; in `result`, the word `rest` stands for all other dims."""
 
     def rule(call: Call) -> str:
         ndim = call.ndim(0)
@@ -156,7 +156,7 @@ def row_rule(result: str) -> Callable[[Call], str]:
 
 
 def _row(tensor: Tensor, dim: int, index: int, shard: FactorShard) -> Tensor:
-    """The row of this global index on the rank that holds it; nothing that changes a sum on the others."""
+    """The row at this global index on the rank that holds it; on the others zeros that change no sum."""
     if shard.start <= index < shard.stop:
         return tensor.select(dim, index - shard.start).clone(memory_format=torch.contiguous_format)
     shape = list(tensor.shape)
@@ -166,24 +166,24 @@ def _row(tensor: Tensor, dim: int, index: int, shard: FactorShard) -> Tensor:
 
 @without_communication
 def select(call: LocalCall, shard: FactorShard) -> Tensor:
-    """The row, as a sum over ranks."""
+    """Return the row as a partial sum, to which only the rank that holds it adds."""
     return _row(call["self"], call.sharded_dim, call["index"] % shard.size, shard)
 
 
 @without_communication
 def unbind(call: LocalCall, shard: FactorShard) -> list[Tensor]:
-    """Every row, each as a sum over ranks."""
+    """Return every row as a partial sum, to which only the rank that holds it adds."""
     return [_row(call["self"], call.sharded_dim, index, shard) for index in range(shard.size)]
 
 
 def put_row(given: Kwargs) -> Write:
-    """The row, replaced by the value."""
+    """Replace the row by the value."""
     index = given["index"] if given[RESULT] is None else given[RESULT]
     return lambda root, value: aten.select_scatter.default(root, value, given["dim"], index)
 
 
 def select_backward_rule(call: Call) -> str:
-    """The gradient of a row, in zeros."""
+    """The result has the dim of the row, which the gradient of the row lacks; with the kernel it may be sharded."""
     sizes = tuple(call.arg("input_sizes"))
     dim = call.arg("dim") % len(sizes)
     operand, result = (dims_text("x", len(sizes), {dim: name}) for name in ("", "k"))
@@ -192,7 +192,7 @@ def select_backward_rule(call: Call) -> str:
 
 @without_communication
 def select_backward(call: LocalCall, shard: FactorShard) -> Tensor:
-    """The rank that holds the row takes the gradient."""
+    """Return zeros, and the gradient in the row on the rank that holds it."""
     result: Tensor = call["grad_output"].new_zeros(call.local_shape())
     index = call["index"] % shard.size
     if shard.start <= index < shard.stop:
@@ -201,7 +201,7 @@ def select_backward(call: LocalCall, shard: FactorShard) -> Tensor:
 
 
 def select_scatter_rule(call: Call) -> str:
-    """A row is replaced."""
+    """The source is one row, without the dim along which it replaces a row of the tensor."""
     ndim = call.ndim(0)
     dim = call.arg("dim") % ndim
     operand, source = (dims_text("x", ndim, {dim: name}) for name in ("k", ""))
@@ -210,7 +210,7 @@ def select_scatter_rule(call: Call) -> str:
 
 @without_communication
 def select_scatter(call: LocalCall, shard: FactorShard) -> Tensor:
-    """The rank that holds the row replaces it."""
+    """Replace the row on the rank that holds it."""
     result: Tensor = call["self"].clone()
     index = call["index"] % shard.size
     if shard.start <= index < shard.stop:
@@ -246,7 +246,7 @@ def split_rule(call: Call) -> str:
 
 
 def split(call: LocalCall, shard: FactorShard) -> KernelRun:
-    """Every result is balanced; the rows of all of them travel together."""
+    """Fetch the rows of all results in one exchange; each result is sharded evenly."""
     dim = call.sharded_dim
     sizes = [shape[dim] for shape in call.shapes]
     starts = starts_of(sizes)
@@ -260,7 +260,7 @@ def split(call: LocalCall, shard: FactorShard) -> KernelRun:
 
 
 def put_split(given: Kwargs) -> Write:
-    """One range of the dim, replaced by the value."""
+    """Replace one range of the dim by the value."""
     index, dim = given[RESULT], given["dim"]
     if "split_sizes" in given:
         starts = list(itertools.accumulate(given["split_sizes"], initial=0))
@@ -286,7 +286,8 @@ define(_UNSAFE, split_rule, layout_rule=blocks.split_by_blocks, kernels=_split, 
 
 
 def _split_at_values(func: OpOverload) -> Callable[..., object]:
-    """The override of tensor_split: it reads its indices from memory, which a distributed tensor has none of."""
+    """The override of `tensor_split` by a tensor of indices: PyTorch's kernel reads them from memory, which a
+    distributed tensor lacks."""
 
     def run(keys: Keys, tensor: Tensor, indices: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
         if indices.dtype != torch.int64 or indices.dim() > 1 or not tensor.dim():

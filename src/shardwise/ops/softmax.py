@@ -18,7 +18,7 @@ define = definitions_in(__name__)
 
 
 def _finite(top: Tensor) -> Tensor:
-    """The maximum to subtract before an exponential: an infinite one would give inf - inf."""
+    """The maximum to subtract before an exponential: 0 for an infinite one, which would give inf - inf."""
     return torch.where(top.isfinite(), top, 0.0)
 
 
@@ -93,11 +93,11 @@ def log_softmax_backward(call: LocalCall, shard: FactorShard) -> KernelRun:
 
 
 def _softmax_rule(operands: int, *clauses: str) -> Callable[[Call], str]:
-    """The rule of an op whose operands and result have the same dims; `dim`, if there is one, has a kernel."""
+    """The rule of an op whose operands and result have the same dims, of which `dim` has a kernel."""
 
     def rule(call: Call) -> str:
         ndim, dim = call.ndim(0), call.arg("dim")
-        if not -max(ndim, 1) <= dim < max(ndim, 1):  # the meta kernel takes any
+        if not -max(ndim, 1) <= dim < max(ndim, 1):  # the meta kernel accepts any dim
             least, most = -max(ndim, 1), max(ndim, 1) - 1
             raise IndexError(f"Dimension out of range (expected to be in range of [{least}, {most}], but got {dim})")
         dims = normalized(ndim, dim)
@@ -113,7 +113,7 @@ def _logsumexp_rule(call: Call) -> str:
     return merged(call.ndim(0), call.arg("dim"), call.arg("keepdim"))
 
 
-# What is exchanged is small beside the outputs: a maximum and a sum for each row, a sum for each row.
+# Ranks exchange little beside the outputs: a maximum and a sum for each row, in backward a sum for each row.
 _TRAFFIC = 0.04
 define("aten::logsumexp", _logsumexp_rule, kernels={"k": Kernel(logsumexp, traffic=8.0, joint=True)})
 define("aten::_safe_softmax", _softmax_rule(1), kernels={"k": Kernel(safe_softmax, traffic=_TRAFFIC)})

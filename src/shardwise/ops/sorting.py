@@ -27,7 +27,7 @@ def topk_rule(call: Call) -> str:
 
 
 def topk(call: LocalCall, shard: FactorShard) -> KernelRun:
-    """The k largest of all ranks' k largest."""
+    """Find the k largest, or smallest, among those of all ranks."""
     x, dim, k, largest = call["self"], call.dims[0] or 0, call["k"], call["largest"]
     held = [min(k, stop - start) for start, stop in shard.bounds]
     most = max(held)
@@ -45,7 +45,7 @@ def topk(call: LocalCall, shard: FactorShard) -> KernelRun:
 
 
 SCATTERS_INTO_ZEROS = torch.__version__ < (2, 13)  # type: ignore[operator]  # versions of PyTorch compare with tuples
-"""Whether PyTorch scatters the gradient of what is picked along a dim into zeros that it makes."""
+"""Whether PyTorch's derivative of picking elements along a dim scatters the gradient into zeros that it makes."""
 
 define("aten::topk", topk_rule, kernels={"k": Kernel(topk, traffic=4.0)}, derivative_makes_tensors=SCATTERS_INTO_ZEROS)
 
@@ -86,7 +86,7 @@ define(
 define(("aten::quantile", "aten::nanquantile"), makes_tensors=True)
 define(("aten::median.default", "aten::nanmedian.default"), "[x..] -> ")
 
-# ---- results whose shape depends on data: each rank looks at all elements --------------------------------------------
+# ---- results whose shape depends on data: every rank computes on gathered inputs ------------------------------------
 
 define("aten::bincount", "[x..], [x..] -> _")
 define("aten::_unique", "[x..] -> _, _..")

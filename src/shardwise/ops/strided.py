@@ -54,7 +54,7 @@ def diag_embed(call: Call) -> str:
 
 
 def put_diagonal(given: Kwargs) -> Write:
-    """The diagonal, replaced by the value."""
+    """Replace the diagonal by the value."""
     where = [given[name] for name in ("offset", "dim1", "dim2")]
     return lambda root, value: aten.diagonal_scatter.default(root, value, *where)
 
@@ -93,7 +93,7 @@ define(("aten::stft", "aten::istft"), makes_tensors=True)
 
 
 def as_strided(call: Call) -> str:
-    """Only the view that is the tensor itself may be sharded."""
+    """The tensor may be sharded if size, strides and offset are its own; any other view needs it replicated."""
     meta, size, stride = call.tensors[0], tuple(call.arg("size")), tuple(call.arg("stride"))
     if size == tuple(meta.shape) and stride == tuple(meta.stride) and not call.arg("storage_offset"):
         return f"x.. -> x.. ; {MOVES} ; size=(x..)"
@@ -101,7 +101,7 @@ def as_strided(call: Call) -> str:
 
 
 def local_as_strided(call: LocalCall) -> Tensor:
-    """A sharded tensor is viewed unchanged; local memory of a replicated one has the global strides."""
+    """View a sharded tensor unchanged; a replicated one by the global strides, which its local memory has."""
     tensor: Tensor = call["self"]
     if any(factor.axes for dim in call.given[0].dims for factor in dim):
         return tensor.view(tensor.shape)
@@ -110,12 +110,12 @@ def local_as_strided(call: LocalCall) -> Tensor:
 
 
 def local_as_strided_scatter(call: LocalCall) -> Tensor:
-    """Local memory of a replicated tensor has the global strides, and may begin anywhere in its storage."""
+    """Run the op with the offset of the local tensor, which may begin anywhere in its storage, added."""
     return call.run(storage_offset=call["self"].storage_offset() + (call["storage_offset"] or 0))
 
 
 def put_strided(given: Kwargs) -> Write:
-    """The memory that the view covers, replaced by the value."""
+    """Replace the memory that the view covers by the value."""
     where = [given[name] for name in ("size", "stride", "storage_offset")]
     return lambda root, value: aten.as_strided_scatter.default(root, value, *where)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .._torch.ops import OpOverload, schema_of
+from .._torch.ops import OpOverload, packet_name
+from .schema import returns_view
 
 _WITHOUT_VALUES = frozenset(
     f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -12,6 +13,5 @@ _WAITS = frozenset(("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_te
 
 def computes_nothing(func: OpOverload) -> bool:
     """Return whether an op returns a view or memory without values, or waits for a collective."""
-    schema = schema_of(func)
-    is_view = any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns)
-    return is_view or schema.name in _WITHOUT_VALUES or schema.name in _WAITS
+    name = packet_name(func)
+    return returns_view(func) or name in _WITHOUT_VALUES or name in _WAITS

@@ -1,4 +1,4 @@
-"""`torch.nn.attention.varlen.varlen_attn`: packed documents, by the ops of a ring.
+"""`torch.nn.attention.varlen.varlen_attn` (attention of packed documents), by `shardwise::ring_attention`.
 
 PyTorch's kernel runs on some GPUs only; distributed tensors run it on any device. The lengths are read by the host.
 """
@@ -27,7 +27,7 @@ _UNSERVED = ("seqused_k", "block_table", "num_splits")
 
 
 def _varlen(*args: object, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, its logsumexp as `[heads, tokens]`, and a state of a generator that nobody reads."""
+    """Return the output, its logsumexp as `[heads, tokens]`, and an unused state of a generator."""
     given = _arguments(_FORWARD, args, kwargs)
     if any(given.get(name) is not None for name in _UNSERVED):
         raise InputError(f"varlen_attn of DTensors with {', '.join(_UNSERVED)}", "leave these arguments out")
@@ -38,7 +38,7 @@ def _varlen(*args: object, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _varlen_backward(*args: object, **kwargs: object) -> tuple[Tensor, ...]:
-    """The gradients of queries, keys and values."""
+    """Return the gradients of queries, keys and values."""
     given = _arguments(_BACKWARD, args, kwargs)
     tensors = [_batched(given[name]) for name in ("query", "key", "value")]
     saved = _batched(given["out"]), given["lse"].unsqueeze(0)
@@ -57,7 +57,7 @@ def _batched(tensor: Tensor) -> Tensor:
 
 
 def _options(tensors: Sequence[Tensor], given: Kwargs) -> tuple[object, ...]:
-    """The options of a ring: documents, and whether tokens see those after them."""
+    """The options of `ring_attention`: no mask and no dropout, whether it is causal, the documents, ..."""
     if not are_distributed(tensors):
         raise InputError("varlen_attn of DTensors and plain tensors", "distribute queries, keys and values alike")
     window = tuple(given.get("window_size") or (-1, 0 if given["is_causal"] else -1))

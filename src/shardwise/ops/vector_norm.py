@@ -1,4 +1,4 @@
-"""Norms of vectors: powers of the norms of all shards are summed over ranks."""
+"""Vector norms: powers of the norms of all shards are summed over ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..notation.build import join, kernel_clause
 from .call import Call
 from .kernel import FactorShard, Kernel, KernelRun, LocalCall, Reduce, Steps
 from .reduce import merged, over, wide
@@ -37,7 +38,7 @@ def _local_norm(x: Tensor, order: float, dims: list[int], keepdim: bool, result:
     dtype = wide(result) if not x.is_complex() else None
     shape = [1 if dim in dims else size for dim, size in enumerate(x.shape) if keepdim or dim not in dims]
     if any(x.shape[dim] == 0 for dim in dims):
-        # An empty shard must not change the norm: 0 for positive orders, infinity where small elements count most.
+        # An empty shard must not change the norm: 0 for orders from 0 on, infinity for negative ones.
         return x.new_full(shape, 0.0 if order >= 0 else math.inf, dtype=wide(result))
     return torch.linalg.vector_norm(x, order, dims, keepdim, dtype=dtype).to(wide(result))
 
@@ -48,7 +49,7 @@ def norm_rule(call: Call) -> str:
 
 
 def norm(call: LocalCall, shard: FactorShard) -> KernelRun:
-    """The norm of a tensor."""
+    """Merge the norms of all shards."""
     x, order = call["self"], _order(call)
     local = _local_norm(x, order, over(call), bool(call.arguments.get("keepdim")), call.dtypes[0])
     return (yield from merge_norms(local, order)).to(call.dtypes[0])
@@ -59,11 +60,11 @@ def distance_rule(call: Call) -> str:
     ndim = max(call.ndim(0), call.ndim(1))
     dims = [f"k{dim}" for dim in range(ndim)]
     sides = [" ".join(f"{dim}?" for dim in dims[ndim - call.ndim(i) :]) for i in (0, 1)]
-    return f"{', '.join(sides)} -> ; reduce none" + (f" ; kernel {', '.join(dims)}" if dims else "")
+    return join(f"{', '.join(sides)} ->", "reduce none", kernel_clause(dims))
 
 
 def distance(call: LocalCall, shard: FactorShard) -> KernelRun:
-    """The norm of a difference."""
+    """Merge the norms of all shards of a difference."""
     apart, order = call["self"] - call["other"], _order(call)
     local = _local_norm(apart, order, list(range(apart.dim())), False, call.dtypes[0])
     return (yield from merge_norms(local, order)).to(call.dtypes[0])

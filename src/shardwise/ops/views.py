@@ -1,7 +1,7 @@
 """Views: the same elements under other dims. Slices are in `slices`, diagonals and windows in `strided`.
 
-A view only moves elements, so Partial operands pass. Besides its rule, a view op has `put`: how a write to the view
-reaches the tensor that it views.
+A view only moves elements, so the view of a Partial operand is Partial. Besides its rule, the record of a view op has
+`put`, from which a write to the view is carried over to the tensor that it views:
 
 >>> write = write_through(torch.ops.aten.slice.Tensor, (x, 0, 2, 4), {}, None)
 >>> write(x, new_rows)          # x with its rows 2 and 3 replaced
@@ -26,25 +26,24 @@ aten = torch.ops.aten
 define = definitions_in(__name__)
 
 MOVES = "linear 0 ; monotone 0"
-
-"""From a tensor and the new value of a view of it to the new value of the tensor."""
+"""The clauses of ops that only move elements: sums and averages, maxima and minima pass."""
 
 
 def write_through(func: OpOverload, args: Args, kwargs: Kwargs, index: int | None) -> Write | None:
-    """How a write to the view `func(*args, **kwargs)`, or to its index-th result, reaches the tensor it views.
+    """Return the function that writes a new value of the view `func(*args, **kwargs)` into the tensor that it views.
 
-    None for view ops whose record has no `put`.
+    `index` chooses among several results. None for view ops whose record has no `put`.
     """
     op = resolve(func)
     return None if op.put is None else op.put({**op.arguments(args, kwargs), RESULT: index})
 
 
 RESULT = "index of the result"
-"""The key under which `put` finds which of several results is written; None for an op with one result."""
+"""The key under which `put` finds the index of the result that is written; None for an op with one result."""
 
 
 def to_local_shape(call: LocalCall) -> Tensor:
-    """The view with the local shape of the result: a rank may hold one row of a dim that has more."""
+    """View the local shard in the local shape of the result: `squeeze` itself would drop a dim with one local row."""
     tensor: Tensor = call["self"]
     return tensor.view(call.local_shape())
 
@@ -121,7 +120,7 @@ def unsqueeze(call: Call) -> str:
 
 
 def put_reshaped(given: Kwargs) -> Write:
-    """The value in the shape of the viewed tensor."""
+    """Reshape the value to the viewed tensor."""
     return lambda root, value: aten.view.default(value, list(root.shape)) if value.numel() else root
 
 
@@ -144,13 +143,13 @@ def permuted(ndim: int, order: list[int]) -> str:
 
 
 def permute(call: Call) -> str:
-    """`permute`."""
+    """The rule of `permute`."""
     ndim = call.ndim(0)
     return permuted(ndim, [dim % ndim for dim in call.arg("dims")])
 
 
 def transpose(call: Call) -> str:
-    """`transpose` of two dims, and `t`."""
+    """The rule of `transpose` and `t`."""
     ndim = call.ndim(0)
     order = list(range(ndim))
     if ndim > 1:
@@ -160,19 +159,19 @@ def transpose(call: Call) -> str:
 
 
 def put_permuted(given: Kwargs) -> Write:
-    """The value with its dims in the order of the viewed tensor."""
+    """Permute the dims of the value back."""
     dims = given["dims"]
     order = [dim % len(dims) for dim in dims]
     return lambda root, value: aten.permute.default(value, [order.index(dim) for dim in range(len(order))])
 
 
 def put_transposed(given: Kwargs) -> Write:
-    """The value, transposed back."""
+    """Transpose the value back."""
     return lambda root, value: aten.transpose.int(value, given["dim0"], given["dim1"])
 
 
 def put_t(given: Kwargs) -> Write:
-    """The value, transposed back."""
+    """Transpose the value back."""
     return lambda root, value: aten.t.default(value)
 
 
@@ -204,7 +203,7 @@ def expand(call: Call) -> str:
 
 
 def put_expanded(given: Kwargs) -> Write:
-    """The value, whose elements are the same along expanded dims, with the shape of the viewed tensor."""
+    """Take the first index of every expanded dim, along which all elements of the value are equal."""
 
     def write(root: Tensor, value: Tensor) -> Tensor:
         for _ in range(value.dim() - root.dim()):
@@ -226,13 +225,13 @@ define("aten::expand_copy", expand, decomposition=copy_of(aten.expand))
 
 
 def conjugate(call: LocalCall) -> Tensor:
-    """The conjugate, in memory of its own."""
+    """Return the conjugate as a copy."""
     tensor: Tensor = call["self"]
     return tensor.conj_physical()
 
 
 def negative(call: LocalCall) -> Tensor:
-    """The negative, in memory of its own."""
+    """Return the negative as a copy."""
     tensor: Tensor = call["self"]
     return tensor.neg()
 

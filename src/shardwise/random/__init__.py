@@ -13,7 +13,7 @@ and a call advances the generator by the same amount on all ranks, whatever they
     box          which global indices a rank holds
     bits         from an index to random bits
     fill         from bits to the numbers of each distribution; `normal` for normal numbers
-    triton_fill  the same on a GPU in one pass, with the kernels in `triton_kernels`
+    triton_fill  `fill` on a GPU in one pass, with the kernels in `triton_kernels`
 """
 
 from .agreement import manual_seed, set_generator_check

@@ -33,7 +33,7 @@ _SEEDED: WorldState[set[MeshInfo]] = WorldState(set)
 class _Check:
     """Whether generators are compared at all, and whether a difference was warned of.
 
-    One of each for the process: all its threads run the same rank.
+    Both are for the whole process: all its threads run the same rank.
     """
 
     enabled = True
@@ -41,7 +41,7 @@ class _Check:
 
 
 def set_generator_check(enabled: bool) -> None:
-    """Turn on or off that ranks compare their generators at the first draw on a mesh. Call it on all ranks alike."""
+    """Turn the comparison of generators at the first draw on a mesh on or off. Call it on all ranks alike."""
     _Check.enabled = enabled
 
 
@@ -98,7 +98,7 @@ def check_first_use(mesh_info: MeshInfo, generator: torch.Generator) -> None:
 
 
 def _ranks_that_differ(mesh_info: MeshInfo, generator: torch.Generator) -> list[int]:
-    """The ranks whose generator is in another state than most ranks' are."""
+    """Return the ranks whose generator is in another state than the generators of most ranks."""
     digest = hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=8).digest()
     number = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=_device(mesh_info))
     found = all_gather_ranks(number, mesh_info).flatten().tolist()
@@ -108,7 +108,7 @@ def _ranks_that_differ(mesh_info: MeshInfo, generator: torch.Generator) -> list[
 
 
 def _take_first_state(mesh_info: MeshInfo, generator: torch.Generator) -> None:
-    """Put the generators of all ranks into the state that the first rank's is in."""
+    """Put the generators of all ranks into the state of the first rank's generator."""
     state = generator.get_state().to(_device(mesh_info))
     for axis, size in enumerate(mesh_info.sizes):
         if size > 1:

@@ -38,7 +38,7 @@ _exact = ThreadValue("random.exact", False)
 
 @contextmanager
 def exact(enabled: bool = True) -> Iterator[None]:
-    """Draw every tensor as the global tensor: on a CPU, the very numbers that plain torch draws on one device.
+    """Draw every tensor as the global tensor: on a CPU, the numbers that plain torch draws on one device.
 
     Each draw inside takes the time and memory of the global tensor on every rank. Where activations are recomputed,
     call backward inside, too. It holds for this thread and for the backward passes that it starts.
@@ -57,7 +57,7 @@ def is_exact() -> bool:
 
 
 DRAWS: Observers[[MeshInfo, torch.Generator], None] = Observers()
-"""Draws of random numbers on processes, before the generator is used."""
+"""Observers of draws of random numbers in processes, called before the generator is used."""
 
 
 def _check_and_notify(mesh_info: MeshInfo, generator: torch.Generator) -> None:

@@ -59,7 +59,7 @@ def fill(out: Tensor, box: Box, key: Key, name: str, arguments: Arguments) -> Te
 
 
 def _fill_pairs(elements: Tensor, box: Box, key: Key, make: Maker, limit: int) -> None:
-    """Fill a tensor of the box's sizes with numbers that are made in pairs; it may hold one half of a pair only."""
+    """Fill a tensor of the box's sizes with numbers that are made in pairs, of which it may hold only one number."""
     if box.strides[-1] != 1:
         single = Box(box.offset, (*box.sizes, 1), (*box.strides, 1))
         return _fill_pairs(elements.unsqueeze(-1), single, key, make, limit)
@@ -203,7 +203,7 @@ _MAKERS: dict[str, Callable[..., Maker]] = {
     "bernoulli_": _bernoulli,
     "random_": _integers,
 }
-"""Distributions, named as the methods that fill a tensor with them. The record of an op says from which it draws."""
+"""Distributions, named after the methods that fill a tensor with them. The record of an op names the one it draws."""
 
 
 # ---- distributions computed from another one -------------------------------------------------------------------------
