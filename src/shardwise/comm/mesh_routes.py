@@ -2,7 +2,8 @@
 
 A submesh such as `mesh["tp"]` has parallel instances, each with a tensor of its own. If every target instance shares
 ranks with exactly one source instance, these tensors stay separate: each source instance, with its target instances, is
-one part of the mesh pair. Otherwise all ranks are one part, and the source instances count as replicas of one tensor.
+one part of the mesh pair (parts must have the same number of ranks). Otherwise all ranks are one part, and the source
+instances count as replicas of one tensor.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ class Buffers:
                 return parameter.gathered_in(buffer, self.arrangement(rank).pieces[i])
 
             self.received.append(on_each_rank(place, self.gathered))
-            # Writes through `.data` do not change versions, so backward accepts what it saved before the next gather.
+            # `.data` has its own version counter: writes of a gather do not count, so backward accepts what it saved.
             parameter.set_gathered(on_each_rank(full, self.gathered).data)
         free(self.gathered)
 
