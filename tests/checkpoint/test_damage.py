@@ -136,7 +136,7 @@ def test_states_that_do_not_fit(folder: Path) -> None:
         "'new': expected a value of type int, found nothing of this name",
     ):
         assert line in str(caught.value)
-    assert "cast=True converts dtypes; strict=False leaves names alone that are missing" in str(caught.value)
+    assert "cast=True converts dtypes; strict=False leaves values unchanged that are missing" in str(caught.value)
     some = {"small": torch.zeros(3), "new": 1}
     checkpoint.load(some, folder, strict=False)
     assert torch.equal(some["small"], torch.ones(3))

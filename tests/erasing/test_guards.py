@@ -354,9 +354,9 @@ def test_arguments_of_erase():
         erase(lambda x: x, passes=["speed"])
     with pytest.raises(InputError, match="backend"):
         erase(lambda x: x, backend="fast")
-    with pytest.raises(InputError, match="erase got int"):
+    with pytest.raises(InputError, match="erase got a int, which is not callable"):
         erase(3)
-    with pytest.raises(EraseError, match="nothing is recorded"):
+    with pytest.raises(EraseError, match="is not recorded yet"):
         print(erase(lambda x: x).code)
 
 

@@ -186,14 +186,14 @@ ROWS: dict[str, Row] = {
     "an average of integers": Row(
         lambda w: distribute_tensor(torch.arange(4), w.line, [Partial("avg")]),
         errors.CommunicationError,
-        "Partial(avg) of torch.int64",
-        "an average needs a floating-point dtype: cast first",
+        "Partial(avg) cannot reduce torch.int64",
+        "an average needs a floating-point dtype: cast first, e.g. x.float()",
     ),
     "the largest complex number": Row(
         lambda w: DTensor.from_local(torch.ones(4, dtype=torch.complex64), w.line, [Partial("max")]),
         errors.CommunicationError,
-        "Partial(max) of torch.complex64",
-        "complex numbers have no order: use sum or product",
+        "Partial(max) cannot reduce torch.complex64: complex numbers have no order",
+        "use Partial('sum') or 'product'",
     ),
     "too few for the gradient": Row(
         lambda w: w.leaf.to_local(grad_placements=[Shard(0)]),
@@ -330,9 +330,9 @@ ROWS: dict[str, Row] = {
     "from the instances of a submesh to another mesh": Row(
         lambda w: w.rows.redistribute(w.line, [Shard(0)]),
         errors.MeshError,
-        "from f32[6@tp, 4] on mesh(tp=2), a submesh with 2 parallel instances, to mesh(all=4): each instance has a "
-        "tensor of its own",
-        "say what they are to each other on the mesh that it was sliced from, e.g. "
+        "cannot move f32[6@tp, 4] from mesh(tp=2), a submesh with 2 parallel instances, to mesh(all=4): each instance "
+        "has a tensor of its own",
+        "make one tensor of them on the mesh that the submesh was sliced from, e.g. "
         "DTensor.from_local(x.to_local(), mesh, [Replicate(), *x.placements])",
     ),
     "gradients from the instances of a submesh": Row(

@@ -81,8 +81,8 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     ("header", "message"),
     [
         ({"x": ENTRY}, "is truncated: 'x' ends at byte"),
-        ({"x": {**ENTRY, "dtype": "F7"}}, "of an unknown kind"),
-        ({"x": {**ENTRY, "shape": None}}, "of an unknown kind"),
+        ({"x": {**ENTRY, "dtype": "F7"}}, "expected a known dtype"),
+        ({"x": {**ENTRY, "shape": None}}, "expected a known dtype"),
         ({"x": {**ENTRY, "shape": [3]}}, "is damaged: 'x' is F32"),
         ({"x": {**ENTRY, "data_offsets": [-8, 0]}}, "is damaged: 'x' is F32"),
         ([], "is no JSON object"),
@@ -107,7 +107,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     ("index", "message"),
     [
         ({"weight_map": {"x": "../elsewhere.safetensors"}}, "which is not in its folder"),
-        ({"weight_map": {"x": "lacking.safetensors"}}, "does not exist, and the index names it"),
+        ({"weight_map": {"x": "lacking.safetensors"}}, "does not exist, but the index names it"),
         ({"weight_map": {"y": "model.safetensors"}}, "names tensors that no file has: y"),
         ({"weight_map": 3}, "has no 'weight_map'"),
     ],

@@ -285,8 +285,8 @@ def test_names_that_do_not_fit() -> None:
         ):
             parallelize_module(Attention(), mesh, {"q_proj": "grouped_gemm"})
         with pytest.raises(
-            InputError, match=r"attention with 6 heads: they cannot be divided among 4 ranks: .*hub_plan"
+            InputError, match=r"the 6 query heads of a Attention cannot be divided among 4 ranks, .*hub_plan"
         ):
             parallelize_module(Attention(6, 2), mesh, ATTENTION)
-        with pytest.raises(InputError, match="without qk_rope_head_dim"):
+        with pytest.raises(InputError, match="needs the attribute qk_rope_head_dim"):
             parallelize_module(Attention(), mesh, {"k_proj": "mla_kv_a_proj"})

@@ -266,13 +266,17 @@ def test_errors_say_what_to_do() -> None:
         table: list[tuple[type[Exception], str, dict[str, Any]]] = [
             (
                 InputError,
-                r"a transfer of 'k', for which there are no placements",
+                r"transfer got no placements for 'k'",
                 {"placements": {"q": [Shard(0)] * 2}},
             ),
             (InputError, r"the parts of 'w' are q as part 1: number the parts", {"convert": {"q": ("w", 1)}.get}),
             (ShapeError, r"the parts of 'w' along dim 0", {"convert": {"q": ("w", 0), "v": ("w", 1)}.get}),
-            (ShapeError, r"in 4 groups", {"convert": {"k": Part("w", 0, groups=4)}.get}),
-            (InputError, r"one dim and one `groups`", {"convert": {"q": Part("w", 0), "k": Part("w", 1, 1)}.get}),
+            (ShapeError, r"into 4 groups", {"convert": {"k": Part("w", 0, groups=4)}.get}),
+            (
+                InputError,
+                r"the same `groups`, and the same `dim`",
+                {"convert": {"q": Part("w", 0), "k": Part("w", 1, 1)}.get},
+            ),
             (CommunicationError, r"use Shard and Replicate placements", {"placements": [Partial(), Shard(0)]}),
             (LayoutError, r"InterleavedShard", {"placements": [Replicate(), InterleavedShard(0, 5)]}),
             (InputError, r"'k' of shape \[6, 4\], which is not in `into`", {"into": {}, "mesh": generator}),
@@ -284,5 +288,5 @@ def test_errors_say_what_to_do() -> None:
                 transfer(state, **arguments)
         with pytest.raises(InputError, match="transfer got no state dict: pass source="):
             transfer(None, generator, [Shard(0)])
-        with pytest.raises(InputError, match="plain tensors alone"):
+        with pytest.raises(InputError, match="only plain tensors"):
             transfer({"x": torch.ones(3)}, generator, [Shard(0)])

@@ -1,7 +1,7 @@
 """Atomic checkpoints with checksums, written by all ranks, optionally in the background.
 
     save        write a state to a temporary folder, and rename it when all ranks have written their files
-    async_save  the same in the background, from a copy of the data
+    async_save  save in the background, from a copy of the data
     load        read a state on any mesh and with any placements; all files are checked before the state changes
     latest      the most recently completed checkpoint in a folder
 
@@ -21,7 +21,7 @@ The files are those of `torch.distributed.checkpoint`, whose tools read them; `s
     reads       the parts of files to read for a state, and whether they fit it; `read` reads them
     optimizers  memory for the state of optimizers that have made no step
     background  the thread and the staging buffer of a save in the background
-    staging     how its data is kept apart from the state; `snapshot` does so by a forked child
+    staging     copies of the data of a background save; `snapshot` forks a child instead
     ranks       processes, simulated ranks, or one process
 """
 

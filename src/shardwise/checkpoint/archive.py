@@ -1,7 +1,7 @@
 """The bytes that `torch.save` writes before and after the elements of a tensor.
 
-PyTorch's checkpoint reader calls `torch.load` for each tensor. What surrounds the elements depends on dtype and shape
-alone; so it is made once, and the elements are written from where they are.
+PyTorch's checkpoint reader calls `torch.load` for each tensor. The bytes around the elements depend only on dtype and
+shape, so they are cached, and the elements are written directly from the tensor's memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Archive(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def archive_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Archive:
     """Return the archive of a contiguous tensor."""
-    tensor = torch.empty(shape, dtype=dtype)  # never touched if large: its pages are not even allocated
+    tensor = torch.empty(shape, dtype=dtype)  # if large, its memory is not touched, and so not allocated
     with _without_checksums():
         if tensor.nbytes >= _LARGE:
             gap = _Gap(tensor.nbytes)
@@ -63,7 +63,7 @@ def _small(tensor: torch.Tensor) -> Archive:
         return Archive(data, b"", 0)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         record = next(item for item in archive.infolist() if item.filename.endswith("/data/0"))
-    # A zip file repeats name and extra field, of other lengths, before each record.
+    # Before each record a zip file repeats its name and extra field, whose lengths may differ from those in infolist.
     name, extra = struct.unpack_from("<HH", data, record.header_offset + 26)
     start = record.header_offset + 30 + name + extra
     assert record.file_size == tensor.nbytes, "torch.save stores the elements uncompressed"
@@ -71,7 +71,7 @@ def _small(tensor: torch.Tensor) -> Archive:
 
 
 class _Gap(io.RawIOBase):
-    """A file that keeps what is written before and after one large piece."""
+    """A file that stores what is written before and after one write of `nbytes` bytes, the elements."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class _Gap(io.RawIOBase):
 
 @contextmanager
 def _without_checksums() -> Iterator[None]:
-    """Let `torch.save` skip its CRC of the elements, which no reader of PyTorch looks at."""
+    """Let `torch.save` skip its CRC of the elements, which PyTorch's readers ignore."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

@@ -1,4 +1,4 @@
-"""Saves in the background: the worker thread, the staging buffer, and how errors reach the program."""
+"""Saves in the background: the worker thread, the staging buffer, and errors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Saving:
         except BaseException as error:
             self._error = error
         finally:
-            self._work = None  # with what it refers to
+            self._work = None  # frees what it refers to
             self._staged.set()
             self._done.set()
 
@@ -75,8 +75,8 @@ class _Background:
 def worker() -> ThreadPoolExecutor:
     """Return the thread that runs all saves in the background.
 
-    It is kept between saves: the start of a new thread would hand it the interpreter's lock, and the program would wait
-    for its first milliseconds. Python finishes its work when the program ends.
+    It is reused: Python hands the interpreter's lock to a new thread, and the program would wait for milliseconds. When
+    the program ends, Python waits for the thread's work.
     """
     if _Background.worker is None:
         _Background.worker = ThreadPoolExecutor(1, thread_name_prefix="shardwise-checkpoint")
@@ -84,7 +84,7 @@ def worker() -> ThreadPoolExecutor:
 
 
 def _forget_after_fork() -> None:
-    """Forget worker and save in a forked process, which has neither."""
+    """Drop worker and save in a forked process, which does not run the thread."""
     _Background.worker = _Background.saving = None
 
 
@@ -92,7 +92,7 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def start_background(path: Path, work: Callable[[Callable[[], None]], None], staged: bool = False) -> Saving:
-    """Start the only save in the background."""
+    """Start a save in the background. There may be only one at a time."""
     assert _Background.saving is None or _Background.saving.done(), "the previous save was waited for"
     _Background.saving = Saving(path, work, staged)
     return _Background.saving
@@ -128,10 +128,8 @@ def _report() -> None:
 
 def staging_buffer(nbytes: int, pinned: bool = False) -> Tensor:
     """Return the staging buffer of this process, of at least `nbytes` bytes. It is reused by the next save."""
-    kept = _Background.buffer
-    if kept.nbytes < nbytes or (pinned and not kept.is_pinned()):
-        del kept
-        _Background.buffer = torch.empty(0, dtype=torch.uint8)  # freed before the new one is made
+    if _Background.buffer.nbytes < nbytes or (pinned and not _Background.buffer.is_pinned()):
+        _Background.buffer = torch.empty(0, dtype=torch.uint8)  # free the old one before the new one is allocated
         _Background.buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
     return _Background.buffer
 

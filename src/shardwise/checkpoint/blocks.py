@@ -1,8 +1,8 @@
 """Files in blocks with a checksum each, so that a reader of a part of a file can verify that part.
 
-The checksum of a block is the CRC-32 of the sums of its 512-byte sectors, each taken as 64 little-endian integers
-modulo 2**64. The sums run at the speed of memory, many times that of a CRC over all bytes. Any change of one word, and
-any exchange of sectors, changes the result.
+The checksum of a block is the CRC-32 of the sums of its 512-byte sectors. A sum is that of 64 little-endian integers,
+modulo 2**64, which runs at the speed of memory, many times that of a CRC over all bytes. A changed word and exchanged
+sectors change the sums, which the CRC misses once in 2**32 times; an exchange of words in one sector is not noticed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BLOCK = 1 << 20
 """Bytes of a block. Small enough to stay in a core's cache between copying, summing and writing."""
 _SECTOR = 64
 _WRITEBACK = 8 * BLOCK
-"""How many bytes are written between two requests to start moving them to the disk."""
+"""The number of bytes between two requests to start writing them to the disk."""
 
 
 def _start_writeback_function() -> Callable[[int, int, int], object]:
@@ -53,7 +53,7 @@ def checksum(block: Tensor) -> int:
 class BlockWriter:
     """Writes a file sequentially, one block at a time; `sums` holds the checksums of the blocks written so far.
 
-    With `sync`, the disk is kept busy from the first megabytes on, so that little is left for `fsync` in `close`.
+    With `sync`, data is sent to the disk from the first megabytes on, so that `fsync` in `close` has little left to do.
     """
 
     def __init__(self, path: Path, sync: bool = False, written: Callable[[int], None] = lambda count: None) -> None:
@@ -80,8 +80,8 @@ class BlockWriter:
     def write_tensor(self, tensor: Tensor) -> None:
         """Append the elements of a tensor in row-major order.
 
-        Blocks that lie in one contiguous CPU tensor are written from its memory. Others are copied into the writer's
-        block first.
+        Blocks inside one contiguous CPU tensor are written from its memory. Others are copied into the writer's block
+        first.
         """
         for piece in contiguous_pieces(tensor):
             flat, start = piece.view(-1).view(torch.uint8), 0
@@ -140,7 +140,7 @@ class BlockWriter:
 
 
 class BlockReader:
-    """Reads and verifies blocks of a file."""
+    """Reads a file block by block, and returns checksums."""
 
     def __init__(self, path: Path) -> None:
         self._block = torch.zeros(BLOCK, dtype=torch.uint8)
@@ -153,17 +153,13 @@ class BlockReader:
         self._block[count:padded] = 0
         return checksum(self._block[:padded])
 
-    def read(self, into: Tensor, offset: int) -> int:
-        """Fill a contiguous tensor from the file; returns the number of bytes that were there."""
-        return read_into(self._file, into, offset)
-
     def close(self) -> None:
         """Close the file."""
         os.close(self._file)
 
 
 def read_into(file: int, tensor: Tensor, offset: int) -> int:
-    """Fill a contiguous CPU tensor from a place in a file; returns the number of bytes that were there."""
+    """Fill a contiguous CPU tensor from an offset in a file, and return the number of bytes that were there."""
     view, done = buffer_of(tensor), 0
     while done < len(view):
         count = os.preadv(file, [view[done:]], offset + done)
@@ -174,7 +170,7 @@ def read_into(file: int, tensor: Tensor, offset: int) -> int:
 
 
 def contiguous_pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor as contiguous tensors in row-major order; those that must be copied are smaller than a block."""
+    """Yield a tensor as contiguous tensors, in row-major order. Those that must be copied are at most about a block."""
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()

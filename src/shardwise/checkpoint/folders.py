@@ -44,12 +44,13 @@ def prepare(path: Path) -> None:
     """Create the empty folder in which a checkpoint will be written."""
     if path.name == LATEST or not path.name:
         raise CheckpointError(
-            f"a checkpoint cannot be named {path.name!r}", "choose another name: that file names the newest one"
+            f"a checkpoint cannot be named {path.name!r}",
+            f"choose another name, e.g. 'step-100'; the file {LATEST!r} names the newest checkpoint",
         )
     if path.exists() and not (is_checkpoint(path) or (path.is_dir() and not any(path.iterdir()))):
         raise CheckpointError(
             f"{path} exists and is no checkpoint: expected a new name or a folder with {METADATA}, found {_kind(path)}",
-            "save to another path",
+            "save to a new path, or to an earlier checkpoint, which is replaced",
         )
     _restore(path)
     target = saving(path)
@@ -68,7 +69,7 @@ def _restore(path: Path) -> None:
 
 
 def commit(path: Path, sync: bool, keep: int | None) -> None:
-    """Give a complete checkpoint its name, move the pointer to it, and delete those beyond `keep`.
+    """Rename the temporary folder to `path`, update the pointer, and delete all but the newest `keep` checkpoints.
 
     With `sync`, both renames are on the disk when this returns. A power failure between them does no harm: a pointer
     whose checkpoint is missing is ignored by `latest`.
@@ -100,7 +101,7 @@ def _retain(path: Path, keep: int) -> None:
     for old in found[: max(0, len(found) - keep)]:
         if old != path:
             gone = _deleting(old)
-            old.rename(gone)  # first: a deletion that is killed leaves no half of a checkpoint under its name
+            old.rename(gone)  # first, so that a killed deletion leaves no incomplete checkpoint under its name
             shutil.rmtree(gone, ignore_errors=True)
     for left in path.parent.iterdir():
         name, _, kind = left.name.removeprefix(".").rpartition(".")
@@ -140,7 +141,7 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
 
 
 def resolved(path: Path) -> Path:
-    """Return the path of a checkpoint; after a kill between the two renames of `commit` it is beside the given one."""
+    """Return where a checkpoint is: `path`, or beside it after a kill between the two renames of `commit`."""
     return _replaced(path) if not path.exists() and is_checkpoint(_replaced(path)) else path
 
 

@@ -29,7 +29,7 @@ class Held(NamedTuple):
 
 
 def chunks_of(name: str, tensor: Tensor, ranks: Ranks) -> dict[int, list[Chunk]]:
-    """Return the chunks of a tensor that the ranks of this process hold, by rank. All of them hold a plain tensor."""
+    """Return the chunks of a tensor that the ranks of this process hold, by rank. Every rank holds a plain tensor."""
     if isinstance(tensor, DTensorBase):
         found = chunks_by_rank(tensor._local_shard, tensor._spec)
         return {rank: chunks for rank, chunks in found.items() if rank in ranks.mine}
@@ -70,9 +70,11 @@ def chunks_of_other(name: str, tensor: Any) -> list[Chunk]:
 def _check_plain(name: str, tensor: Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout)
-        raise CheckpointError(f"{name!r} is a {kind} tensor", "store a dense one, e.g. x.to_dense() or x.dequantize()")
+        raise CheckpointError(
+            f"{name!r} is a {kind} tensor, which cannot be stored", "store a dense one: x.to_dense() or x.dequantize()"
+        )
     if isinstance(tensor, RankTensor) and len({shard.shape for shard in tensor.shards}) > 1:
         raise CheckpointError(
-            f"{name!r} is a plain tensor of different sizes on the ranks",
-            "plain tensors are taken to be replicated; make it a DTensor, e.g. DTensor.from_local(x, mesh, [Shard(0)])",
+            f"{name!r} is a plain tensor of different sizes on the ranks, and plain tensors must be replicated",
+            "make it a DTensor, e.g. DTensor.from_local(x, mesh, [Shard(0)])",
         )

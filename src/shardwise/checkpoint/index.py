@@ -26,14 +26,14 @@ class FileRecord(NamedTuple):
     size: int
     sums: list[int]
     data: dict[int, int]
-    """For the beginning of an archive in the file, the beginning of its elements."""
+    """The offset of the first element of each archive, by the offset of the archive in the file."""
 
 
 class Index(NamedTuple):
     """The index of a checkpoint."""
 
     order: int
-    """Checkpoints in a folder are numbered in the order of their completion."""
+    """The number of the checkpoint among those in its parent folder, in the order of completion."""
     block: int
     metadata_size: int
     metadata_crc32: int
@@ -58,7 +58,7 @@ def index_text(index: Index) -> str:
         },
     }
     body = json.dumps(content, separators=(",", ":"), sort_keys=True)
-    head = {"crc32": zlib.crc32(body.encode()), "order": index.order}  # a short line, enough to sort by
+    head = {"crc32": zlib.crc32(body.encode()), "order": index.order}  # a short line, which `order_of` reads
     return json.dumps(head) + "\n" + body + "\n"
 
 

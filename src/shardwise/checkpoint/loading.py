@@ -120,7 +120,7 @@ def _apply(folder: Path, reads: Reads, progress: bool | None) -> None:
     with torch.no_grad():
         read_tensors(folder, reads.tensors, bar.add)
     bar.finish()
-    for tensor in reads.written:  # their memory was written without autograd noticing
+    for tensor in reads.written:  # autograd has not counted the writes to their memory
         if not tensor.is_inference():
             increment_version(tensor)
         if isinstance(tensor, DTensorBase):

@@ -1,7 +1,7 @@
 """`.metadata`, the pickle from which PyTorch's tools read a checkpoint.
 
-It is read here by an unpickler that knows the classes of metadata and nothing else. Any other name in the file, such as
-that of a function to call, is an error before it is looked up.
+It is read by an unpickler that knows only the classes of metadata. Any other name in the file, such as that of a
+function to call, raises an error before it is looked up.
 """
 
 from __future__ import annotations

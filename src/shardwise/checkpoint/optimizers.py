@@ -1,8 +1,8 @@
 """Allocate the state of optimizers that have made no step, for a checkpoint to be loaded into.
 
 Most optimizers make their state in the first step, so a step with zero gradients and a learning rate of zero allocates
-it. Two cannot: `SparseAdam` refuses dense gradients, and what the state of an `LBFGS` consists of depends on how many
-steps were made. The state of an `LBFGS` is therefore allocated from the names and sizes in the checkpoint.
+it. This does not work for two: `SparseAdam` refuses dense gradients, and the state of an `LBFGS` depends on the number
+of steps, so it is allocated from the names and sizes in the checkpoint.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def use_stored_histories(state: State, loaded: Mapping[str, Any], stored: Stored
 
 
 def _flattened(parameters: Iterable[Tensor]) -> Tensor:
-    """Return all parameters as one vector, with the layout of the directions of `LBFGS`."""
+    """Return all parameters as one vector, sharded as the directions of `LBFGS` are."""
     with torch.no_grad():
         real = (torch.view_as_real(p) if p.is_complex() else p for p in parameters)
         return torch.cat([parameter.detach().reshape(-1) for parameter in real])
@@ -100,7 +100,7 @@ def _zeros(known: object, flat: Tensor) -> Tensor | None:
 
 
 def _nested(values: Mapping[Path, object]) -> Any:
-    """Return nested dicts and lists made from their leaves: `{("a", 0): 1, ("a", 1): 2}` is `{"a": [1, 2]}`."""
+    """Return nested dicts and lists with these leaves: `{"a": [1, 2]}` for `{("a", 0): 1, ("a", 1): 2}`."""
     if () in values:
         return values[()]
     parts: dict[str | int, dict[Path, object]] = {}

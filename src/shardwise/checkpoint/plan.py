@@ -22,7 +22,7 @@ from .state import FlatState, Path
 
 
 class Entry(NamedTuple):
-    """A piece and its place in a rank's file: where its archive begins, how long it is, where the elements begin."""
+    """A piece and its place in a rank's file: start and length of its archive, and the start of its elements."""
 
     piece: Piece
     start: int
@@ -63,7 +63,7 @@ class Plan(NamedTuple):
     contents: Contents | None
 
 
-class _Kept(NamedTuple):
+class _CachedPlan(NamedTuple):
     key: tuple[object, ...]
     plan: Plan
 
@@ -72,7 +72,7 @@ class PlanCache:
     """The plan of the last save, and how often a new one was computed."""
 
     def __init__(self) -> None:
-        self.kept: _Kept | None = None
+        self.last: _CachedPlan | None = None
         self.made = 0
 
 
@@ -99,19 +99,19 @@ def plan_save(
     cache = cache or plan_cache()
     key: tuple[object, ...] = ()
 
-    def is_kept() -> bool:
+    def is_unchanged() -> bool:
         nonlocal key
         begin()
         key = _key(state)
-        return cache.kept is not None and cache.kept.key == key
+        return cache.last is not None and cache.last.key == key
 
-    if agreed(ranks, what, is_kept):
-        assert cache.kept is not None
-        return cache.kept.plan
+    if agreed(ranks, what, is_unchanged):
+        assert cache.last is not None
+        return cache.last.plan
     plan = through_coordinator(
         ranks, what, lambda: _Described.of(state, ranks), lambda described: _plans(described, ranks.size)
     )
-    cache.kept = _Kept(key, plan)
+    cache.last = _CachedPlan(key, plan)
     cache.made += 1
     return plan
 
@@ -122,7 +122,7 @@ def _key(state: FlatState) -> tuple[object, ...]:
 
 
 def _kind(name: str, value: object) -> object:
-    """Return what the plan depends on: of another library's distributed tensor, the boxes that this rank holds."""
+    """Return what the plan depends on in a value; of another library's tensor, also the boxes that this rank holds."""
     if isinstance(value, DTensorBase):
         return value._spec
     if not isinstance(value, Tensor):

@@ -86,7 +86,7 @@ _RANKS = WorldState(_ranks)
 
 
 def ranks_of_world() -> Ranks:
-    """Return the ranks of the present world. The first call in a world of processes is collective: it makes a group."""
+    """Return the ranks of the present world. In a world of processes the first call is collective: it makes a group."""
     return _RANKS.of(runtime_of_world()) if dist.is_initialized() else Ranks()
 
 
@@ -109,7 +109,7 @@ def together(ranks: Ranks, what: str, work: Callable[[], T]) -> list[T]:
 
 
 def agreed(ranks: Ranks, what: str, work: Callable[[], bool]) -> bool:
-    """Run `work` on all processes and return whether it was true on all; if one fails, all raise the same error.
+    """Run `work` on all processes, and return whether it returned True on all; if one fails, all raise the same error.
 
     Costs an all-reduce of one number, unless there is an error.
     """
@@ -130,7 +130,7 @@ def agreed(ranks: Ranks, what: str, work: Callable[[], bool]) -> bool:
 
 
 def on_all(ranks: Ranks, what: str, work: Callable[[], object]) -> None:
-    """Run `work` on all processes; returns when all are done. If one fails, all raise the same error."""
+    """Run `work` on all processes, and return when all are done. If one fails, all raise the same error."""
 
     def done() -> bool:
         work()
@@ -162,7 +162,7 @@ def through_coordinator(
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | _Failure, Exception | None]:
-    """Return the result of `work`, or what failed, as other processes are told, and the error itself."""
+    """Return the result of `work` and None, or its failure, as sent to other processes, and the error itself."""
     try:
         return work(), None
     except Exception as error:

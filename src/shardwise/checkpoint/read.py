@@ -22,7 +22,7 @@ _LONG_RUN = 1 << 16
 
 
 def read_tensors(folder: Path, reads: Iterable[Read], done: Callable[[int], None]) -> None:
-    """Fill the targets, reading files from front to back."""
+    """Fill the targets, and read each file from front to back. `done` is called with the bytes of each target."""
     reads = list(reads)
     on_gpu = any(read.target.device.type == "cuda" for read in reads)
     scratch = torch.empty(_SCRATCH, dtype=torch.uint8, pin_memory=on_gpu)
@@ -71,7 +71,7 @@ class _Reading:
         self.path, self.file, self.dtype, self.scratch = path, file, dtype, scratch
 
     def box(self, at: int, sizes: tuple[int, ...], begin: tuple[int, ...], target: Tensor) -> None:
-        """Read the box of the target's shape that begins at `begin` in an array of these sizes at a place."""
+        """Read the box of the target's shape that begins at `begin` in an array of these sizes at offset `at`."""
         row = math.prod(sizes[1:]) * self.dtype.itemsize
         if tuple(target.shape[1:]) == sizes[1:]:
             self.run(at + (begin[0] * row if begin else 0), target)
@@ -82,7 +82,7 @@ class _Reading:
                 self.box(at + (begin[0] + index) * row, sizes[1:], begin[1:], target[index])
 
     def run(self, at: int, target: Tensor) -> None:
-        """Read elements in a row."""
+        """Read consecutive elements."""
         if target.is_contiguous() and target.device.type == "cpu" and target.dtype == self.dtype:
             self._fill(target, at)
             return

@@ -29,7 +29,7 @@ class Read(NamedTuple):
     target: Tensor
 
     def span(self) -> tuple[int, int]:
-        """The bytes of the file from the first to the last element."""
+        """Return the range of bytes in the file from the first to the last element."""
         if self.place.data is None:
             return self.place.start, self.place.start + self.place.length
         first = last = 0
@@ -48,7 +48,7 @@ class Reads(NamedTuple):
     """The tensors of the state that change."""
 
     def blocks(self, stored: Stored) -> set[tuple[str, int]]:
-        """The blocks of files to read."""
+        """Return the blocks to read, as pairs of a file and the number of a block in it."""
         found: set[tuple[str, int]] = set()
         for read in self.tensors:
             found.update(stored.blocks(read.place, *read.span()))
@@ -58,7 +58,7 @@ class Reads(NamedTuple):
 
 
 def plan_reads(state: FlatState, stored: Stored, ranks: Ranks, strict: bool, cast: bool) -> Reads:
-    """Return what to read. Raises one error that lists all values of the state that do not fit the checkpoint."""
+    """Return what to read. Raise one error that lists all values of the state that do not fit the checkpoint."""
     reads = Reads([], {}, [])
     problems, advice = [], set()
     for name, value in state.values.items():
@@ -66,7 +66,7 @@ def plan_reads(state: FlatState, stored: Stored, ranks: Ranks, strict: bool, cas
         if known is None:
             if strict:
                 problems.append(f"{name!r}: expected {_text(value)}, found nothing of this name")
-                advice.add("; strict=False leaves names alone that are missing")
+                advice.add("; strict=False leaves values unchanged that are missing in the checkpoint")
         elif isinstance(value, Tensor) != isinstance(known, TensorStorageMetadata):
             problems.append(f"{name!r}: expected {_text(value)}, found {_stored_text(known)}")
         elif not isinstance(value, Tensor) or not isinstance(known, TensorStorageMetadata):
@@ -89,7 +89,7 @@ def plan_reads(state: FlatState, stored: Stored, ranks: Ranks, strict: bool, cas
 
 
 def _reads(name: str, chunk: Chunk, known: TensorStorageMetadata, stored: Stored) -> Iterator[Read]:
-    """Return the boxes of stored chunks that make up a chunk of the state."""
+    """Yield the boxes of stored chunks that make up a chunk of the state."""
     covered = 0
     for number, box in enumerate(known.chunks):
         starts = [max(a, b) for a, b in zip(chunk.offset, box.offsets, strict=True)]

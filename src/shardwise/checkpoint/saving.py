@@ -39,15 +39,15 @@ class _Job(NamedTuple):
     keep: int | None
 
     def sources(self) -> list[list[Tensor]]:
-        """The tensors to write, for each rank of this process: views of the state."""
+        """Return the tensors to write, for each rank of this process: views of the state."""
         return sources(self.values, self.plan.mine, self.ranks)
 
     def objects(self) -> list[Objects]:
-        """The other values to write, as bytes."""
+        """Return the other values to write, as bytes, for each rank of this process."""
         return [saved_objects(self.values, plan) for plan in self.plan.mine]
 
     def write(self, tensors: list[list[Tensor]], objects: list[Objects], written: Callable[[int], None]) -> Written:
-        """Write the files of this process's ranks."""
+        """Write the files of this process's ranks, and return their records."""
         folder = saving(self.path)
         rows = zip(self.plan.mine, tensors, objects, strict=True)
         files = [write_file(folder, *row, self.sync, written) for row in rows]
@@ -96,7 +96,7 @@ def async_save(
     sync: bool = True,
     staging: Staging = "buffer",
 ) -> Saving:
-    """Copy what this rank will write, and save it in the background. Returns a `Saving` to wait for.
+    """Copy what this rank will write, and save it in the background. Return a `Saving` to wait for.
 
     One save is under way at a time, with at most one copy of the data: the next call of `save`, `async_save` or `load`
     waits for it, and raises its error if it failed.
@@ -158,12 +158,12 @@ def _cleaned_up(path: Path, ranks: Ranks) -> Iterator[None]:
 
 
 def _staged(job: _Job, staging: Staging) -> Callable[[], Written]:
-    """Stage the data. Returns a function that writes it."""
+    """Copy or fork the data, and return a function that writes it."""
     return _copied(job, copied) if staging == "buffer" else _snapshot(job)
 
 
 def _copied(job: _Job, copy: Callable[[list[list[Tensor]]], Copies]) -> Callable[[], Written]:
-    """Copy the data. Returns a function that writes it, or raises this rank's error on all ranks."""
+    """Copy the data, and return a function that writes it. If the copy fails, that function raises its error."""
     try:
         tensors, wait = copy(job.sources())
         kept = {name: kept_object(job.values[name]) for plan in job.plan.mine for name in plan.objects}

@@ -1,11 +1,11 @@
 """A snapshot of this process's memory: a forked child that shares all pages until they are written.
 
-The operating system copies a page when the program writes it for the first time afterwards. So a snapshot needs memory
-for the pages that are written while the child lives, and no more; but each of these writes is a page fault, and
-together they take several times as long as a copy of the same memory.
+The operating system copies a page when the program first writes it after the fork. So a snapshot needs memory only for
+the pages that are written while the child lives; but each of these writes is a page fault, and together they take
+several times as long as a copy of the same memory.
 
 The child does what a worker of a DataLoader does: tensor code on one thread, and files. It closes the sockets that it
-inherits, so that other ranks notice when its parent dies, and exits with its parent.
+inherits, so that other ranks notice when its parent dies, and exits when its parent dies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 def check_snapshot(tensors: Iterable[Tensor]) -> None:
     """Raise an error if a forked process would not see these tensors with their present values.
 
-    A GPU that the process uses does no harm, since the child never calls it: workers of a DataLoader are forked, too.
+    The process may use a GPU, since the child never calls it: workers of a DataLoader are forked, too.
     """
     if not hasattr(os, "fork"):
         raise CheckpointError('staging="snapshot" needs a system that can fork', 'pass staging="buffer"')
@@ -63,14 +63,14 @@ class Snapshot(Generic[T]):
             os.waitpid(self._child, 0)
         if not data:
             raise CheckpointError("the process that writes the snapshot died", "find the reason in the system's log")
-        found = pickle.loads(data)  # what our own child sent through a pipe
+        found = pickle.loads(data)  # safe: written by our own child
         if isinstance(found, ShardwiseError):
             raise found
         return found
 
 
 def _live(work: Callable[[Callable[[], None]], T], writing: int, parent: int) -> None:
-    """Run `work` in the child, send its result, and exit; never returns."""
+    """Run `work` in the child, send its result, and exit. Does not return."""
 
     def check() -> None:
         if os.getppid() != parent:

@@ -1,4 +1,4 @@
-"""Assign boxes to the ranks that write them: every box once, about equally many bytes on each rank.
+"""Assign boxes to the ranks that write them: every box once, about the same number of bytes on each rank.
 
 A box that several ranks hold is written by one of them. A large one is split into pieces, one for each holder, so that
 a replicated embedding does not keep one rank busy while the others wait.
@@ -20,7 +20,7 @@ SPLIT = 1 << 20
 
 
 class Piece(NamedTuple):
-    """A box to write, and the offset of the held box that it is in."""
+    """A box to write. `inside` is the offset of the rank's box that contains it."""
 
     name: str
     dtype: torch.dtype
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its elements."""
+        """The number of bytes of its elements."""
         return math.prod(self.size) * self.dtype.itemsize
 
 
@@ -42,7 +42,7 @@ class Tensors(NamedTuple):
 
 
 def merged(held: Mapping[int, Iterable[Held]]) -> Tensors:
-    """Return the boxes held by all ranks as one table. Raises an error if ranks disagree on a dtype or shape."""
+    """Return the boxes of all ranks as one table. Raise an error if ranks disagree on a dtype or shape."""
     described: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     first: dict[str, int] = {}
     holders: dict[tuple[str, Box], list[int]] = {}
@@ -84,7 +84,7 @@ def spread(tensors: Tensors, ranks: int) -> dict[int, list[Piece]]:
 
 
 def _pieces(name: str, dtype: torch.dtype, box: Box, holders: int) -> Iterator[Piece]:
-    """Yield a box in pieces along its first dim that has more than one index."""
+    """Yield a box, split along its first dim with more than one index into at most one piece for each holder."""
     offset, size = box
     box_piece = Piece(name, dtype, offset, size, offset)
     count = min(holders, box_piece.nbytes // SPLIT)
@@ -102,7 +102,7 @@ def _pieces(name: str, dtype: torch.dtype, box: Box, holders: int) -> Iterator[P
 
 
 def check_complete(tensors: Tensors) -> None:
-    """Raise an error if the boxes of a tensor overlap or leave elements out."""
+    """Raise an error if the boxes of a tensor do not have as many elements as the tensor."""
     volumes: dict[str, int] = {}
     for name, (_, size) in tensors.holders:
         volumes[name] = volumes.get(name, 0) + math.prod(size)
@@ -111,7 +111,7 @@ def check_complete(tensors: Tensors) -> None:
             raise CheckpointError(
                 f"{name!r} is {_text(dtype, shape)} with {math.prod(shape)} elements, but the ranks that save hold "
                 f"{volumes.get(name, 0)}",
-                "all ranks of its mesh call save, each with the tensor in its state",
+                "call save on all ranks of its mesh, each with the tensor in its state",
             )
 
 

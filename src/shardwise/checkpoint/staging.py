@@ -1,4 +1,4 @@
-"""Staging: copies of the data of a background save, so that the state may change meanwhile."""
+"""Staging: copies of the data of a background save, so that the state may change during the save."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .write import kept_object
 Staging = Literal["buffer", "deferred", "snapshot"]
 
 _SMALL = 1 << 16
-"""Tensors of at most this many bytes are copied at once by a deferred save: buffers that a forward pass changes."""
+"""A deferred save copies tensors of at most this many bytes at once, such as buffers that a forward pass changes."""
 
 
 class Copies(NamedTuple):
@@ -49,7 +49,7 @@ def copied(tensors: list[list[Tensor]]) -> Copies:
     def wait() -> None:
         for event in events:
             event.synchronize()
-        every.clear()  # the sources could be freed and written by another stream before the copies are complete
+        every.clear()  # only now: freed earlier, the sources' memory could be reused by another stream
 
     return Copies(copies, wait)
 
@@ -105,12 +105,12 @@ class Deferred:
 
 
 def _kept(value: object, owner: object) -> object:
-    """Return a copy that later writes do not change; large tensors, and those of optimizers, are not copied."""
+    """Return a copy of a value, or the value itself if it is a large tensor or a tensor of an optimizer."""
     if not isinstance(value, Tensor):
         return kept_object(value)
     if isinstance(owner, torch.optim.Optimizer) or value.numel() * value.dtype.itemsize > _SMALL:
         return value
-    if isinstance(value, DTensorBase):  # without the cost of an op on a distributed tensor
+    if isinstance(value, DTensorBase):  # cheaper than an op on a distributed tensor
         return type(value).concrete.wrap(value._local_shard.detach().clone(), value._spec)
     return value.detach().clone()
 

@@ -1,6 +1,6 @@
 """States: nested dicts and lists of tensors and other values, modules and optimizers, as one dict by name.
 
-Names are those of `torch.distributed.checkpoint`: the keys on the way to a value, joined by dots.
+Names are those of `torch.distributed.checkpoint`, the keys joined by dots: `{"a": {"b": x}}` has the name `a.b`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def flatten(state: Mapping[str, object]) -> FlatState:
     for path, value in _leaves((), state):
         name = ".".join(map(str, path))
         if name in values:
-            raise CheckpointError(f"two values of the state have the name {name!r}", "rename one: dots join keys")
+            raise CheckpointError(
+                f"two values of the state have the name {name!r}, in which dots join keys", "rename one of their keys"
+            )
         values[name], paths[name] = value, path
     return FlatState(values, paths)
 
@@ -64,7 +66,7 @@ def _is_opened(values: list[object]) -> bool:
 
 
 def put(container: Any, path: Path, value: object) -> None:
-    """Set the value at a path of `flatten`. Keys that are not strings are found by their text."""
+    """Set the value at a path of `flatten`. A key that is not a string is found by its `str`."""
     for key in path[:-1]:
         container = container[_key(container, key)]
     container[_key(container, path[-1])] = value
@@ -82,8 +84,8 @@ def _key(container: object, key: str | int) -> object:
 def state_dicts(state: State) -> dict[str, object]:
     """Return the state with every module, optimizer and other stateful object replaced by its state dict.
 
-    An optimizer whose module is in the state, too, has its state by the names of parameters, so that it can be loaded
-    into an optimizer that groups or shards them differently, or that has not made a step yet.
+    If the module of an optimizer is in the state, too, the optimizer's state is by names of parameters, so that it can
+    be loaded into an optimizer that groups or shards them differently, or that has not made a step yet.
     """
     return {key: _state_dict(value, state) for key, value in state.items()}
 
@@ -97,7 +99,7 @@ def _state_dict(value: object, state: State) -> object:
 
 
 def _is_stateful(value: object) -> bool:
-    """Return what `isinstance(value, Stateful)` would; that check is slow for a state of many values."""
+    """Return whether a value is `Stateful`, without isinstance, which is slow for a state of many values."""
     if isinstance(value, Tensor) or type(value) in (dict, list, bool, int, float, str):
         return False
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
@@ -117,7 +119,7 @@ def _reduced(tensor: DTensorBase) -> Tensor:
 
 
 def give_back(state: State, loaded: Mapping[str, Any]) -> None:
-    """Load what was read into modules, optimizers and other stateful objects, and set other values of the state."""
+    """Load the state dicts in `loaded` into the stateful objects of the state, and set its other values."""
     for key, value in state.items():
         if isinstance(value, nn.Module):
             if any(tensor.is_meta for tensor in (*value.parameters(), *value.buffers())):

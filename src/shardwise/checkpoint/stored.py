@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
 
 class Stored:
-    """An opened checkpoint. Sizes of files are checked when it is opened."""
+    """An opened checkpoint. File sizes are checked when it is opened."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -48,7 +48,7 @@ class Stored:
 
     @property
     def described(self) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
-        """The metadata of what is stored under each name."""
+        """The metadata of each tensor and object, by name."""
         return self.metadata.state_dict_metadata
 
     def place(self, index: MetadataIndex) -> Place:
@@ -74,7 +74,7 @@ class Stored:
         return ((place.file, number) for number in range(start // BLOCK, -(-stop // BLOCK)))
 
     def verify(self, blocks: Iterable[tuple[str, int]]) -> None:
-        """Raise an error if a block of a file has another checksum than when it was written."""
+        """Raise an error if the checksum of a block differs from the one in the index."""
         if self.index is None:
             return
         file, reader = "", None

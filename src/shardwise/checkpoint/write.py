@@ -16,36 +16,36 @@ from .plan import RankPlan
 
 
 class WrittenFile(NamedTuple):
-    """The size, checksums and objects of the file of one rank."""
+    """The name, size, checksums and objects of the file of one rank."""
 
     name: str
     size: int
     sums: list[int]
     objects: dict[str, tuple[int, int]]
-    """Place and length of each object."""
+    """Offset and length of each object."""
 
 
 Objects = dict[str, bytes]
 
 
 class SavedObject(NamedTuple):
-    """An object of the state that has been turned into bytes already."""
+    """An object of the state as bytes, or the error that storing it will raise."""
 
     data: bytes | CheckpointError
 
 
 def kept_object(value: object) -> object:
-    """Return a copy of an object: itself if it is a number or a string, else its bytes."""
+    """Return an object in a form that later changes do not affect: itself if it is immutable, else its bytes."""
     return value if _is_simple(value) or isinstance(value, SavedObject) else SavedObject(_saved(value))
 
 
 def _is_simple(value: object) -> bool:
-    """Return whether a value is immutable, and can be stored without a check that it can be loaded."""
+    """Return whether a value is None, a number or a string, which need no check that they can be loaded."""
     return value is None or type(value) in (bool, int, float, str)
 
 
 def _saved(value: object) -> bytes | CheckpointError:
-    """Return an object as bytes; raise an error if loading it would run code from the file."""
+    """Return an object as bytes, or an error (not raised) if loading it would run code from the file."""
     data = saved_object(value)
     try:
         load_object(data)
@@ -59,7 +59,7 @@ def _saved(value: object) -> bytes | CheckpointError:
 
 
 def saved_objects(state: Mapping[str, object], plan: RankPlan) -> Objects:
-    """Return the objects that a rank writes, as bytes. Raises an error for one that only pickle could load."""
+    """Return the objects that a rank writes, as bytes. Raise an error for one that only pickle could load."""
     known: dict[tuple[type, str], bytes] = {}
     found = {}
     for name in plan.objects:

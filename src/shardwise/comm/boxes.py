@@ -38,10 +38,10 @@ def boxes_bytes(by_peer: Sequence[Sequence[Box]]) -> int:
 
 
 def schedule(before: Layout, after: Layout, coordinate: Coordinate, axes: Sequence[int]) -> Schedule:
-    """The schedule of the rank at this coordinate, exchanging with the ranks over these axes.
+    """Return the schedule of the rank at this coordinate, exchanging with the ranks that differ only on these axes.
 
-    In an exchange exactly one peer holds each element that a rank needs: the axes are those that shard the tensor
-    before it. In a reduction over these axes every peer holds an operand of the same elements, and sends what the
+    In an exchange exactly one peer holds each element that a rank needs, since the axes are those that shard the
+    source. In a reduction over these axes every peer holds an operand of the same elements, and sends what the
     receiver needs.
     """
     peers = members(before.mesh_sizes, coordinate, axes)
@@ -52,7 +52,7 @@ def schedule(before: Layout, after: Layout, coordinate: Coordinate, axes: Sequen
 
 
 def members(mesh_sizes: tuple[int, ...], coordinate: Coordinate, axes: Sequence[int]) -> list[Coordinate]:
-    """The coordinates that differ from this one only on these axes, in group order."""
+    """Return the coordinates that differ from this one only on these axes, in group order. This one is among them."""
     result = []
     for indices in itertools.product(*(range(mesh_sizes[axis]) for axis in axes)):
         peer = list(coordinate)
@@ -63,7 +63,10 @@ def members(mesh_sizes: tuple[int, ...], coordinate: Coordinate, axes: Sequence[
 
 
 class Segment(NamedTuple):
-    """Where a tensor lies in another one along one dim: `length` of its indices from `start` on, at `target_start`."""
+    """Which indices of two different tensors are the same elements, e.g. of `q` and of a fused `[q; k; v]`.
+
+    Along `dim`, `[start, start + length)` of the source is `[target_start, target_start + length)` of the target.
+    """
 
     dim: int
     start: int
@@ -74,9 +77,9 @@ class Segment(NamedTuple):
 def intersection(
     have: Sequence[tuple[Run, ...]], need: Sequence[tuple[Run, ...]], segment: Segment | None = None
 ) -> tuple[Box, ...]:
-    """The boxes in both shards, given the runs of every dim on each side.
+    """Return the boxes of the elements that two shards have in common, given the runs of each dim on both sides.
 
-    With a `segment`, the shards are of two tensors: of the needed one, its boxes in that segment.
+    With a `segment`, the shards belong to two tensors, which have only that segment in common.
     """
     by_dim = [common_runs(dim, one, other, segment) for dim, (one, other) in enumerate(zip(have, need, strict=True))]
     return tuple(itertools.product(*by_dim)) if all(by_dim) else ()
@@ -85,14 +88,14 @@ def intersection(
 def common_runs(
     dim: int, have: tuple[Run, ...], need: tuple[Run, ...], segment: Segment | None = None
 ) -> Sequence[tuple[int, int, int]]:
-    """Return the intersection of two shards along one dim: offsets in both shards (sender first), and lengths."""
+    """Return the intersection of two shards along one dim as `(offset in have, offset in need, length)`."""
     if segment is None or segment.dim != dim:
         return _common_runs(have, need, None)
     return _common_runs(have, need, segment[1:])
 
 
 Placed = list[tuple[int, int, int]]
-"""Runs, each with its offset in the local shard."""
+"""Runs as `(start, stop, offset in the local shard)`."""
 
 
 @cached_within(16 << 20, lambda runs: 150 * len(runs))
@@ -117,7 +120,7 @@ def _common_runs(
 
 
 def _placed(runs: tuple[Run, ...], low: float, high: float, shift: int) -> Placed:
-    """The parts of runs that lie in `[low, high)`, shifted."""
+    """Return what the runs have in `[low, high)`, with indices shifted by `shift`."""
     result, offset = [], 0
     for start, stop in runs:
         first, last = max(start, int(low)), stop if stop <= high else int(high)
@@ -128,7 +131,7 @@ def _placed(runs: tuple[Run, ...], low: float, high: float, shift: int) -> Place
 
 
 def cut_boxes(boxes: Sequence[Box], low: int, high: int) -> Iterator[Box]:
-    """The elements `[low, high)` of some boxes, counted one box after the other, each in row-major order, as boxes.
+    """Yield the boxes of the elements `[low, high)`, counted box after box, and in row-major order within each.
 
     >>> list(cut_boxes([((0, 0, 2), (0, 0, 4))], 3, 6))     # the end of row 0, and the beginning of row 1
     [((0, 0, 1), (3, 3, 1)), ((1, 1, 1), (0, 0, 2))]
@@ -148,7 +151,7 @@ def _cut_box(box: Box, low: int, high: int) -> Iterator[Box]:
     if (low, high) == (0, rows * row):
         yield box
         return
-    first, last = -(-low // row), high // row  # the rows that are in it from end to end
+    first, last = -(-low // row), high // row  # the complete rows
     if first > last:
         yield from _in_row(box, last, low - last * row, high - last * row)
         return
@@ -170,5 +173,5 @@ def _rows(run: tuple[int, int, int], first: int, count: int) -> tuple[int, int, 
 
 
 def volume(boxes: Sequence[Box]) -> int:
-    """The number of elements in some boxes."""
+    """Return the number of elements in these boxes."""
     return sum(math.prod(length for _, _, length in box) for box in boxes)

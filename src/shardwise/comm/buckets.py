@@ -43,10 +43,10 @@ class Channel(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """A redistribution whose last collective is an all-reduce or a reduce-scatter that others may share.
+    """A redistribution whose last collective is an all-reduce or a reduce-scatter that it can share with others.
 
-    `before` are the moves that come first. `pack` makes the vector that is sent; for a reduce-scatter a matrix with a
-    row for each rank. `unpack` turns the vector that is received into the local tensor.
+    `before` are the moves before that collective. `pack` returns the vector to send, or for a reduce-scatter a matrix
+    with a row for each rank. `unpack` returns the local tensor for the vector that was received.
     """
 
     channel: Channel
@@ -63,19 +63,19 @@ _REDUCTIONS: WorldCache[tuple[DTensorSpec, DTensorSpec], Reduction | bool] = Wor
 
 
 _active: dict[tuple[DTensorSpec, DTensorSpec], Reduction | bool]
-"""Those of the active world that were used recently."""
+"""The entries of the active world's `_REDUCTIONS` that were used recently."""
 
 
-def _use_those_of(runtime: Runtime) -> None:
+def _use_reductions_of(runtime: Runtime) -> None:
     global _active
     _active = _REDUCTIONS.of(runtime).recent
 
 
-on_activate(_use_those_of)
+on_activate(_use_reductions_of)
 
 
 def reduction_between(source: DTensorSpec, target: DTensorSpec) -> Reduction | None:
-    """Return a redistribution that can share its last collective; None if that is not an even reduction."""
+    """Return the reduction from one spec to another, or None if its last collective cannot be shared."""
     found = _active.get((source, target))
     if found is None:
         cache = _REDUCTIONS.of(source.mesh_info.runtime)
@@ -124,7 +124,7 @@ def _with_shape(layout: Layout, mesh_info: MeshInfo) -> LocalOp:
 
 
 def _then(first: LocalOp, moves: Sequence[Move]) -> LocalOp:
-    """The first function, and then moves that do not communicate."""
+    """Return a function that calls `first`, then runs these moves, which do not communicate."""
     if not moves:
         return first
 
@@ -138,7 +138,7 @@ def _then(first: LocalOp, moves: Sequence[Move]) -> LocalOp:
 
 
 class Bucket:
-    """Local tensors that are reduced by one collective. They have one channel and one device."""
+    """Local tensors that are reduced by one collective. All have the same channel and device."""
 
     __slots__ = ("__weakref__", "_locals", "_raw", "_reductions", "_results", "_sizes", "lock", "nbytes", "started")
 
@@ -152,9 +152,9 @@ class Bucket:
         self._results: list[Tensor] | None = None
 
     def add(self, reduction: Reduction, local: Tensor) -> int | None:
-        """Add a local tensor, which must not be written until the collective is done. Returns its index.
+        """Add a local tensor, and return its index; None if the collective was started already.
 
-        None: the bucket was sent already.
+        The tensor must not be written until the collective is done.
         """
         with self.lock:
             if self.started:
@@ -191,7 +191,7 @@ class Bucket:
             self._raw = (all_reduce if alone else all_reduce_)(sent, op_sent, group)
 
     def results(self) -> list[Tensor]:
-        """The reduced local tensors, once the collective is done: views of what was received."""
+        """Wait for the collective, and return the reduced local tensors: views of what was received."""
         with self.lock:
             self.start()
             if self._results is None:
@@ -207,5 +207,5 @@ class Bucket:
             return self._results
 
     def __del__(self) -> None:
-        if self._raw is not None:  # nobody wants the results: backends warn of collectives that were not waited for
+        if self._raw is not None:  # the results were never used; backends warn of collectives without a wait
             wait(self._raw)

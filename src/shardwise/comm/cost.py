@@ -29,14 +29,14 @@ LOCAL_STEP = 1e-6
 
 
 class Rates(NamedTuple):
-    """What traffic of one kind costs: a latency on each axis, one for each peer, and bytes per second on each axis."""
+    """What native or point-to-point traffic costs: latencies by axis, a latency for each peer, bytes/s by axis."""
 
     latency: tuple[float, ...]
     peer_latency: float
     bandwidth: tuple[float, ...]
 
     def seconds(self, axes: tuple[int, ...], peers: int, received: float) -> float:
-        """The time of one collective over these axes in which a rank receives this many bytes."""
+        """Return the time of one collective over these axes in which a rank receives this many bytes."""
         if len(axes) == 1:
             axis = axes[0]
             return self.latency[axis] + self.peer_latency * peers + received / self.bandwidth[axis]
@@ -44,7 +44,7 @@ class Rates(NamedTuple):
         return max(map(self.latency.__getitem__, axes)) + self.peer_latency * peers + received / slowest
 
     def at_most(self, other: Rates) -> bool:
-        """Whether no message costs more than at the other rates."""
+        """Return whether no message costs more than at the other rates."""
         return (
             self.peer_latency <= other.peer_latency
             and all(map(operator.le, self.latency, other.latency))
@@ -76,7 +76,7 @@ class Links:
         return self.ring.bandwidth
 
     def seconds(self, axes: tuple[int, ...], peers: int, received: float) -> float:
-        """The time of one native collective over these axes in which a rank receives this many bytes."""
+        """Return the time of one native collective over these axes in which a rank receives this many bytes."""
         return self.ring.seconds(axes, peers, received)
 
     @cached_property
@@ -88,7 +88,7 @@ class Links:
 
 
 class _Group(NamedTuple):
-    """A group that belongs to no mesh, as a mesh with one axis."""
+    """A group that belongs to no mesh, with the attributes of a `MeshInfo` of one axis that `CostModel.links` reads."""
 
     device_type: str
     ranks: Sequence[int]
@@ -96,22 +96,22 @@ class _Group(NamedTuple):
     names: tuple[str, ...] = ("",)
 
     def rank_groups(self, axes: tuple[int, ...]) -> list[list[int]]:
-        """Its ranks."""
+        """Return the group's ranks, as the only group along its axis."""
         return [list(self.ranks)]
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """What communication costs, in seconds and bytes per second. A None takes the default of the mesh's device type.
+    """What communication costs, in seconds and bytes per second. None means the default of the mesh's device type.
 
     `bandwidth` maps axis names to bytes per second of native collectives. An axis that is not named gets
     `node_bandwidth` if its ranks are on one node (of `node_size` ranks, by default torchrun's LOCAL_WORLD_SIZE), else
     `network_bandwidth`. `latency` is one number, or maps axis names to numbers.
 
-    `p2p_bandwidth`, `p2p_latency` and `p2p_peer_latency` say the same of all-to-alls and exchanges. An axis that is not
-    named has the bandwidth and latency of native collectives, but only the share `network_p2p` of the bandwidth if it
-    crosses nodes. Uneven shards are gathered and reduced by a native collective on padded shards, or by an exchange
-    of exact pieces, whichever costs less:
+    `p2p_bandwidth`, `p2p_latency` and `p2p_peer_latency` are the same for all-to-alls and exchanges. An axis that is
+    not named has the latency and bandwidth of native collectives, or, if it crosses nodes, that bandwidth times
+    `network_p2p`. Uneven shards are gathered and reduced by a native collective on padded shards, or by an exchange
+    of exact pieces, whichever costs less.
 
     A tensor that changes its mesh is exchanged at once, or in rounds in which a rank needs at most `staging` bytes for
     what it sends and receives.
@@ -134,7 +134,7 @@ class CostModel:
     staging: int = 256 << 20
 
     def links_of_group(self, ranks: Sequence[int], world_size: int, device_type: str) -> Links:
-        """Return these costs for a group that belongs to no mesh, as one axis with index 0."""
+        """Return the costs within a group that belongs to no mesh. Its only axis has index 0."""
         return self.links(_Group(device_type, ranks, world_size))
 
     def rates_between(self, source: MeshInfo, target: MeshInfo) -> Rates:
@@ -146,7 +146,7 @@ class CostModel:
         return Rates((latency,), group.p2p.peer_latency, (bandwidth,))
 
     def links(self, mesh_info: MeshInfo | _Group) -> Links:
-        """Return these costs for the axes of one mesh."""
+        """Return the costs on one mesh, axis by axis."""
         default = _CPU if mesh_info.device_type == "cpu" else _ACCELERATOR
         names = mesh_info.names
         node = self.node_bandwidth or default.node_bandwidth
@@ -168,7 +168,7 @@ class CostModel:
         )
 
     def _crossing_nodes(self, mesh_info: MeshInfo | _Group) -> list[bool]:
-        """For each axis whether it has ranks of several nodes in one group."""
+        """Return for each axis whether one of its groups has ranks of several nodes."""
         size = self.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", mesh_info.world_size))
         axes = range(len(mesh_info.names))
         return [any(len({rank // size for rank in group}) > 1 for group in mesh_info.rank_groups((a,))) for a in axes]
@@ -177,7 +177,7 @@ class CostModel:
 def _by_axis(
     given: float | Mapping[str, float] | None, names: tuple[str, ...], default: tuple[float, ...]
 ) -> tuple[float, ...]:
-    """One number for each axis, from one for all, from some by name, or from the defaults."""
+    """Return one number for each axis: the given one for all axes, or those given by name, or the defaults."""
     if given is None:
         return default
     if isinstance(given, Mapping):
@@ -208,7 +208,7 @@ def cost_model() -> CostModel:
 
 
 def set_cost_model(model: CostModel) -> None:
-    """Use this model for all plans made from now on. All ranks must set the same one."""
+    """Use this model for all plans from now on, and clear all caches. All ranks must set the same model."""
     global _model
     _model = model
     clear_all_caches()

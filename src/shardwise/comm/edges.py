@@ -21,7 +21,7 @@ _SLACK = 1.0 + 1e-9
 class Edge(NamedTuple):
     """A step of a search: its kind, the axes of its group, the state after it, and what a rank receives.
 
-    `fraction` is that share of the global tensor.
+    `fraction` is what a rank receives, as a fraction of the global tensor.
     """
 
     kind: str
@@ -37,7 +37,7 @@ def commute(ops: set[str]) -> bool:
 
 
 class Task:
-    """Source and target of a search, and what is computed from them once."""
+    """Source and target of a search, and what follows from them."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Task:
 
     @cached_property
     def reducing(self) -> frozenset[tuple[int, str]]:
-        """The reductions that must be done. If some Partial axis changes and the ops do not commute: all."""
+        """The Partial axes to reduce, each with its op: all of them if any changes and the ops do not commute."""
         kept = set(self.source.partial) & set(self.target.partial)
         everything = set(self.source.partial) | set(self.target.partial)
         if kept != everything and not commute({op for _, op in everything}):
@@ -62,7 +62,7 @@ class Task:
 
     @cached_property
     def useful_slices(self) -> tuple[int, ...]:
-        """The axes worth slicing over: the target's, and axes faster than one in use, for a detour."""
+        """The axes to try slicing over: those of the target, and any faster than the slowest axis in use."""
         wanted = {axis for axes in self.target.slots for axis in axes}
         in_use = wanted | {a for axes in self.source.slots for a in axes} | {a for a, _ in self.source.partial}
         slowest = min((self.bandwidth[axis] for axis in in_use), default=0.0)
@@ -70,12 +70,15 @@ class Task:
         return tuple(sorted(wanted | (faster if in_use else set())))
 
     def can_talk(self, axes: Axes) -> bool:
-        """Whether the ranks over these axes have a process group."""
+        """Return whether there is a process group over these axes."""
         return self.groups is None or len(axes) == 1 or axes in self.groups
 
 
 def edges_from(task: Task, state: DistState, capacity: float) -> Iterator[Edge]:
-    """All edges that may help to reach the target, within a memory capacity."""
+    """Yield the edges that may help to reach the target.
+
+    After an edge no rank holds more than `capacity`, a fraction of the global tensor.
+    """
     if state.partial != task.target.partial:
         yield from _to_partials(task, state, capacity * _SLACK)
     else:
@@ -101,7 +104,7 @@ def _slices(task: Task, state: DistState) -> Iterator[Edge]:
 
 
 def _gathers(task: Task, state: DistState, capacity: float) -> Iterator[Edge]:
-    """Gather the minor axes of one or more slots in one collective."""
+    """Yield gathers of the minor axes of one or more slots, each in one collective."""
     now = held(task.mesh_sizes, state)
     for kept in itertools.product(*([axes[:k] for k in range(len(axes), -1, -1)] for axes in state.slots)):
         after = DistState(kept, state.partial)
@@ -115,7 +118,7 @@ def _gathers(task: Task, state: DistState, capacity: float) -> Iterator[Edge]:
 
 
 def _all_to_alls(task: Task, state: DistState) -> Iterator[Edge]:
-    """Move the minor axes of a slot to another, as its minor axes."""
+    """Yield all-to-alls that move the minor axes of one slot to another, as its minor axes."""
     now = held(task.mesh_sizes, state)
     for i, axes in enumerate(state.slots):
         for start in range(len(axes)):
@@ -131,7 +134,7 @@ def _all_to_alls(task: Task, state: DistState) -> Iterator[Edge]:
 
 
 def _exchanges(task: Task, state: DistState) -> Iterator[Edge]:
-    """Exchange straight to the target, or only into the target's order of the axes that a slot already has."""
+    """Yield the exchange straight to the target, and one that only brings each slot's axes into the target's order."""
     reordered = []
     for have, want in zip(state.slots, task.target.slots, strict=True):
         common = tuple(axis for axis in want if axis in have)
@@ -143,7 +146,7 @@ def _exchanges(task: Task, state: DistState) -> Iterator[Edge]:
 
 
 def _reductions(task: Task, state: DistState) -> Iterator[Edge]:
-    """All-reduce, or reduce-scatter onto a slot, over Partial axes of one op, or of sums and averages."""
+    """Yield all-reduces and reduce-scatters (onto a slot) over Partial axes of one op, or of sums and averages."""
     now = held(task.mesh_sizes, state)
     for axes, op in reducible_together([entry for entry in state.partial if entry in task.reducing]):
         rest = tuple(entry for entry in state.partial if entry[0] not in axes)
@@ -161,7 +164,7 @@ def _reductions(task: Task, state: DistState) -> Iterator[Edge]:
 
 
 def reducible_together(entries: Sequence[tuple[int, str]]) -> Iterator[tuple[Axes, str]]:
-    """The sets of Partial axes that one reduction can take, each with its op.
+    """Yield the sets of Partial axes that one collective can reduce, each with its op.
 
     An average is a sum of operands that are divided first, so sums and averages are reduced together as a sum.
     """
@@ -174,11 +177,12 @@ def reducible_together(entries: Sequence[tuple[int, str]]) -> Iterator[tuple[Axe
 
 
 def _to_partials(task: Task, state: DistState, capacity: float) -> Iterator[Edge]:
-    """Make a replicated axis, or the minor axis of a slot, Partial without communication."""
+    """Yield edges that make a replicated axis, or the minor axis of a slot, Partial without communication."""
     for axis, op in task.target.partial:
         if axis in dict(state.partial):
             continue
-        # A Partial axis to the left would see the identities filled in here; to the right is inside it, and safe.
+        # Axes are reduced from right to left. Those to the right would reduce the identities filled in here by
+        # another op first; those to the left see only the restored value.
         if not commute({op} | {its_op for other, its_op in state.partial if other > axis}):
             continue
         partial = tuple(sorted((*state.partial, (axis, op))))

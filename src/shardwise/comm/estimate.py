@@ -1,7 +1,7 @@
 """A quick estimate of what a redistribution costs, without searching for its plan.
 
-It is the price of the direct plan: the necessary reductions, then one exchange of all that is lacking. The propagator
-compares hundreds of choices by it; the planner then finds the actual steps, which cost the same or less.
+The estimate is the price of the direct plan: the necessary reductions, then one exchange of everything that is missing.
+The propagator compares hundreds of choices by it. The planner then searches the actual steps of the best one.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def estimate(source: Layout, target: Layout, itemsize: int, links: Links) -> flo
 
 
 def _reduced_together(state: DistState, goal: DistState) -> list[tuple[int, ...]]:
-    """The axes to reduce, by their op. Averages are reduced together with sums.
+    """Return the sets of axes that are reduced together: those with the same op, averages with sums.
 
-    In the order of the axes: every rank must make the same choices, and the order of a set differs between processes.
+    A dict, not sets: every rank must sum the prices in the same order.
     """
     axes: dict[str, tuple[int, ...]] = {}
     for axis, op in state.partial:
@@ -58,7 +58,7 @@ def _reduced_together(state: DistState, goal: DistState) -> list[tuple[int, ...]
 def _reduction(
     mesh_sizes: tuple[int, ...], state: DistState, goal: DistState, axes: tuple[int, ...], nbytes: int, links: Links
 ) -> float:
-    """Seconds of a reduce-scatter if the goal is sharded over these axes, else of an all-reduce, twice the bytes."""
+    """Return the seconds of a reduce-scatter if the goal is sharded over these axes, else of an all-reduce."""
     peers = product(mesh_sizes, axes)
     received = held(mesh_sizes, state) * nbytes * (peers - 1) / peers
     scattered = all(any(axis in slot_axes for slot_axes in goal.slots) for axis in axes)
@@ -66,7 +66,7 @@ def _reduction(
 
 
 def _reduced(state: DistState, goal: DistState, axes: tuple[int, ...]) -> DistState:
-    """The state after reducing, with the goal's slots sharded over the reduced axes as far as they come next."""
+    """Return the state after a reduction over these axes, which shard the slots of the goal where they come next."""
     slots = list(state.slots)
     for i, wanted in enumerate(goal.slots):
         while len(slots[i]) < len(wanted) and wanted[: len(slots[i])] == slots[i] and wanted[len(slots[i])] in axes:

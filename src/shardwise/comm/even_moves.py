@@ -30,7 +30,7 @@ from .transport import (
 
 
 def all_gather_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move:
-    """Gather the shards of one or more axes."""
+    """Return the move that gathers the shards over one or more axes."""
     name, ranks = group_of_step(step, mesh_info)
     sides = _over_slots(step)
     arrange = _grouped_to_local(step, sides)
@@ -45,7 +45,7 @@ def all_gather_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move
 
 
 def all_to_all_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move:
-    """Move the axes that shard one dim to another dim."""
+    """Return the move that takes axes from one dim, which they shard, to another."""
     name, ranks = group_of_step(step, mesh_info)
     sides = _over_slots(step)
     pack, arrange = _local_to_grouped(step, sides), _grouped_to_local(step, sides)
@@ -62,7 +62,7 @@ def all_to_all_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move
 
 
 def reduce_scatter_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move:
-    """Reduce over Partial axes, and shard a dim over them."""
+    """Return the move that reduces over Partial axes and shards a dim over them."""
     name, ranks = group_of_step(step, mesh_info)
     pack = pack_for_scatter(step)
     scale, divide = divided_sum(step.divisor, dtype)
@@ -75,12 +75,12 @@ def reduce_scatter_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> 
 
 
 def pack_for_scatter(step: Step) -> LocalOp:
-    """What an even reduce-scatter sends of a local tensor: one piece for each rank of the group, as a vector."""
+    """Return the function that packs a local tensor for an even reduce-scatter: a piece for each rank, as a vector."""
     return _local_to_grouped(step, _over_slots(step))
 
 
 def all_reduce_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move:
-    """Reduce over Partial axes. Shards may be uneven."""
+    """Return the move that reduces over Partial axes. Shards may be uneven."""
     name, ranks = group_of_step(step, mesh_info)
     if reduces_natively(dtype, step.op):
         op = wire_op(dtype, step.op)
@@ -104,7 +104,7 @@ def all_reduce_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move
 
 
 class _Sides(NamedTuple):
-    """Both sides of a step over common slots: the axes that shard each slot, and its local size."""
+    """The states before and after a step over common slots, and the local size of each slot in them."""
 
     before: DistState
     after: DistState
@@ -126,7 +126,7 @@ def _over_slots(step: Step) -> _Sides:
 
 
 def _grouped_to_local(step: Step, sides: _Sides) -> LocalOp:
-    """From one piece for each rank of the group, stacked in group order, to the local tensor after the step."""
+    """Return the function from the pieces of a group's ranks, stacked in group order, to the local tensor."""
     mesh_sizes, shape = step.before.mesh_sizes, step.after.local_shape((0,) * len(step.before.mesh_sizes))
     pieces = tuple(min(a, b) for a, b in zip(sides.local_before, sides.local_after, strict=True))
     stacked = [mesh_sizes[axis] for axis in step.axes] + list(pieces)
@@ -136,18 +136,18 @@ def _grouped_to_local(step: Step, sides: _Sides) -> LocalOp:
         order += [step.axes.index(axis) for axis in gathered] + [len(step.axes) + slot]
     if _order_is_trivial(stacked, order):
         return lambda grouped: grouped.view(shape)
-    # A reshape may be a view with strides of its own, but moved data is row-major.
+    # Not `reshape`, which may return a view that is not row-major.
     return lambda grouped: grouped.view(stacked).permute(order).contiguous().view(shape)
 
 
 def _gathers_in_place(step: Step, sides: _Sides) -> bool:
-    """Whether the gathered pieces, one after the other, are already the result: the first dim, in group order."""
+    """Return whether the gathered pieces in a row are the result: shards of the first dim, in group order."""
     gathered = sides.before.slots[0][len(sides.after.slots[0]) :]
     return gathered == step.axes and len(step.after.dims[0]) == 1 == len(step.before.dims[0])
 
 
 def _local_to_grouped(step: Step, sides: _Sides) -> LocalOp:
-    """From the local tensor before the step to one piece for each rank of the group, stacked in group order."""
+    """Return the function from the local tensor to a piece for each rank of the group, as a vector in group order."""
     mesh_sizes = step.before.mesh_sizes
     pieces = tuple(min(a, b) for a, b in zip(sides.local_before, sides.local_after, strict=True))
     split: list[int] = []
@@ -165,6 +165,6 @@ def _local_to_grouped(step: Step, sides: _Sides) -> LocalOp:
 
 
 def _order_is_trivial(sizes: Sequence[int], order: Sequence[int]) -> bool:
-    """Whether a permutation moves only dims of size 1."""
+    """Return whether a permutation moves only dims of size 1."""
     moved = [index for index in order if sizes[index] != 1]
     return moved == sorted(moved)

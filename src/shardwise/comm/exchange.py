@@ -1,4 +1,4 @@
-"""Moves between any two layouts by one all-to-all, and moves of one rank's data to others."""
+"""Moves between any two layouts by one all-to-all, and scatter and broadcast from one rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .transport import moves_natively, reduce_locally
 
 
 def exchange_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move:
-    """One all-to-all in which each rank sends each peer the elements that it has and the peer needs.
+    """Return the move by one all-to-all in which each rank sends each peer the elements that the peer needs.
 
     If the step reduces, each rank receives the operands of all peers and reduces them itself.
     """
@@ -62,7 +62,10 @@ def exchange_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move:
 def scatter_move(
     before: Layout, after: Layout, axis: int, source: int, mesh_info: MeshInfo, dtype: torch.dtype
 ) -> LocalOp:
-    """The rank at index `source` of an axis sends each rank along it its shard. `before` does not use the axis."""
+    """Return a function by which the rank at index `source` of an axis sends each rank along the axis its shard.
+
+    The axis shards the tensor in `after`, not in `before`. The local tensors of other ranks are not read.
+    """
     name, ranks = mesh_info.groups[(axis,)], mesh_info.sizes[axis]
     native = moves_natively(dtype)
     unit = 1 if native else dtype.itemsize
@@ -95,7 +98,7 @@ def scatter_move(
 
 
 def broadcast_move(axis: int, source: int, mesh_info: MeshInfo, dtype: torch.dtype) -> LocalOp:
-    """The rank at index `source` of an axis sends all others along it a copy of its local tensor."""
+    """Return a function by which the rank at index `source` of an axis sends its local tensor to the others."""
     name = mesh_info.groups[(axis,)]
     if moves_natively(dtype):
         return lambda local: wait(broadcast(local.contiguous(), source, name))
@@ -103,7 +106,7 @@ def broadcast_move(axis: int, source: int, mesh_info: MeshInfo, dtype: torch.dty
 
 
 def all_gather_ranks(message: Tensor, mesh_info: MeshInfo) -> Tensor:
-    """One row for each rank of this rank's mesh, in mesh order, from a vector of equal length on each."""
+    """Gather a vector, as long on every rank, from the ranks of the mesh: one row for each, in mesh order."""
     table = message.view(1, -1)
     for axis in reversed(range(len(mesh_info.sizes))):
         if mesh_info.sizes[axis] > 1:

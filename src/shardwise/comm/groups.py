@@ -1,7 +1,7 @@
-"""Adopting a mesh: a process group for every set of its axes, made once, in one order, on all ranks.
+"""Adopt a mesh: create a process group for every set of its axes, once, in the same order on all ranks.
 
-Groups are never made by a plan: their names come from a counter in each process, so ranks that make groups at different
-moments would give different groups the same name. A mesh of all ranks is adopted when its first tensor is made, which
+A plan never creates groups. Their names come from a counter in each process, so ranks that create groups at different
+times would give different groups the same name. A mesh of all ranks is adopted when its first tensor is made, which
 all ranks do. A submesh uses the groups that exist already, and otherwise communicates axis by axis.
 """
 
@@ -47,7 +47,7 @@ def first_use() -> None:
 
 
 def adopt(mesh: DeviceMesh) -> MeshInfo:
-    """Return the `MeshInfo` of a mesh, after creating its process groups."""
+    """Return the `MeshInfo` of a mesh. The first call for a mesh creates its process groups."""
     found = active_runtime().adopted.get(id(mesh))
     if found is not None:
         return found[1]
@@ -80,7 +80,7 @@ def _check_membership(mesh_info: MeshInfo) -> None:
     if max(ranks_of_mesh) >= mesh_info.world_size:
         raise MeshError(
             f"{mesh_info!r} has the ranks {ranks_of_mesh}, but this world has {mesh_info.world_size}",
-            "use a mesh of ranks that exist; torch.distributed.checkpoint brings a saved tensor to another mesh",
+            "use a mesh of ranks that exist; shardwise.checkpoint loads a saved tensor onto another mesh",
         )
     if not has_groups(mesh_info.mesh) and not mesh_info.outside and current_world() is None:
         raise MeshError(
@@ -112,12 +112,12 @@ def _is_slice(part: MeshInfo, root: DeviceMesh) -> bool:
 
 
 def axis_sets(ndim: int) -> list[Axes]:
-    """All sets of two or more axes, in the order in which their groups are made."""
+    """Return all sets of two or more axes, in the order in which their groups are created."""
     return [axes for count in range(2, ndim + 1) for axes in itertools.combinations(range(ndim), count)]
 
 
 def _axis_groups(mesh_info: MeshInfo) -> dict[Axes, str]:
-    """The names of the mesh's own groups, one for each axis."""
+    """Return the names of the mesh's own groups, one for each axis."""
     try:
         return {(axis,): group_name(mesh_info.mesh, axis) for axis in range(len(mesh_info.sizes))}
     except (RuntimeError, LookupError, ValueError):
@@ -130,7 +130,7 @@ def _simulated_groups(mesh_info: MeshInfo) -> None:
     ndim = len(mesh_info.sizes)
     if has_groups(mesh_info.mesh) and dist.get_rank() in mesh_info.ranks:
         mesh_info.groups.update(_axis_groups(mesh_info))
-    else:  # this process is rank 0 to PyTorch, which has no groups of other ranks: any of the right size will do
+    else:  # to PyTorch this process is rank 0, and it makes no groups without it: any group of the right size will do
         sizes = enumerate(mesh_info.sizes)
         mesh_info.groups.update({(axis,): dist.new_group(range(size)).group_name for axis, size in sizes})
     for axes in axis_sets(ndim):
@@ -140,7 +140,7 @@ def _simulated_groups(mesh_info: MeshInfo) -> None:
 
 
 def _process_groups(mesh_info: MeshInfo) -> None:
-    if mesh_info.outside:  # it plans as the ranks of the mesh do, and never communicates
+    if mesh_info.outside:  # a rank outside the mesh makes the same plans, and never communicates on it
         mesh_info.groups.update({(axis,): "" for axis in range(len(mesh_info.sizes))})
         return
     mesh_info.groups.update(_axis_groups(mesh_info))
@@ -161,7 +161,7 @@ def _process_groups(mesh_info: MeshInfo) -> None:
 
 
 def _existing_groups(mesh_info: MeshInfo) -> dict[tuple[tuple[int, ...], ...], str]:
-    """The groups of flattened axes and of the root mesh, by the partition of the ranks that they make."""
+    """Return the names of the groups of flattened axes and of the root mesh, by how they partition the ranks."""
     found = {}
     for flattened in flattened_meshes(mesh_info.mesh):
         found[_partition(mesh_info_of(flattened).rank_groups((0,)))] = group_name(flattened, 0)
@@ -186,5 +186,5 @@ def _create(groups: list[list[int]]) -> str | None:
 
 
 def ranks_of_group(name: str) -> list[tuple[int, ...]]:
-    """The ranks of this process's group with this name; in a simulated world those of all its parallel instances."""
+    """Return the ranks of the group with this name; in a simulated world, of all groups that the name stands for."""
     return [group_ranks(name)] if current_world() is None else list(groups_of(name))

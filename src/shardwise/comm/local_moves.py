@@ -19,7 +19,7 @@ def _overlap(before: Layout, after: Layout, at: Coordinate) -> tuple[Box, ...]:
 
 
 def take_slice(local: Tensor, before: Layout, after: Layout, at: Coordinate) -> Tensor:
-    """The local shard after a step, from the local shard before it, which contains it. Always a copy."""
+    """Return a copy of the local shard of `after`, which the local shard of `before` contains."""
     boxes = _overlap(before, after, at)
     if len(boxes) == 1:
         return sent_box(local, boxes[0]).clone(memory_format=torch.contiguous_format)
@@ -30,7 +30,7 @@ def take_slice(local: Tensor, before: Layout, after: Layout, at: Coordinate) -> 
 
 
 def make_partial(step: Step, at: Coordinate, local: Tensor) -> Tensor:
-    """The local operand of a reduction over an axis that was replicated or sharded.
+    """Return this rank's operand of a reduction over an axis that was replicated or sharded.
 
     A sum or product of a replicated value keeps it at index 0 and takes the identity elsewhere; an average, max or min
     keeps it everywhere. A shard is surrounded by the identity, and scaled if the reduction is an average.

@@ -1,8 +1,8 @@
 """Plans for a tensor that changes its mesh: reduce what is Partial, then exchange between the ranks of both meshes.
 
-A Partial tensor is reduced on its own mesh, to a replicated or a sharded one, or by the ranks that receive it, which
-then get the operands of all ranks. The cost model decides. On the way to a Partial tensor, a sum or product goes to the
-first rank of each Partial axis, and the others hold its identity.
+A Partial tensor is reduced on the source mesh, to a replicated or sharded tensor, or by the receivers, which then get
+the operands of all ranks. The cost model decides. If the target is Partial with a sum or product, the first rank of
+each Partial axis gets the value, and the others hold the identity.
 
 >>> print(plan_mesh_change(x.spec, y.spec))
 f32[16@fsdp, 8] on mesh(fsdp=4) -> f32[16, 8@tp] on mesh(dp=2, tp=2)   1 collective, 192 B received by a rank
@@ -33,7 +33,7 @@ from .transport import check_reducible
 
 @dataclass(frozen=True)
 class MeshChange:
-    """How a tensor gets from one mesh to another. Prints as steps, with the most bytes that any rank receives."""
+    """The steps that move a tensor from one mesh to another. Prints them, with the most bytes that a rank receives."""
 
     source: DTensorSpec
     target: DTensorSpec
@@ -49,7 +49,7 @@ class MeshChange:
 
     @property
     def received_by(self) -> dict[int, int]:
-        """The bytes that each rank receives in the exchange, for ranks that receive any."""
+        """The bytes that each rank receives in the exchange. Ranks that receive none are left out."""
         totals: dict[int, int] = {}
         for route in self.routes:
             for rank, count in route.received.items():
@@ -58,7 +58,7 @@ class MeshChange:
 
     @property
     def received(self) -> float:
-        """The most bytes that any rank receives."""
+        """The most bytes that any rank receives, in the reduction and the exchange together."""
         itemsize = self.source.dtype.itemsize
         before = sum(received_exactly(step, itemsize) for step in self.reduction.steps)
         return before + max(self.received_by.values(), default=0)
@@ -75,7 +75,7 @@ class MeshChange:
 
     @property
     def keeps_shards(self) -> bool:
-        """Whether every rank already holds exactly its shard, so that nothing is copied."""
+        """Whether every rank's shard stays the same, so that nothing is copied."""
         if self.exchanges or self.source.layout.partial or self.target.layout.partial:
             return False
         have, need = self.pair.source, self.pair.target
@@ -121,15 +121,15 @@ def plan_mesh_change(source: DTensorSpec, target: DTensorSpec) -> MeshChange:
 def _make(source: DTensorSpec, target: DTensorSpec) -> MeshChange:
     if source.mesh_info.runtime is not target.mesh_info.runtime:
         raise MeshError(
-            f"from {source!r} on {source.mesh_info!r} to {target.mesh_info!r}, a mesh of another world",
+            f"cannot move {source!r} from {source.mesh_info!r} to {target.mesh_info!r}, a mesh of another world",
             "use meshes that were made in this world",
         )
     pair = mesh_pair(source.mesh_info, target.mesh_info)
     if pair.merges:
         raise MeshError(
-            f"from {source!r} on {source.mesh_info!r}, a submesh with {source.mesh_info.instances.shape[0]} parallel "
-            f"instances, to {target.mesh_info!r}: each instance has a tensor of its own",
-            "say what they are to each other on the mesh that it was sliced from, e.g. "
+            f"cannot move {source!r} from {source.mesh_info!r}, a submesh with {source.mesh_info.instances.shape[0]} "
+            f"parallel instances, to {target.mesh_info!r}: each instance has a tensor of its own",
+            "make one tensor of them on the mesh that the submesh was sliced from, e.g. "
             "DTensor.from_local(x.to_local(), mesh, [Replicate(), *x.placements])",
         )
     for axis_op in dict(source.layout.partial).values():
@@ -139,7 +139,7 @@ def _make(source: DTensorSpec, target: DTensorSpec) -> MeshChange:
 
 
 def needing_axes(target: DTensorSpec) -> tuple[int, ...]:
-    """The Partial axes of a target whose first rank alone gets the value: the others hold the identity."""
+    """Return the Partial axes of a target along which only the first rank gets the value, others the identity."""
     return tuple(axis for axis, op in target.layout.partial if op in ("sum", "product"))
 
 
@@ -159,7 +159,7 @@ def _reduced_before(source: DTensorSpec, target: DTensorSpec, pair: MeshPair) ->
 
 
 def _without_partial(layout: Layout) -> list[Layout]:
-    """Layouts that a reduction may end in: replicated over the Partial axes, or a dim sharded over them."""
+    """Return the layouts to try as results of a reduction: replicated over the Partial axes, or a dim sharded."""
     replicated = layout.without_partial()
     axes = tuple(axis for axis, _ in layout.partial)
     if not axes:
@@ -174,7 +174,7 @@ def _without_partial(layout: Layout) -> list[Layout]:
 
 
 def _reduced_by_receivers(source: DTensorSpec, target: DTensorSpec, pair: MeshPair) -> Iterator[MeshChange]:
-    """The change in which receivers get the operands of all ranks, if one reduction takes them and they fit at once."""
+    """Yield the change in which receivers reduce the operands, if one op reduces all and they fit into `staging`."""
     partial: PartialAxes = source.layout.partial
     ops = {op for _, op in partial}
     if not partial or (len(ops) > 1 and ops != {"sum", "avg"}):
@@ -212,7 +212,7 @@ def _priced(
 
 
 def exchange_seconds(pair: MeshPair, routes: Sequence[Route], itemsize: int, rounds: int) -> float:
-    """The modelled time of an exchange: of the rank that sends or receives most."""
+    """Return the modelled seconds of an exchange, for the rank that sends or receives most."""
     sent, received = (_most(route.sent for route in routes), _most(route.received for route in routes))
     if not received:
         return LOCAL_STEP

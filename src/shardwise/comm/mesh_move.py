@@ -1,7 +1,7 @@
-"""Carrying out a change of mesh on local tensors.
+"""Run a change of mesh on local tensors.
 
-A rank that is in one of the meshes alone has an empty local tensor on the other one. A rank that is in neither takes no
-part, and may call this or not.
+A rank that is in only one of the meshes has an empty local tensor on the other. A rank that is in neither does not take
+part, whether it makes the call or not.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class MeshMove(NamedTuple):
 
     before: tuple[Move, ...]
     begin: Callable[[Tensor], Callable[[], Tensor]]
-    """Starts the exchange; the result waits for it, and returns the local tensor on the target mesh."""
+    """Start the exchange, and return a function that waits for it and returns the local tensor on the target mesh."""
     after: tuple[Move, ...]
 
     def moves(self) -> tuple[Move, ...]:
@@ -80,7 +80,7 @@ def _begin(change: MeshChange, local: Tensor) -> Callable[[], Tensor]:
 
 
 def _send(loads: Sequence[Load], change: MeshChange, device: torch.device) -> list[Callable[[], None]]:
-    """Run all rounds but the last. Returns a function that finishes the last one, if there is one."""
+    """Run all rounds but the last, which is started. Return the function that finishes it, in a list; else `[]`."""
     for load in loads:
         copy_own(load)
     last: list[Callable[[], None]] = []
@@ -88,14 +88,14 @@ def _send(loads: Sequence[Load], change: MeshChange, device: torch.device) -> li
         group = group_over(change.pair.ranks)
         for turn in range(change.rounds):
             while last:
-                last.pop()()  # and its buffers are free
+                last.pop()()  # frees the buffers of the round before
             slices = [Slice(load, turn, change.rounds) for load in loads]
             last.append(start_round(slices, group, change.source.dtype, device))
     return last
 
 
 def _allocate(change: MeshChange, device: torch.device) -> dict[int, Tensor]:
-    """Memory for the shards of the target. Ranks that get nothing of a Partial one hold its identity."""
+    """Allocate the target's shards of the ranks here. Those that get no value of a Partial target hold the identity."""
     spec, ops = change.target, dict(change.target.layout.partial)
     found = {}
     for rank, at in places_here(spec.mesh_info):
@@ -106,26 +106,29 @@ def _allocate(change: MeshChange, device: torch.device) -> dict[int, Tensor]:
 
 
 def _filled_axis(spec: DTensorSpec, at: Coordinate) -> int | None:
-    """The Partial axis whose identity a rank holds in the place of the value: the outermost, which is reduced last."""
+    """Return the Partial axis whose identity a rank holds instead of the value: the outermost, which is reduced last.
+
+    None for ranks that hold the value.
+    """
     return next((axis for axis in needing_axes(spec) if at[axis]), None)
 
 
 def _stacked(change: MeshChange, results: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Memory for all operands of the ranks that reduce them."""
+    """Allocate memory for all operands, on the ranks that reduce them."""
     spec, count = change.target, len(change.routes)
     reducing = (rank for rank, at in places_here(spec.mesh_info) if _filled_axis(spec, at) is None)
     return {rank: results[rank].new_empty((count, *results[rank].shape)) for rank in reducing}
 
 
 def places_here(mesh_info: MeshInfo) -> list[tuple[int, Coordinate]]:
-    """The ranks of a mesh that this process runs, and their coordinates."""
+    """Return the ranks of a mesh that this process runs, with their coordinates."""
     if mesh_info.simulated:
         return list(zip(mesh_info.ranks, mesh_info.coordinates, strict=True))
     return [] if mesh_info.outside else [(dist.get_rank(), mesh_info.coordinate)]
 
 
 def shards_here(local: Tensor, mesh_info: MeshInfo) -> dict[int, Tensor]:
-    """The local shards of the ranks of a mesh that this process runs."""
+    """Return the local shards of the ranks of a mesh that this process runs, by rank."""
     if isinstance(local, RankTensor):
         return dict(zip(mesh_info.ranks, local.shards, strict=True))
     return {} if mesh_info.outside else {dist.get_rank(): local}

@@ -1,8 +1,9 @@
-"""The route of a tensor from one mesh to another, from what is known of both meshes.
+"""The route of a tensor from one mesh to another, cached.
 
-A submesh such as `mesh["tp"]` has parallel instances, each with a tensor of its own. Where every instance of the source
-shares its ranks with instances of the target alone, each tensor stays apart: there are as many parts as instances.
-Otherwise all ranks are one part, and the instances of the source are taken as replicas of one tensor.
+A submesh such as `mesh["tp"]` has parallel instances, each with a tensor of its own. If every target instance shares
+ranks with exactly one source instance, these tensors stay separate: each source instance, with its target instances, is
+one part of the mesh pair (parts must have the same number of ranks). Otherwise all ranks are one part, and the source
+instances count as replicas of one tensor.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ RankSet = frozenset[int]
 
 @dataclass(frozen=True, eq=False)
 class MeshPair:
-    """Two meshes of one world, and the ranks of each part. There is one for each pair, so that it is its own key."""
+    """Two meshes of one world, and the ranks of each part. There is one object for each pair, compared by identity."""
 
     source: MeshInfo
     target: MeshInfo
     parts: tuple[tuple[RankSet, RankSet], ...]
-    """For each part its ranks in the source mesh, and those in the target mesh."""
+    """For each part: its ranks in the source mesh, its ranks in the target mesh."""
 
     @cached_property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each part, in both meshes."""
+        """The ranks of each part, in either mesh, ascending."""
         return tuple(tuple(sorted(have | need)) for have, need in self.parts)
 
     @property
@@ -42,12 +43,12 @@ class MeshPair:
 
     @property
     def merges(self) -> bool:
-        """Whether instances of the source, which may hold different tensors, are taken as replicas of one."""
+        """Whether source instances, which may hold different tensors, would have to be replicas of one tensor."""
         return self.source.instances.shape[0] > len(self.parts)
 
     @property
     def copies(self) -> bool:
-        """Whether a tensor of the source becomes one in each of several instances of the target."""
+        """Whether a tensor of the source is copied to several instances of the target."""
         return self.target.instances.shape[0] > len(self.parts)
 
 
@@ -55,7 +56,7 @@ _PAIRS: WorldCache[tuple[MeshInfo, MeshInfo], MeshPair] = WorldCache("pairs of m
 
 
 def mesh_pair(source: MeshInfo, target: MeshInfo) -> MeshPair:
-    """The pair of two meshes."""
+    """Return the pair of two meshes, from the world's cache."""
     cache = _PAIRS.of(source.runtime)
     found = cache.get((source, target))
     if found is None:
@@ -71,7 +72,8 @@ def _parts(source: MeshInfo, target: MeshInfo) -> tuple[tuple[RankSet, RankSet],
         return (everyone,)
     parts = [(ranks, frozenset[int]().union(*(other for other in need if other & ranks))) for ranks in have]
     apart = sum(len(others) for _, others in parts) == len(everyone[1]) and all(others for _, others in parts)
-    alike = len({len(ranks | others) for ranks, others in parts}) == 1  # in one collective of simulated ranks
+    # Simulated ranks run the parts in one collective, whose groups have one size.
+    alike = len({len(ranks | others) for ranks, others in parts}) == 1
     return tuple(parts) if apart and alike else (everyone,)
 
 
@@ -79,7 +81,7 @@ def _parts(source: MeshInfo, target: MeshInfo) -> tuple[tuple[RankSet, RankSet],
 
 
 class RouteKey(NamedTuple):
-    """What a route depends on. Layouts are without Partial axes; `sending` and `needing` pick coordinates."""
+    """What a route depends on. Layouts are without Partial axes; `sending` and `needing` select ranks."""
 
     source: Layout
     target: Layout
@@ -94,7 +96,7 @@ _ROUTES: WorldCache[tuple[MeshPair, RouteKey], Route] = WorldCache("routes", 64 
 
 
 def route_of(pair: MeshPair, key: RouteKey) -> Route:
-    """The route of a tensor between two meshes."""
+    """Return the route of a tensor between two meshes, from the world's cache."""
     cache = _ROUTES.of(pair.source.runtime)
     found = cache.get((pair, key))
     if found is None:
@@ -116,7 +118,7 @@ _HOLDINGS: WorldCache[tuple[MeshInfo, Layout, _Where, tuple[RankSet, ...]], list
 
 
 def _holdings(mesh_info: MeshInfo, layout: Layout, where: _Where, parts: tuple[RankSet, ...]) -> list[Holding]:
-    """What the ranks of each part hold, of those with the given indices on some axes."""
+    """Return the holding of each part, of ranks with the given index on each axis in `where`."""
     cache, key = _HOLDINGS.of(mesh_info.runtime), (mesh_info, layout, where, parts)
     found = cache.get(key)
     if found is None:

@@ -11,10 +11,11 @@ from .plan import Step
 
 
 class Move(NamedTuple):
-    """`finish(wait(start(local)))`; no wait if nothing is communicated, no finish if nothing is left to do.
+    """A step as functions: `finish(wait(start(local)))`, without the wait if `communicates` is False.
 
-    `start` packs the data and begins the collective, `finish` unpacks what was received. `nbytes` is about what these
-    functions keep in memory. `copies` says that the collective itself copies its input before it returns.
+    `start` packs the data and starts the collective; `finish` unpacks what was received, None if that is the result.
+    `nbytes` is about what these functions hold in memory. `copies` means that the collective copies its input before
+    it returns, so that the input may be written.
     """
 
     start: LocalOp
@@ -25,5 +26,5 @@ class Move(NamedTuple):
 
 
 def group_of_step(step: Step, mesh_info: MeshInfo) -> tuple[str, int]:
-    """The name and the number of ranks of the group that a step communicates in."""
+    """Return the name and the number of ranks of the group that a step communicates in."""
     return mesh_info.groups[step.axes], math.prod(mesh_info.sizes[axis] for axis in step.axes)

@@ -1,8 +1,8 @@
-"""Functions of a rank's coordinate: a real process calls them for its own rank, the simulated world for every rank."""
+"""Call a function of a rank's coordinate: for the own rank in a process, for every rank in a simulated world."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -28,7 +28,7 @@ def on_ranks(mesh_info: MeshInfo, fn: Callable[[Coordinate, Tensor], Tensor]) ->
 
 
 def from_ranks(mesh_info: MeshInfo, fn: Callable[[Coordinate], Tensor]) -> Tensor:
-    """Return a local tensor that a function makes from the coordinate of its rank."""
+    """Return the local tensor that `fn` returns for the coordinate of this rank, or of every simulated rank."""
     if mesh_info.simulated:
         with torch.no_grad():
             return RankTensor([fn(at) for at in mesh_info.coordinates])
@@ -41,9 +41,15 @@ def shard_outside(dims: int, dtype: torch.dtype, device: torch.device) -> Tensor
 
 
 def split_sizes(mesh_info: MeshInfo, ranks: int, sizes_at: Callable[[Coordinate], list[int]]) -> list[int]:
-    """The split sizes of an all-to-all, one for each rank of the group."""
+    """Return the split sizes of an all-to-all, one for each of the `ranks` in the group."""
     if not mesh_info.simulated:
         return sizes_at(mesh_info.coordinate)
-    by_rank = [sizes_at(at) for at in mesh_info.coordinates]
-    # Sizes that differ between ranks are SymInts, which the op takes as well as ints.
-    return [cast(int, rank_int([sizes[peer] for sizes in by_rank])) for peer in range(ranks)]
+    return joined_sizes([sizes_at(at) for at in mesh_info.coordinates])
+
+
+def joined_sizes(by_rank: Sequence[Sequence[int]]) -> list[int]:
+    """Return the sizes of several simulated ranks as one list.
+
+    A size that differs between ranks is a `SymInt` with a value for each, which collectives take as they take ints.
+    """
+    return [cast(int, rank_int(values)) for values in zip(*by_rank, strict=True)]

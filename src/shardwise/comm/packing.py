@@ -12,13 +12,13 @@ from .boxes import Box
 
 
 def pack_boxes(local: Tensor, boxes_by_peer: Sequence[Sequence[Box]]) -> Tensor:
-    """The elements of these boxes of a local tensor, as one vector."""
+    """Return the elements of these boxes of a local tensor as one vector."""
     pieces = [sent_box(local, box).reshape(-1) for boxes in boxes_by_peer for box in boxes]
     return torch.cat(pieces) if pieces else local.new_empty(0)
 
 
 def unpack_boxes(received: Tensor, boxes_by_peer: Sequence[Sequence[Box]], shape: Sequence[int]) -> Tensor:
-    """The local tensor of this shape whose boxes come one after the other in a vector."""
+    """Return a local tensor of this shape, its boxes filled one after the other from a vector."""
     result = received.new_empty(shape)
     start = 0
     for boxes in boxes_by_peer:
@@ -31,7 +31,7 @@ def unpack_boxes(received: Tensor, boxes_by_peer: Sequence[Sequence[Box]], shape
 
 
 def sent_box(tensor: Tensor, box: Box) -> Tensor:
-    """A view of a box of the sender's local tensor."""
+    """Return a view of a box in the sender's local tensor."""
     for dim, (offset, _, length) in enumerate(box):
         if length != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, length)
@@ -39,7 +39,7 @@ def sent_box(tensor: Tensor, box: Box) -> Tensor:
 
 
 def received_box(tensor: Tensor, box: Box) -> Tensor:
-    """A view of a box of the receiver's local tensor."""
+    """Return a view of a box in the receiver's local tensor."""
     for dim, (_, offset, length) in enumerate(box):
         if length != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, length)
@@ -47,6 +47,6 @@ def received_box(tensor: Tensor, box: Box) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor as a vector: how dtypes travel that some backend does not move."""
+    """Return the bytes of a tensor as a vector, to send a dtype that some backend does not move."""
     # The stride of a single element may be anything; that of a new dim is 1.
     return tensor.contiguous().unsqueeze(-1).view(-1).view(torch.uint8)

@@ -1,8 +1,8 @@
 """Moves between unevenly sharded layouts by one native collective, on pieces that are padded to one size.
 
-A piece is the elements of a local shard, one after the other, followed by zeros. Shards are those of `torch.chunk`:
-full ones, a shorter one, empty ones. So along the first dim the pads come last, and the gathered tensor is a view of
-what was received; along other dims the pieces are put together by one copy.
+A piece is the elements of a local shard in a row, followed by zeros. Shards follow `torch.chunk`: full ones, then a
+shorter one, then empty ones. So along the first dim all zeros come last, and the gathered tensor is a view of what was
+received; along other dims one copy puts the pieces together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .transport import divided_sum, from_wire, moves_natively, to_wire, wire_op
 
 
 def padded_all_gather_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move:
-    """Gather the shards of one or more axes."""
+    """Return the move that gathers the shards over one or more axes."""
     name, ranks = group_of_step(step, mesh_info)
     stacks = _stacks(step.before, step.after, step, mesh_info)
     native = moves_natively(dtype)
@@ -42,7 +42,7 @@ def padded_all_gather_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) 
 
 
 def padded_reduce_scatter_move(step: Step, mesh_info: MeshInfo, dtype: torch.dtype) -> Move:
-    """Reduce over Partial axes, and shard a dim over them."""
+    """Return the move that reduces over Partial axes and shards a dim over them."""
     name, ranks = group_of_step(step, mesh_info)
     stacks = _stacks(step.after, step.before, step, mesh_info)
     op, (scale, divide) = wire_op(dtype, step.op), divided_sum(step.divisor, dtype)
@@ -59,11 +59,14 @@ def padded_reduce_scatter_move(step: Step, mesh_info: MeshInfo, dtype: torch.dty
 
 
 def padded(local: Tensor, length: int) -> Tensor:
-    """The elements of a tensor as a vector of this length, with zeros at its end. A copy only if it is padded."""
+    """Return the elements of a tensor as a vector of this length, padded with zeros at the end.
+
+    A copy only if zeros are added or the tensor is not contiguous.
+    """
     count = local.numel()
     if count == length:
         return local.contiguous().view(-1)
-    # Zeros, because programs that look for NaNs look at what is sent, too.
+    # Zeros, because tools that look for NaNs also look at what is sent.
     result = local.new_empty(length)
     result[:count].view(local.shape).copy_(local)
     result[count:].zero_()
@@ -74,11 +77,11 @@ def padded(local: Tensor, length: int) -> Tensor:
 
 
 class Stack(NamedTuple):
-    """Pieces of one length, one after the other in a vector, for each rank of a group; and the tensor they make up.
+    """How a vector of pieces, one of `length` elements for each rank of a group, makes up a tensor of this `shape`.
 
-    `boxes` say for each piece where its elements are in the piece, of shape `shapes[i]` without its pad, and where in
-    the tensor. If the pieces can be concatenated along a dim, `order` says in which order. They are `in_place` if
-    the vector begins with the elements of the tensor.
+    Without its zeros, piece `i` has the shape `shapes[i]`; `boxes[i]` are its places in the piece and in the tensor.
+    If pieces can be concatenated along a dim, `dim` is that dim and `order` the order. `in_place` means that the vector
+    begins with the elements of the tensor.
     """
 
     shape: tuple[int, ...]
@@ -90,7 +93,7 @@ class Stack(NamedTuple):
     in_place: bool
 
     def join(self, vector: Tensor) -> Tensor:
-        """The tensor made up of the pieces in a vector: a view of the vector if they are in place, else one copy."""
+        """Return the tensor that the pieces in a vector make up: a view of the vector if in place, else one copy."""
         if self.in_place:
             return vector[: math.prod(self.shape)].view(self.shape)
         if self.dim is not None:
@@ -103,7 +106,7 @@ class Stack(NamedTuple):
         return result
 
     def split(self, tensor: Tensor) -> Tensor:
-        """The vector of the pieces of a tensor. A copy, unless the tensor is in place and nothing is padded."""
+        """Return the vector of the pieces of a tensor. A copy, unless pieces are in place and nothing is padded."""
         if self.in_place:
             return padded(tensor, self.length * len(self.shapes))
         vector = tensor.new_empty(self.length * len(self.shapes))
@@ -121,9 +124,12 @@ class Stack(NamedTuple):
 
 
 def _stacks(pieces: Layout, joined: Layout, step: Step, mesh_info: MeshInfo) -> dict[Coordinate, Stack]:
-    """Return the stack of each rank of this process. Shards of `pieces` over the axes make up shards of `joined`."""
-    played = mesh_info.coordinates if mesh_info.simulated else [mesh_info.coordinate]
-    return {at: _stack(pieces, joined, members(pieces.mesh_sizes, at, step.axes), at) for at in played}
+    """Return the stack of each rank that this process runs, by coordinate.
+
+    Shards of the layout `pieces` over the step's axes make up a shard of the layout `joined`.
+    """
+    coordinates = mesh_info.coordinates if mesh_info.simulated else [mesh_info.coordinate]
+    return {at: _stack(pieces, joined, members(pieces.mesh_sizes, at, step.axes), at) for at in coordinates}
 
 
 def _stack(pieces: Layout, joined: Layout, peers: list[Coordinate], at: Coordinate) -> Stack:
@@ -134,9 +140,9 @@ def _stack(pieces: Layout, joined: Layout, peers: list[Coordinate], at: Coordina
     filled = [index for index, its_boxes in enumerate(boxes) if its_boxes]
     dim, order = None, filled
     if all(len(boxes[index]) == 1 for index in filled):
-        cut = [dim for dim, size in enumerate(shape) if any(boxes[index][0][dim][2] != size for index in filled)]
-        if len(cut) <= 1:
-            dim = cut[0] if cut else 0
+        sharded = [dim for dim, size in enumerate(shape) if any(boxes[index][0][dim][2] != size for index in filled)]
+        if len(sharded) <= 1:
+            dim = sharded[0] if sharded else 0
             order = sorted(filled, key=lambda index: boxes[index][0][dim][1])
     in_place = (
         dim is not None

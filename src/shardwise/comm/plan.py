@@ -1,4 +1,4 @@
-"""Plans: how one layout becomes another, as pure data that prints.
+"""Plans: the steps from one layout to another, as data that prints.
 
 A step names its kind, the mesh axes whose ranks communicate, and the layouts before and after it; nothing else is
 needed to carry it out on any rank.
@@ -33,8 +33,8 @@ REDUCE_SCATTER = "reduce-scatter"
 class Step:
     """One step: its kind, the axes of its group, the layouts around it, and the bytes a rank receives.
 
-    `op` is the reduction of an all-reduce or reduce-scatter, or of an exchange that does the work of one. `seconds` is
-    what the cost model says that it takes.
+    `op` is the reduction of an all-reduce or reduce-scatter, or of an exchange that replaces one. `seconds` is the time
+    by the cost model.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Step:
 
     @property
     def divisor(self) -> int:
-        """What a sum is divided by: sums over some axes and averages over others are reduced in one step."""
+        """What the sum is divided by, if the step also averages over some of its axes; else 1."""
         if self.op != "sum":
             return 1
         averaged = [axis for axis, op in self.before.partial if op == "avg" and axis in self.axes]
@@ -55,33 +55,33 @@ class Step:
 
     @property
     def is_padded(self) -> bool:
-        """Whether it is a native collective in which some rank's piece is padded to the size of the largest."""
+        """Whether this is a native collective in which some rank's piece is padded to the size of the largest."""
         if self.kind not in (ALL_GATHER, REDUCE_SCATTER):
             return False
         sizes = self.before.mesh_sizes
         return any(_differs(sizes, factor, self.axes) for dim in pieces_of(self).dims for factor in dim)
 
     def label(self) -> str:
-        """The kind with the reduction, such as `all-reduce (sum)`."""
+        """Return the kind with the reduction, such as `all-reduce (sum)`."""
         if not self.op:
             return self.kind
         return f"{self.kind} ({self.op}{f' / {self.divisor}' if self.divisor > 1 else ''})"
 
 
 def pieces_of(step: Step) -> Layout:
-    """The layout whose shards a gather or a reduce-scatter sends in one piece each."""
+    """Return the layout whose shards are the pieces of an all-gather or a reduce-scatter."""
     return step.before if step.kind == ALL_GATHER else step.after
 
 
 def least_piece(step: Step) -> int:
-    """The elements of the smallest piece among the ranks that communicate with the rank that has the largest."""
+    """Return the number of elements of the smallest piece in the group whose first rank has the largest."""
     layout = pieces_of(step)
     last = tuple(size - 1 if axis in step.axes else 0 for axis, size in enumerate(layout.mesh_sizes))
     return math.prod(layout.local_shape(last))
 
 
 def _differs(sizes: Sizes, factor: Factor, axes: tuple[int, ...]) -> bool:
-    """Whether ranks that differ on these axes alone may hold pieces of a factor of different sizes."""
+    """Return whether ranks that differ only on these axes may hold pieces of different sizes of a factor."""
     if divides_evenly(sizes, factor) or not set(factor.axes) & set(axes):
         return False
     others = [axis for axis in factor.axes if axis not in axes]
@@ -97,7 +97,7 @@ def _differs(sizes: Sizes, factor: Factor, axes: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps from one layout to another and the modelled seconds they take."""
+    """The steps from one layout to another, and their time by the cost model."""
 
     source: Layout
     target: Layout
@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def received(self) -> float:
-        """Bytes that a rank receives."""
+        """The bytes that a rank receives. Uneven shards may be counted as even ones."""
         return sum(step.received for step in self.steps)
 
     @property
@@ -115,7 +115,7 @@ class Plan:
         return sum(1 for step in self.steps if step.axes)
 
     def text(self, dtype: torch.dtype, names: tuple[str, ...]) -> str:
-        """The plan as readable lines, with the most bytes that any rank receives."""
+        """Return the plan as lines, with the most bytes that any rank receives in each step."""
         received = [received_exactly(step, dtype.itemsize) for step in self.steps]
         lines = [
             f"{spec_text(self.source, dtype, names)} -> {spec_text(self.target, dtype, names)}   "
@@ -130,7 +130,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class SpecPlan(Drawn):
-    """A plan between two specs. Prints as the steps, with the axis names of their mesh."""
+    """A plan between two specs. Prints its steps, with the axis names of their mesh."""
 
     source: DTensorSpec
     target: DTensorSpec
@@ -144,7 +144,10 @@ _MANY_RANKS = 4096
 
 
 def received_exactly(step: Step, itemsize: int) -> float:
-    """The most bytes that any rank receives in a step. `step.received` may take uneven shards for even ones."""
+    """Return the most bytes that any rank receives in a step. `step.received` may count uneven shards as even ones.
+
+    On more than 4096 ranks an all-to-all or an exchange without a reduction is not counted exactly.
+    """
     mesh_sizes = step.before.mesh_sizes
     peers = math.prod(mesh_sizes[axis] for axis in step.axes)
     if step.kind == ALL_REDUCE:
@@ -163,7 +166,7 @@ def received_exactly(step: Step, itemsize: int) -> float:
 
 
 def seconds_text(seconds: float) -> str:
-    """A time with a unit: `501 µs`, `1.25 s`."""
+    """Return a time with a unit: `501 µs`, `1.25 s`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= scale or unit == "µs":
             break
@@ -171,7 +174,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """A number of bytes with a unit: `192 B`, `1.5 MiB`."""
+    """Return a number of bytes with a unit: `192 B`, `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             break

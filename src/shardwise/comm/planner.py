@@ -1,12 +1,12 @@
 """The planner: the cheapest way from one layout to another, by A* over distribution states.
 
 A state says, for each slot (a factor that source and target share), which axes shard it, major to minor, and which
-axes are still Partial. Edges come from `edges_from`, their costs from `Links`. From every state an exchange leads
-straight to the target, so the search has an upper bound from its first step. No state between source and target may
-hold more than the larger of the two.
+axes are still Partial. Edges come from `edges_from`, their costs from `Links`. From every state with the target's
+Partial axes an exchange leads straight to the target, which gives the search an early upper bound. No state between
+source and target may hold more than the larger of the two, unless process groups are missing.
 
-The search takes shards for even. Where they are not, a gather or reduce-scatter on its path is carried out with padded
-pieces, or as an exchange of exact ones, whichever costs less (`_native_or_exchange`).
+The search treats all shards as even. Where they are not, a gather or reduce-scatter on its path is carried out with
+padded pieces, or as an exchange of exact ones, whichever costs less (`_native_or_exchange`).
 
 Everything here is arithmetic on layouts: no tensors, no process groups, no ranks.
 """
@@ -34,7 +34,7 @@ def make_plan(
     """Return the cheapest plan. `groups` are the sets of axes whose ranks have a process group (None: all sets)."""
     if source.shape != target.shape or source.mesh_sizes != target.mesh_sizes:
         raise CommunicationError(
-            f"no plan from {source} to {target}: their shapes or meshes differ",
+            f"there is no plan from {source} to {target}: their shapes or meshes differ",
             "redistribute between layouts of one tensor on one mesh",
         )
     slots = common_slots(source, target)
@@ -46,8 +46,9 @@ def make_plan(
     path = shortest(source.mesh_sizes, slots.source, slots.target, about, links, groups)
     if path is None:
         raise CommunicationError(
-            f"no plan from {source} to {target} with process groups of single axes",
-            "use a mesh of all ranks of the world: only there groups of several axes are made",
+            f"there is no plan from {source} to {target} with the process groups of this submesh, which has none for "
+            "some sets of axes",
+            "use a mesh of all ranks of the world: process groups of several axes are only created for such a mesh",
         )
     return _as_plan(source, target, slots, path, itemsize, links)
 
@@ -117,11 +118,11 @@ class _Search:
         # No collective is faster than these, whichever way it sends.
         self.fastest = max(links.ring.bandwidth + links.p2p.bandwidth)
         self.latency = min(links.ring.latency + links.p2p.latency)
-        # Seconds of an edge by kind and axes: fixed ones, and those for receiving the global tensor.
+        # By kind and axes of an edge: its fixed seconds, and the seconds for receiving the global tensor.
         self.prices: dict[tuple[str, Axes], tuple[float, float]] = {}
 
     def run(self, capacity: float) -> Path | None:
-        """The cheapest path on which no rank holds more than this fraction of the tensor; None if there is none."""
+        """Return the cheapest path on which no rank holds more than this fraction of the tensor, or None."""
         task, end = self.task, self.task.target
         start = task.source
         best: dict[DistState, float] = {start: 0.0}
@@ -158,7 +159,7 @@ class _Search:
         return None
 
     def seconds(self, edge: Edge) -> float:
-        """The modelled time of one edge."""
+        """Return the modelled time of one edge."""
         key = edge.kind, edge.axes
         price = self.prices.get(key)
         if price is None:
@@ -167,22 +168,22 @@ class _Search:
         return price[0] + edge.fraction * price[1]
 
     def _needs_no_other(self, last: Edge, cost: float) -> bool:
-        """Whether one collective reaches the target, of the cheaper kind, and any two cost more."""
+        """Return whether the edge `last` is the best path: of the cheaper kind, and cheaper than two collectives."""
         mine, other = (self.links.p2p, self.links.ring) if _is_p2p(last.kind) else (self.links.ring, self.links.p2p)
         return (mine is other or mine.at_most(other)) and cost <= self._two_collectives()
 
     def _two_collectives(self) -> float:
-        """A lower bound on the time of paths with two or more collectives."""
+        """Return a lower bound on the time of paths with two or more collectives."""
         smallest = min((size for size in self.task.mesh_sizes if size > 1), default=1)
         peer_latency = min(self.links.ring.peer_latency, self.links.p2p.peer_latency)
         latency = self.latency + peer_latency * (smallest - 1)
         return self._at_least(self.task.source) - self.latency + 2 * latency
 
     def _at_least(self, state: DistState) -> float:
-        """A lower bound on the time of paths from this state to the target."""
+        """Return a lower bound on the time of paths from this state to the target."""
         task = self.task
         if state.partial != task.target.partial:
-            # An entry that the target has, too, may have been reduced already and made again.
+            # An entry that is also in the target may have been reduced and made Partial again.
             if not any(entry in task.reducing and entry not in task.target.partial for entry in state.partial):
                 return 0.0
             added = product(task.mesh_sizes, [a for a, _ in task.target.partial if a not in dict(state.partial)])
@@ -212,14 +213,14 @@ def _seconds(links: Links, mesh_sizes: tuple[int, ...], kind: str, axes: Axes, r
         return LOCAL_STEP
     rates = links.p2p if _is_p2p(kind) else links.ring
     time = rates.seconds(axes, product(mesh_sizes, axes) - 1, received) + LOCAL_STEP
-    # An exchange is packed box by box; the other collectives send the tensor unchanged, or after one permutation.
+    # An exchange is packed box by box; the other collectives send the tensor itself, or one permutation of it.
     return time + links.pack * received + LOCAL_STEP if kind == EXCHANGE else time
 
 
 def _plan_without_slots(
     source: Layout, target: Layout, itemsize: int, links: Links, groups: frozenset[Axes] | None
 ) -> Plan:
-    """The plan between layouts without common slots: reduce, exchange, then make axes Partial."""
+    """Return the plan between layouts without common slots: reduce, exchange, then make axes Partial."""
     middle, goal = source.without_partial(), target.without_partial()
     axes = tuple(sorted({a for dim in middle.dims for factor in dim for a in factor.axes}))
     if axes and groups is not None and axes not in groups:

@@ -1,8 +1,8 @@
-"""Groups of any ranks, made by their members when they first communicate: for tensors that change their mesh.
+"""Process groups of the ranks of two meshes, for tensors that change their mesh.
 
-The groups of a mesh are made by all ranks, when it is adopted. Here the ranks of two meshes talk to each other, and
-others need not know. The name of a group is made from its ranks, so that its members agree on it. They make their
-groups in the order in which they need them; programs in which all members make the same calls have one such order.
+All ranks create the groups of a mesh, when it is adopted. The group of two meshes is created by its members alone, when
+they first communicate. Its name is derived from its ranks, so that members agree on it. Members must need their groups
+in the same order, as they do in programs in which all members make the same calls.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..sharding.runtime import WorldState, runtime_of_world
 from ..world import current_world, register_group
 
 Parts = tuple[tuple[int, ...], ...]
-"""Sets of ranks that have no rank in common, each in ascending order."""
+"""Disjoint sets of ranks, each in ascending order."""
 
 
 class RankGroup(NamedTuple):
-    """A group of ranks, or in a simulated world several that communicate at once."""
+    """A process group; in a simulated world, several groups that communicate in one call."""
 
     name: str
     parts: Parts
@@ -34,11 +34,11 @@ class RankGroup(NamedTuple):
 
     @property
     def simulated(self) -> bool:
-        """Whether this process runs all ranks."""
+        """Whether this process simulates all ranks."""
         return current_world() is not None
 
     def peers(self, rank: int) -> tuple[int, ...]:
-        """The ranks that a rank talks to, and itself, in group order."""
+        """Return the ranks of the group that this rank is in, in group order."""
         return next(part for part in self.parts if rank in part)
 
 
@@ -47,7 +47,7 @@ _GROUPS: WorldState[dict[Parts, RankGroup]] = WorldState(dict)
 
 
 def group_over(parts: Sequence[Sequence[int]]) -> RankGroup:
-    """Return the group of these ranks, created by its members on first use; in a process, the one that it is in."""
+    """Return the group of these ranks; of several parts, the one that this process is in. Its members create it."""
     key = tuple(tuple(sorted(part)) for part in parts)
     groups = _GROUPS.of(runtime_of_world())
     found = groups.get(key)

@@ -65,7 +65,7 @@ REDISTRIBUTIONS: Observers[[DTensorSpec, DTensorSpec, Tensor], Around] = Observe
 
 
 class _ObservedMoves:
-    """Replaces the table of moves while there are observers: its moves run in the contexts of the observers."""
+    """Replaces the table of moves while there are observers. Its moves run inside the observers' contexts."""
 
     def get(self, pair: SpecPair, /) -> tuple[Move, ...]:
         """Return all moves between two specs, combined into one."""
@@ -84,10 +84,10 @@ REDISTRIBUTIONS.on_change(lambda: _use_moves_of(active_runtime()))
 
 
 def plan_redistribution(source: DTensorSpec, target: DTensorSpec) -> SpecPlan:
-    """Return the steps that redistribute a tensor from one spec to another. Prints as readable steps with bytes."""
+    """Return the plan that redistributes a tensor from one spec to another. It prints as steps with bytes."""
     mesh_info = source.mesh_info
     if not mesh_info.adopted:
-        return _make_plan(source, target)  # not cached: once its groups are made, the plan may be another
+        return _make_plan(source, target)  # not cached: with the groups that adopt() makes, the plan may differ
     plans = _PLANS.of(mesh_info.runtime)
     found = plans.get((source, target))
     if found is None:
@@ -99,8 +99,8 @@ def _make_plan(source: DTensorSpec, target: DTensorSpec) -> SpecPlan:
     mesh_info = source.mesh_info
     if mesh_info is not target.mesh_info:
         raise MeshError(
-            f"a plan on one mesh from {source!r} on {mesh_info!r} to {target!r} on {target.mesh_info!r}",
-            "use shardwise.plan, which plans changes of mesh, too",
+            f"a plan on one mesh cannot go from {source!r} on {mesh_info!r} to {target!r} on {target.mesh_info!r}",
+            "use shardwise.plan(x, other_mesh, placements), which also plans changes of mesh",
         )
     groups = frozenset(mesh_info.groups) if mesh_info.adopted else None
     steps = make_plan(source.layout, target.layout, source.dtype.itemsize, links_of(mesh_info), groups)
@@ -110,7 +110,7 @@ def _make_plan(source: DTensorSpec, target: DTensorSpec) -> SpecPlan:
 def moves_between(source: DTensorSpec, target: DTensorSpec) -> tuple[Move, ...]:
     """Return the moves between two specs: one for each step of the plan, and perhaps one to reorder memory."""
     mesh_info = source.mesh_info
-    require_world()  # the tensor may have outlived its own
+    require_world()  # the tensor may have outlived its world
     if not mesh_info.adopted:
         adopt(mesh_info.mesh)
     cache = _MOVES.of(mesh_info.runtime)
@@ -129,7 +129,7 @@ def _bind_plan(source: DTensorSpec, target: DTensorSpec) -> tuple[Move, ...]:
     moves = tuple(bind_move(step, source.mesh_info, source.dtype) for step in steps)
     order = target.memory_order
     if moves and order is not None:
-        # Moved data is row-major. Where the target is not, views that are legal on one device must stay so here.
+        # Moved data is row-major. It takes the target's memory order, so that views legal on one device are legal here.
         repeats = tuple(dim for dim in order.expanded if source.stride[dim] == 0)
         order = order._replace(expanded=repeats)
         moves += (Move(on_ranks(source.mesh_info, lambda at, local: in_memory_order(local, order)), False, None),)
@@ -143,7 +143,7 @@ def redistribute_local(local: Tensor, source: DTensorSpec, target: DTensorSpec) 
         moves = moves_between(source, target)
     if not moves:
         return local
-    with below_autograd():  # gradients are the caller's; above autograd each collective costs twice as much
+    with below_autograd():  # the caller handles gradients; above autograd each collective costs twice as much
         return carry_out(moves, local)
 
 

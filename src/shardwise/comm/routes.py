@@ -1,7 +1,7 @@
-"""Routes: which ranks send which elements to which, from a tensor on one mesh to the same tensor on another.
+"""Routes: which ranks send which elements to which, when a tensor changes its mesh.
 
-Each rank receives exactly what it needs and does not hold. Ranks that hold the same shard share the sending of it:
-what they send together is divided evenly, to the element. Pure arithmetic on layouts and the numbers of ranks.
+Each rank receives exactly what it needs and does not hold. Ranks that hold the same shard divide the sending of it
+evenly, to the element. Pure arithmetic on layouts and ranks.
 
 >>> have = Holding.of(source_layout, [(0, (0,)), (1, (1,))])           # rank 0 is at coordinate (0,) of the source mesh
 >>> need = Holding.of(target_layout, [(2, (0,)), (3, (1,))])
@@ -23,20 +23,20 @@ from ..sharding.layout import Coordinate, Layout, Run
 from .boxes import Box, Segment, common_runs, cut_boxes
 
 Runs = tuple[tuple[Run, ...], ...]
-"""The elements that a rank holds: for each dim, runs of indices."""
+"""The elements that a rank holds: for each dim, its runs of indices."""
 Messages = dict[int, tuple[Box, ...]]
-"""Boxes by the rank that receives or sends them."""
+"""Boxes by the rank to which they are sent, or from which they are received."""
 
 
 class Holding(NamedTuple):
-    """Which ranks hold, or need, which elements: the shards that differ, and for each its ranks in ascending order."""
+    """Which ranks hold, or need, which elements: the distinct shards, and the ranks of each in ascending order."""
 
     shards: tuple[Runs, ...]
     ranks: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, layout: Layout, places: Iterable[tuple[int, Coordinate]]) -> Holding:
-        """The holding of ranks at these coordinates of a layout. Ranks that hold nothing are left out."""
+        """Return the holding of the ranks in `places`, each given with its coordinate. Empty shards are left out."""
         found: dict[Runs, list[int]] = {}
         for rank, at in places:
             runs = layout.runs(at)
@@ -46,7 +46,7 @@ class Holding(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The elements `[low, high)` of what two shards have in common, which one rank sends to another."""
+    """The elements `[low, high)` of an overlap, which one rank sends to another."""
 
     sender: int
     receiver: int
@@ -56,12 +56,12 @@ class Share(NamedTuple):
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """The elements as boxes: all that this sender sends to this receiver, which needs one shard of the target."""
+        """The boxes of these elements: all that this sender sends to this receiver, which needs only one shard."""
         return self.overlap.cut(self.low, self.high)
 
 
 class Overlap:
-    """What a shard of the source and a shard of the target have in common, dim by dim."""
+    """The elements that a shard of the source and a shard of the target (given by index) have in common."""
 
     def __init__(self, source: int, target: int, by_dim: Sequence[Sequence[tuple[int, int, int]]]) -> None:
         self.source, self.target, self._by_dim = source, target, by_dim
@@ -74,16 +74,16 @@ class Overlap:
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
-        """The elements as boxes."""
+        """The boxes of these elements."""
         return tuple(itertools.product(*self._by_dim))
 
     def cut(self, low: int, high: int) -> tuple[Box, ...]:
-        """The elements `[low, high)` as boxes."""
+        """Return the boxes of the elements `[low, high)`."""
         return self.boxes if (low, high) == (0, self.volume) else tuple(cut_boxes(self.boxes, low, high))
 
 
 class Part:
-    """The route between one holding and another, whose ranks talk to no other ranks."""
+    """The messages from the ranks of one holding to those of another."""
 
     def __init__(self, have: Holding, need: Holding, segment: Segment | None = None) -> None:
         self.have, self.need = have, need
@@ -97,10 +97,10 @@ class Part:
         self._shares: dict[int, list[Share]] = {}
 
     def shares(self, source: int) -> list[Share]:
-        """Return the shares of one shard of the source: sender, receiver, elements.
+        """Return how the sending of one shard of the source is divided among its holders.
 
-        Its holders divide what others need of it, receiver after receiver in the order of ranks, so that a receiver
-        has few senders, and ranks with neighbouring numbers talk to each other.
+        The elements that others need are taken receiver by receiver in rank order, so that a receiver has few senders,
+        and ranks with neighbouring numbers talk to each other.
         """
         found = self._shares.get(source)
         if found is None:
@@ -116,7 +116,7 @@ class Part:
         return found
 
     def demand(self, source: int) -> int:
-        """The elements of a shard of the source that its holders send to others."""
+        """Return how many elements the holders of a shard of the source send to others."""
         holders = set(self.have.ranks[source])
         return sum(
             overlap.volume * (len(ranks) - len(holders.intersection(ranks)))
@@ -125,7 +125,7 @@ class Part:
         )
 
     def own(self, rank: int) -> tuple[Box, ...]:
-        """The boxes that a rank needs and holds."""
+        """Return the boxes that a rank needs and already holds."""
         source, target = self.source_of.get(rank), self.target_of.get(rank)
         if source is None or target is None:
             return ()
@@ -149,7 +149,7 @@ def _divided(needed: list[tuple[int, Overlap]], holders: tuple[int, ...]) -> lis
 
 
 def _overlaps(source: Sequence[Runs], target: Sequence[Runs], segment: Segment | None) -> Iterable[Overlap]:
-    """All pairs of shards that have elements in common. What is common along a dim is found once for equal runs."""
+    """Yield the overlaps of all pairs of shards. The intersection of two runs of a dim is computed once."""
     if not source or not target:
         return
     dims = len(source[0])
@@ -169,7 +169,7 @@ def _overlaps(source: Sequence[Runs], target: Sequence[Runs], segment: Segment |
 
 
 class Route:
-    """The elements that ranks send each other: one part, or one for each tensor on a separate set of ranks."""
+    """The elements that ranks send each other. Several parts are several tensors, on separate sets of ranks."""
 
     def __init__(self, parts: Iterable[tuple[Holding, Holding]], segment: Segment | None = None) -> None:
         self.parts = [Part(have, need, segment) for have, need in parts]
@@ -179,13 +179,13 @@ class Route:
 
     @property
     def nbytes(self) -> int:
-        """About what it takes in memory, with the boxes of all ranks."""
+        """About how many bytes this route takes in memory, with the boxes of all ranks."""
         overlaps = [overlap for part in self.parts for each in part.from_source for overlap in each]
         return 1024 + 256 * len(self._part_of) + sum(512 + 160 * overlap.count for overlap in overlaps)
 
     @cached_property
     def sent(self) -> dict[int, int]:
-        """The elements that each rank sends to others, for ranks that send any."""
+        """The number of elements that each rank sends to others. Ranks that send none are left out."""
         totals: dict[int, int] = {}
         for part in self.parts:
             for shard, holders in enumerate(part.have.ranks):
@@ -198,7 +198,7 @@ class Route:
 
     @cached_property
     def received(self) -> dict[int, int]:
-        """The elements that each rank receives from others, for ranks that receive any: those that it lacks."""
+        """The number of elements that each rank receives from others. Ranks that receive none are left out."""
         totals: dict[int, int] = {}
         for part in self.parts:
             for shard, ranks in enumerate(part.need.ranks):
@@ -213,14 +213,14 @@ class Route:
 
     @cached_property
     def staged(self) -> dict[int, int]:
-        """The elements that each rank sends or receives, for ranks that do."""
+        """The number of elements that each rank sends and receives. Ranks that do neither are left out."""
         totals = dict(self.sent)
         for rank, count in self.received.items():
             totals[rank] = totals.get(rank, 0) + count
         return totals
 
     def sends(self, rank: int) -> Messages:
-        """The boxes that a rank sends to each other rank."""
+        """Return the boxes that a rank sends, by receiver."""
         found = self._sends.get(rank)
         if found is None:
             part = self._part_of.get(rank)
@@ -231,7 +231,7 @@ class Route:
         return found
 
     def receives(self, rank: int) -> Messages:
-        """The boxes that a rank receives from each other rank."""
+        """Return the boxes that a rank receives, by sender."""
         found = self._receives.get(rank)
         if found is None:
             part = self._part_of.get(rank)
@@ -242,6 +242,6 @@ class Route:
         return found
 
     def own(self, rank: int) -> tuple[Box, ...]:
-        """The boxes that a rank needs and holds."""
+        """Return the boxes that a rank needs and already holds."""
         part = self._part_of.get(rank)
         return () if part is None else part.own(rank)

@@ -28,7 +28,7 @@ class Slots(NamedTuple):
     target: DistState
 
     def layout(self, mesh_sizes: Sizes, state: DistState) -> Layout:
-        """A state as a layout."""
+        """Return the layout that a state over these slots stands for."""
         dims: list[Dim]
         if len(state.slots) == len(self.sizes):
             dims = [plain_dim(size, axes) for (size,), axes in zip(self.sizes, state.slots, strict=True)]
@@ -39,12 +39,12 @@ class Slots(NamedTuple):
 
 
 def common_slots(source: Layout, target: Layout) -> Slots | None:
-    """Both layouts over factors of the same sizes; None where their shard boundaries do not allow it.
+    """Return both layouts over factors of the same sizes, or None if their shard boundaries do not allow it.
 
     Axes of size 1 are left out.
     """
     mesh_sizes = source.mesh_sizes
-    if source.unfactored and target.unfactored and 1 not in mesh_sizes:  # nothing to refine, the usual case
+    if source.unfactored and target.unfactored and 1 not in mesh_sizes:  # the usual case: one factor in each dim
         return Slots(
             tuple([(dim[0].size,) for dim in source.dims]),
             DistState(tuple([dim[0].axes for dim in source.dims]), source.partial),
@@ -70,7 +70,7 @@ def _drop_single(mesh_sizes: Sizes, dim: Dim) -> Dim:
 
 
 def _refine(mesh_sizes: Sizes, one: Dim, other: Dim) -> tuple[Dim, Dim] | None:
-    """Split the factors of two dims of equal size until their sizes agree."""
+    """Split the factors of two dims of equal size until their sizes agree; None if that is impossible."""
     left, right = list(one), list(other)
     done: tuple[list[Factor], list[Factor]] = ([], [])
     while left and right:
@@ -93,7 +93,7 @@ def _refine(mesh_sizes: Sizes, one: Dim, other: Dim) -> tuple[Dim, Dim] | None:
 
 
 def product(mesh_sizes: Sizes, axes: Sequence[int]) -> int:
-    """The number of ranks over these axes."""
+    """Return the number of ranks over these axes."""
     result = 1
     for axis in axes:
         result *= mesh_sizes[axis]
@@ -101,7 +101,7 @@ def product(mesh_sizes: Sizes, axes: Sequence[int]) -> int:
 
 
 def held(mesh_sizes: Sizes, state: DistState) -> float:
-    """The local share of a rank, as a fraction of the global tensor."""
+    """Return what a rank holds, as a fraction of the global tensor."""
     pieces = 1
     for axes in state.slots:
         for axis in axes:
@@ -110,7 +110,10 @@ def held(mesh_sizes: Sizes, state: DistState) -> float:
 
 
 def lacking(mesh_sizes: Sizes, state: DistState, target: DistState) -> float:
-    """The most that any rank lacks of its target, as a fraction of the global tensor: no plan can receive less."""
+    """Return the most that any rank lacks of its target shard, as a fraction of the global tensor.
+
+    Every plan receives at least this much.
+    """
     finest = wanted = 1
     diverges = False
     for have, want in zip(state.slots, target.slots, strict=True):
@@ -129,7 +132,7 @@ def lacking(mesh_sizes: Sizes, state: DistState, target: DistState) -> float:
 
 
 def talking_axes(state: DistState, target: DistState) -> Axes:
-    """The axes of an exchange: those of each source slot beyond the major axes that it shares with the target."""
+    """Return the axes of an exchange: those of each source slot after the major axes it shares with the target."""
     axes: list[int] = []
     for have, want in zip(state.slots, target.slots, strict=True):
         if have == want:

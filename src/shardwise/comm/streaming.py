@@ -1,22 +1,22 @@
-"""Carrying out routes: the elements of one or more tensors, by all-to-alls with a bounded amount of data each.
+"""Run routes: move the elements of one or more tensors, by all-to-alls of bounded size.
 
-A load is a tensor on its way: its route, and the shards of source and target that this process has, by rank. What a
-rank holds already is copied from shard to shard. The rest is packed, exchanged and unpacked, round by round; packing
-and unpacking convert dtypes, so that no other copies are made.
+What a rank holds already is copied from shard to shard. The rest is packed, exchanged and unpacked, round by round.
+Packing and unpacking also convert dtypes, so that no other copies are made.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._torch.collectives import all_to_all, wait
-from ..world import RankTensor, rank_int
+from ..world import RankTensor
 from .boxes import Box, cut_boxes, volume
+from .on_ranks import joined_sizes
 from .packing import received_box, sent_box
 from .rank_group import RankGroup
 from .routes import Messages, Route
@@ -27,7 +27,7 @@ Shards = Mapping[int, Tensor]
 
 
 class Load(NamedTuple):
-    """A tensor that is being moved: its route, and the shards of source and target."""
+    """A tensor to move: its route, and the source and target shards that this process holds."""
 
     route: Route
     source: Shards
@@ -35,14 +35,14 @@ class Load(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Slice `turn` of `turns` of every message of a load: what is sent of it in one round."""
+    """What is sent of a load in one round: slice number `turn`, of `turns`, of every message."""
 
     load: Load
     turn: int = 0
     turns: int = 1
 
     def boxes(self, messages: Messages, peer: int) -> Sequence[Box]:
-        """The boxes of this slice in the message to or from a peer."""
+        """Return the boxes of this slice in the message to or from a peer."""
         boxes = messages.get(peer, ())
         if self.turns == 1 or not boxes:
             return boxes
@@ -60,7 +60,7 @@ def copy_own(load: Load) -> None:
 def start_round(
     slices: Sequence[Slice], group: RankGroup, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], None]:
-    """Start to exchange slices of loads in one collective of this dtype. Returns a function that waits and unpacks."""
+    """Start an all-to-all of these slices in this dtype, and return a function that waits for it and unpacks."""
     native = moves_natively(dtype)
     unit = 1 if native else dtype.itemsize
     buffers, outgoing, incoming = [], [], []
@@ -73,7 +73,7 @@ def start_round(
     if not native:
         buffers = [buffer.view(torch.uint8) for buffer in buffers]
     packed = RankTensor(buffers) if group.simulated else buffers[0]
-    under_way = all_to_all(packed, _by_peer(incoming), _by_peer(outgoing), group.name)
+    under_way = all_to_all(packed, joined_sizes(incoming), joined_sizes(outgoing), group.name)
     del packed, buffers
 
     def finish() -> None:
@@ -82,13 +82,6 @@ def start_round(
             _unpack(slices, rank, group.peers(rank), got if native else got.view(dtype))
 
     return finish
-
-
-def _by_peer(sizes: list[list[int]]) -> list[int]:
-    """The split sizes of an all-to-all: those of the rank here, or with a value for each simulated rank."""
-    if len(sizes) == 1:
-        return sizes[0]
-    return [cast(int, rank_int([each[peer] for each in sizes])) for peer in range(len(sizes[0]))]
 
 
 def _received_sizes(slices: Sequence[Slice], rank: int, peers: Sequence[int]) -> list[int]:
@@ -115,7 +108,7 @@ def _unpack(slices: Sequence[Slice], rank: int, peers: Sequence[int], received: 
 
 
 def _next(buffer: Tensor, box: Box, start: int) -> tuple[Tensor, int]:
-    """The place of a box in a buffer, and where the next one starts."""
+    """Return the view of a buffer for a box that starts there, and where the next box starts."""
     lengths = [length for _, _, length in box]
     stop = start + math.prod(lengths)
     return buffer[start:stop].view(lengths), stop
@@ -125,7 +118,7 @@ def _next(buffer: Tensor, box: Box, start: int) -> tuple[Tensor, int]:
 
 
 def staged(routes: Sequence[Route]) -> int:
-    """The most elements that any rank sends and receives on some routes together."""
+    """Return the most elements that any rank sends and receives on these routes together."""
     totals: dict[int, int] = {}
     for route in routes:
         for rank, count in route.staged.items():
@@ -134,9 +127,9 @@ def staged(routes: Sequence[Route]) -> int:
 
 
 def rounds_of(elements: int, limit: int, peers: int) -> int:
-    """In how many rounds to send so that a rank sends and receives at most `limit` elements in each.
+    """Return the number of rounds in which a rank sends and receives at most `limit` elements each.
 
-    Every message is divided evenly, so that a round may have one element more of each of `2 * peers` messages.
+    Every message is divided evenly, so a round may have one element more of each of the `2 * peers` messages.
     """
     usable = max(limit - 2 * peers, 1)
     return min(-(-elements // usable), max(elements, 1)) if elements > limit else 1

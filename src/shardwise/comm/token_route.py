@@ -10,8 +10,8 @@ came from: one all-to-all each, of exactly the rows that are routed.
     received, by source       b d | x y        the other rank sends x for expert 0 and y for expert 1
     `send` returns            b d x y          by expert, and within an expert by source: counts are [3, 1]
 
-`own_rows` is the route of rows that every rank of the axis holds alike: a rank takes those of its own experts, and
-nothing is sent.
+`own_rows` is the route for rows that are replicated over the axis: a rank takes those of its own experts, and nothing
+is sent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..errors import InputError
 from ..sharding.layout import Coordinate, chunk_range
 from ..sharding.mesh import MeshInfo
 from ..world import RankTensor, map_ranks, rank_int, values_of
-from .on_ranks import on_ranks, split_sizes
+from .on_ranks import joined_sizes, on_ranks, split_sizes
 from .transport import moves_natively
 
 Size = int
@@ -39,7 +39,7 @@ Size = int
 
 @dataclass(frozen=True)
 class ExpertAxis:
-    """A mesh axis over which a number of experts is sharded, the way `torch.chunk` shards."""
+    """A mesh axis and the number of experts that are sharded over it, as `torch.chunk` does."""
 
     mesh_info: MeshInfo
     index: int
@@ -47,37 +47,37 @@ class ExpertAxis:
 
     @property
     def ranks(self) -> int:
-        """How many ranks share the experts."""
+        """The number of ranks along the axis."""
         return self.mesh_info.sizes[self.index]
 
     @property
     def bounds(self) -> list[int]:
-        """The first expert of each rank, and the number of experts at the end."""
+        """The first expert of each rank, and at the end the number of experts."""
         return [chunk_range(0, self.experts, self.ranks, rank)[0] for rank in range(self.ranks)] + [self.experts]
 
     def held(self, rank: int) -> int:
-        """How many experts the rank at this index of the axis holds."""
+        """Return how many experts the rank at this index of the axis holds."""
         return self.bounds[rank + 1] - self.bounds[rank]
 
     @property
     def most(self) -> int:
-        """How many experts a rank holds at most."""
+        """The largest number of experts that a rank holds."""
         return self.held(0)
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks hold as many."""
+        """Whether all ranks hold the same number of experts."""
         return self.experts % self.ranks == 0
 
     @property
     def own(self) -> Size:
-        """How many experts this rank holds."""
+        """The number of experts that this rank holds."""
         if not self.mesh_info.simulated:
             return self.held(self.mesh_info.coordinate[self.index])
         return cast(int, rank_int([self.held(at[self.index]) for at in self.mesh_info.coordinates]))
 
     def all_to_all(self, rows: Tensor, received: list[Size], sent: list[Size]) -> Tensor:
-        """One all-to-all of rows along the axis."""
+        """Return the rows that this rank receives in one all-to-all along the axis."""
         name = self.mesh_info.groups[(self.index,)]
         with shown_in_profile("shardwise::rows to experts over {}", self.mesh_info.names[self.index]):
             if moves_natively(rows.dtype):
@@ -87,17 +87,18 @@ class ExpertAxis:
 
 @dataclass(frozen=True)
 class TokenRoute:
-    """Where rows go, and how they come back. A field is None where nothing is to be done.
+    """The route of a rank's rows to their experts and back. A field is None if its step is not needed.
 
-    `order` sorts this rank's rows by expert; `by_expert` brings received rows from the order of their sources into
-    that of the experts. `taken` is the part of the sorted rows that stays, where all ranks have the same rows.
+    `order` sorts this rank's rows by expert, and `restore` undoes that. `by_expert` sorts received rows, which come by
+    source, by expert, and `by_source` undoes that. `taken` are the indices of the rows for this rank's experts, where
+    all ranks have the same `all_rows` rows.
     """
 
     axis: ExpertAxis
     counts: Tensor
-    """How many rows each of this rank's experts gets; zeros at the end where other ranks hold more experts."""
+    """The number of rows of each of this rank's experts, with zeros at the end if other ranks hold more experts."""
     rows: Size
-    """How many rows this rank's experts get in all."""
+    """The number of rows of all of this rank's experts."""
     order: Tensor | None = None
     restore: Tensor | None = None
     by_expert: Tensor | None = None
@@ -110,7 +111,7 @@ class TokenRoute:
     """`counts` on the host, if asked for."""
 
     def send(self, rows: Tensor, repeat: int = 1) -> Tensor:
-        """Move rows to their experts. With `repeat`, a row stands for that many routed ones in a row."""
+        """Return the rows for this rank's experts, by expert. Each given row stands for `repeat` routed rows."""
         index = self.taken if self.taken is not None else self.order
         if index is not None:
             rows = rows.index_select(0, index // repeat if repeat > 1 else index)
@@ -121,9 +122,9 @@ class TokenRoute:
         return _selected(self.axis.all_to_all(rows, self.received, self.sent), self.by_expert)
 
     def back(self, rows: Tensor) -> Tensor:
-        """Move rows from the experts to where they came from: the inverse of `send` with `repeat=1`.
+        """Return rows from the experts to where they came from: the inverse of `send` with `repeat=1`.
 
-        Rows that other ranks compute are zero, where all ranks have the same rows.
+        If all ranks have the same rows, the rows that other ranks compute are zero.
         """
         if self.taken is not None:
             return rows.new_zeros((self.all_rows, rows.shape[1])).index_copy_(0, self.taken, rows)
@@ -133,30 +134,30 @@ class TokenRoute:
 
 
 def route_rows(expert_of_row: Tensor, axis: ExpertAxis, *, read_counts: bool = False) -> TokenRoute:
-    """The route of rows to the given experts, one for each row. Each rank of the axis has rows of its own.
+    """Return the route of rows to the given experts, one for each row. Each rank of the axis has rows of its own.
 
-    With `read_counts`, the host read also brings the number of rows of each of this rank's experts.
+    With `read_counts`, the host read includes the number of rows of each of this rank's experts (`TokenRoute.sizes`).
     """
     order, starts = _sorted_by_expert(expert_of_row, axis.experts)
     return _route(axis, starts, expert_of_row.shape[0], order, read_counts)
 
 
 def route_sorted_rows(counts: Tensor, rows: Size, axis: ExpertAxis, *, read_counts: bool = False) -> TokenRoute:
-    """The route of rows that are sorted by expert already, with the number of rows of each expert."""
+    """Return the route of rows that are sorted by expert; `counts` are the number of rows of each expert."""
     ends = counts.long().cumsum(0)
     return _route(axis, torch.cat([ends.new_zeros(1), ends]), rows, None, read_counts)
 
 
 def route_known_rows(starts: Tensor, table: Tensor, axis: ExpertAxis) -> TokenRoute:
-    """The route of sorted rows where it is known what other ranks send: `table[source, expert]` rows.
+    """Return the route of sorted rows if the counts of all ranks are known: `table[source, expert]`. None are sent.
 
-    `starts` says where the experts begin among this rank's rows, and where they end. No counts are sent.
+    `starts` are the first row of each expert among this rank's rows, and at the end the number of rows.
     """
     return _route(axis, starts, None, None, False, table)
 
 
 def own_rows(expert_of_row: Tensor, axis: ExpertAxis, *, read_counts: bool = False) -> TokenRoute:
-    """The route of rows that all ranks of the axis hold alike: each takes those of its own experts."""
+    """Return the route of rows that are replicated over the axis: each rank takes those of its own experts."""
     order, starts = _sorted_by_expert(expert_of_row, axis.experts)
     bounds = axis.bounds
 
@@ -181,7 +182,7 @@ def _route(
     read_counts: bool,
     table: Tensor | None = None,
 ) -> TokenRoute:
-    """The route of rows whose experts begin, in sorted order, at `starts`; the last of these is where they end."""
+    """Return the route of rows; in sorted order, `starts` are the first row of each expert, and the number of rows."""
     restore = None if order is None else _by_rank(_inverse, order)
     counts = starts.diff()
     if axis.ranks == 1 and rows is not None:
@@ -204,42 +205,41 @@ def _route(
 
 
 def _table_of_counts(axis: ExpertAxis, counts: Tensor) -> Tensor:
-    """How many rows each rank sends to each of this rank's experts: one all-to-all of counts."""
+    """Return how many rows each rank sends to each of this rank's experts, by one all-to-all of counts."""
     peers = range(axis.ranks)
     received = split_sizes(axis.mesh_info, axis.ranks, lambda at: [axis.held(at[axis.index]) for _ in peers])
     return axis.all_to_all(counts, received, [axis.held(peer) for peer in peers]).view(axis.ranks, axis.own)
 
 
 def _leaving(axis: ExpertAxis, starts: Tensor) -> Tensor:
-    """How many rows go to each rank. By slices: an index that the host makes would have to be copied to the device."""
+    """Return how many rows go to each rank. Slices, not an index, which would have to be copied to the device."""
     first = starts[:: axis.most][: axis.ranks + 1]  # the first expert of each rank, up to the last one that has any
     return torch.cat([first, starts[-1:].expand(axis.ranks + 1 - first.shape[0])]).diff()
 
 
 def _padded(counts: Tensor, axis: ExpertAxis) -> Tensor:
-    """As many counts on each rank."""
+    """Return the counts of this rank's experts with zeros at the end, so that they are equally many on each rank."""
     return counts if axis.is_even else _by_rank(lambda own: pad(own, (0, axis.most - own.shape[0])), counts)
 
 
 def read_sizes(sizes: Tensor) -> list[Size]:
-    """Read a vector of sizes on the host: the one host read of a route."""
+    """Read a vector of sizes on the host. A route does this once."""
     if not isinstance(sizes, RankTensor):
         return cast(list[int], sizes.tolist())
-    by_rank = [shard.tolist() for shard in sizes.shards]
-    return [cast(int, rank_int(values)) for values in zip(*by_rank, strict=True)]
+    return joined_sizes([shard.tolist() for shard in sizes.shards])
 
 
 # ---- orders ---------------------------------------------------------------------------------------------------------
 
 
 def _sorted_by_expert(expert_of_row: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The order that sorts rows by expert, and where each expert begins in it. Nothing is read on the host."""
+    """Return the order that sorts rows by expert, and where each expert begins in it. Nothing is read on the host."""
     found, order = expert_of_row.long().sort(stable=True)
     return order, torch.searchsorted(found, torch.arange(experts + 1, device=found.device))
 
 
 def _expert_order(table: Tensor, total: int) -> Tensor:
-    """The order that brings received rows, by source and then by expert, into that by expert and then by source.
+    """Return the order that sorts received rows, which come by source and then by expert, by expert and then source.
 
     `table[source, expert]` is a number of rows.
     """
@@ -250,7 +250,7 @@ def _expert_order(table: Tensor, total: int) -> Tensor:
 
 
 def _inverse(order: Tensor) -> Tensor:
-    """The permutation that undoes another one."""
+    """Return the inverse of a permutation."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
 
 
@@ -271,7 +271,7 @@ def _check_all_are_sent(sent: Size, rows: Size, experts: int) -> None:
     ranks = max(len(a), len(b))
     if (a if len(a) == ranks else a * ranks) != (b if len(b) == ranks else b * ranks):
         raise InputError(
-            f"of {rows} routed rows only {sent} have an expert: an index is not one of 0 to {experts - 1}, or the "
-            "counts do not add up",
-            "choose each expert by its index, e.g. with torch.topk(scores, k)",
+            f"only {sent} of {rows} routed rows have an expert: an expert index is not in [0, {experts - 1}], or the "
+            "counts do not add up to the number of rows",
+            "choose each expert by its index, e.g. with torch.topk(scores, k), or pass the number of rows of each",
         )

@@ -41,7 +41,7 @@ def reduces_natively(dtype: torch.dtype, op: str) -> bool:
 
 
 def wire_op(dtype: torch.dtype, op: str) -> str:
-    """The reduction that the backend is asked for."""
+    """Return the reduction that the backend performs."""
     return _BOOL_OPS[op] if dtype is torch.bool else op
 
 
@@ -51,7 +51,7 @@ def needs_no_conversion(dtype: torch.dtype, op: str) -> bool:
 
 
 def to_wire(tensor: Tensor, op: str = "sum") -> Tensor:
-    """A contiguous tensor converted to one that backends reduce."""
+    """Return a contiguous tensor, converted so that backends can reduce it."""
     if tensor.dtype is torch.bool:
         return tensor.view(torch.uint8)
     if _is_ordered(tensor.dtype, op):
@@ -60,7 +60,7 @@ def to_wire(tensor: Tensor, op: str = "sum") -> Tensor:
 
 
 def from_wire(tensor: Tensor, dtype: torch.dtype, op: str = "sum") -> Tensor:
-    """The inverse of `to_wire`."""
+    """Undo `to_wire` on the reduced tensor."""
     if dtype is torch.bool:
         return tensor.view(torch.bool)
     if _is_ordered(dtype, op):
@@ -69,7 +69,7 @@ def from_wire(tensor: Tensor, dtype: torch.dtype, op: str = "sum") -> Tensor:
 
 
 def _is_ordered(dtype: torch.dtype, op: str) -> bool:
-    """Whether floats are sent as integers in the same order: backends lose NaNs in a max or min of floats."""
+    """Return whether floats are sent as integers in the same order: backends lose NaNs in a max or min of floats."""
     return op in ("max", "min") and dtype.is_floating_point and dtype.itemsize > 1
 
 
@@ -81,23 +81,30 @@ def _ordered(tensor: Tensor, op: str) -> Tensor:
 
 
 def _by_order(bits: Tensor) -> Tensor:
-    """The bits of floats as integers in the order of the floats, and back: those of negative floats are reversed."""
+    """Return the bits of floats as integers in the order of the floats (those of negative floats are reversed).
+
+    The function is its own inverse.
+    """
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
 
 
 def check_reducible(dtype: torch.dtype, op: str) -> None:
     """Raise if a reduction is not defined for a dtype."""
     if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
-        raise CommunicationError(f"Partial(avg) of {dtype}", "an average needs a floating-point dtype: cast first")
+        raise CommunicationError(
+            f"Partial(avg) cannot reduce {dtype}", "an average needs a floating-point dtype: cast first, e.g. x.float()"
+        )
     if op in ("max", "min") and dtype.is_complex:
-        raise CommunicationError(f"Partial({op}) of {dtype}", "complex numbers have no order: use sum or product")
+        raise CommunicationError(
+            f"Partial({op}) cannot reduce {dtype}: complex numbers have no order", "use Partial('sum') or 'product'"
+        )
 
 
 def divided_sum(divisor: int, dtype: torch.dtype) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """What is done to the operands of a sum, and to the sum, so that it is divided by a number.
+    """Return two functions, of the operands and of their sum, that together divide the sum by a number.
 
-    The sum is divided, which rounds once. In float16 it might overflow, so the operands are first divided by a power of
-    two, which does not round.
+    The sum is divided, which rounds once. In float16 the sum might overflow, so the operands are first divided by a
+    power of two, which does not round.
     """
     first = 1 << (divisor.bit_length() - 1) if dtype is torch.float16 else 1
     rest = divisor / first
@@ -108,7 +115,7 @@ def divided_sum(divisor: int, dtype: torch.dtype) -> tuple[Callable[[Tensor], Te
 
 
 def reduce_locally(stacked: Tensor, op: str, divisor: int = 1) -> Tensor:
-    """Reduce the operands stacked along dim 0; a sum may be divided by a number."""
+    """Reduce the operands stacked along dim 0, and divide a sum by `divisor`."""
     dtype = stacked.dtype
     if divisor != 1:
         # float8 has no arithmetic, and the sum of float16 might overflow
@@ -122,7 +129,7 @@ def reduce_locally(stacked: Tensor, op: str, divisor: int = 1) -> Tensor:
         return torch.view_as_complex(reduce_locally(torch.view_as_real(stacked), op))
     if op == "sum":
         total = stacked.sum(0, dtype=dtype)
-        # PyTorch starts from 0.0, and so makes 0.0 of a sum of -0.0 alone.
+        # PyTorch starts from 0.0, so a sum of -0.0 alone would be 0.0.
         return total.masked_fill_((total == 0) & stacked.signbit().all(0), -0.0) if dtype.is_floating_point else total
     if op == "product":
         return stacked.prod(0, dtype=dtype)
@@ -132,7 +139,7 @@ def reduce_locally(stacked: Tensor, op: str, divisor: int = 1) -> Tensor:
 
 
 def identity(dtype: torch.dtype, op: str) -> complex | float | int | bool:
-    """The identity of a reduction: the value that does not change its result.
+    """Return the identity of a reduction: the value that does not change its result.
 
     For a sum it is -0.0, since 0.0 would change -0.0.
     """

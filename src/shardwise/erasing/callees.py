@@ -1,4 +1,4 @@
-"""What calls each op of a graph quickest."""
+"""The fastest callable for each op of a graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .recorder import Meta
 
 
 def bindings_of(graph: fx.Graph) -> dict[fx.Node, Callable[..., object]]:
-    """What calls each op quickest."""
+    """Return the fastest callable for each op, found with sample arguments. Starts of collectives are left out."""
     known: dict[object, Callable[..., object]] = {}
     found = {}
     for node in graph.nodes:
@@ -35,11 +35,11 @@ def bindings_of(graph: fx.Graph) -> dict[fx.Node, Callable[..., object]]:
 
 
 class _Unknown(Exception):
-    """An argument without a sample: its sizes differ between ranks, or it is no tensor."""
+    """Raised for an argument without a sample: its sizes differ between ranks, or it is not a tensor."""
 
 
 def _samples(value: object) -> object:
-    """Arguments with tensors without data in the place of nodes."""
+    """Return arguments with meta tensors in the place of nodes."""
     if isinstance(value, fx.Node):
         meta = value.meta.get("tensor")
         if not isinstance(meta, Meta) or not all(isinstance(size, int) for size in (*meta.shape, *meta.stride)):

@@ -27,22 +27,22 @@ def op_of(node: fx.Node) -> OpOverload:
 
 
 def starts_collective(node: fx.Node) -> bool:
-    """Whether a node starts a collective, whose result is ready after a wait."""
+    """Return whether a node starts a collective, whose result is ready after a wait."""
     return node.op == "call_function" and node.target in STARTS
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether a node waits for a collective."""
+    """Return whether a node waits for a collective."""
     return node.target is WAIT
 
 
 def is_barrier(node: fx.Node) -> bool:
-    """Return whether reads and writes of a node are unknown."""
+    """Return whether a node is a function that may read and write anything, e.g. an optimizer step."""
     return node.op == "call_function" and not is_op(node) and not {"pure", "local"} & node.meta.keys()
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an op writes."""
+    """Return the arguments that a node may write: for a function that is not an op, all of them."""
     if not is_op(node):
         return [] if "pure" in node.meta else list(node.all_input_nodes)
     written: list[fx.Node] = []
@@ -53,7 +53,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def has_effects(node: fx.Node) -> bool:
-    """Whether a node does more than return a result that depends on its arguments alone."""
+    """Return whether a node does more than return a result that depends only on its arguments."""
     if node.op != "call_function":
         return True
     if not is_op(node):
@@ -65,7 +65,7 @@ def has_effects(node: fx.Node) -> bool:
 
 
 class Memory:
-    """Which nodes share memory: each node's roots are the nodes that made the memory it lies in."""
+    """Which nodes share memory: the roots of a node are the nodes that allocated the memory of its value."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._roots: dict[fx.Node, Roots] = {}
@@ -78,7 +78,7 @@ class Memory:
                     self.writers.setdefault(root, []).append(node)
 
     def last_uses(self, order: dict[fx.Node, int]) -> dict[fx.Node, int]:
-        """For each root the place in the order of the last node that reads its memory. Inputs are there to the end."""
+        """Return for each root the position of the last node that reads its memory. That of inputs is the end."""
         last: dict[fx.Node, int] = {}
         for node, roots in self._roots.items():
             end = len(order) if node.op == "placeholder" else max((order[user] for user in node.users), default=0)
@@ -87,7 +87,7 @@ class Memory:
         return last
 
     def roots(self, node: fx.Node) -> Roots:
-        """The nodes in whose memory the value of a node lies."""
+        """Return the nodes that allocated the memory of a node's value."""
         return self._roots.get(node, frozenset([node]))
 
     def _roots_of(self, node: fx.Node) -> Roots:
@@ -95,7 +95,7 @@ class Memory:
         return frozenset().union(*map(self.roots, shared)) if shared else frozenset([node])
 
     def _shared(self, node: fx.Node) -> Iterable[fx.Node]:
-        """The arguments in whose memory the result of a node may lie."""
+        """Return the arguments whose memory the result of a node may share."""
         if not is_op(node):
             return node.all_input_nodes if node.meta.get("pure") else ()
         if node.target in SHARES_MEMORY:

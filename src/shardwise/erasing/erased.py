@@ -27,12 +27,13 @@ class Recordings:
     def __init__(self) -> None:
         self.replays: dict[Signature, list[Replay]] = {}
         self.escapes: dict[Signature, int] = {}
-        """How often something outside has kept a tensor of a call."""
+        """How many calls made a tensor that something outside the step has kept."""
         self.last: Replay | None = None
 
 
 _RECORDINGS: WorldCache[int, Recordings] = WorldCache("recordings of erased steps", 256, lambda serial, recordings: 1)
-"""The recordings of each step, by its number. As all caches, it is emptied when rules or the cost model change."""
+"""The recordings of each step, by its serial number. Like all caches it is cleared when rules or the cost model change.
+"""
 _MOST_SIGNATURES = 16
 _MOST_VARIANTS = 4
 _MOST_ATTEMPTS = 3
@@ -72,7 +73,7 @@ class Erased(Generic[Parameters, Result]):
     @overload
     def __get__(self, instance: object, owner: type | None = None) -> Erased[..., Result]: ...
     def __get__(self, instance: object, owner: type | None = None) -> Self | Erased[..., Result]:
-        """Return the erased step of an object, for a decorated method."""
+        """Return the erased step that belongs to one object, for a decorated method."""
         if instance is None:
             return self
         bound = Erased(self._fn.__get__(instance, owner), self._backend, self._passes)
@@ -81,7 +82,7 @@ class Erased(Generic[Parameters, Result]):
 
     @property
     def code(self) -> str:
-        """Return the local program that ran last, as Python code."""
+        """The local program that ran last, as Python code."""
         return self._replay().text
 
     def explain(self) -> str:
@@ -91,7 +92,7 @@ class Erased(Generic[Parameters, Result]):
     def _replay(self) -> Replay:
         last = self._recordings().last if dist.is_initialized() else None
         if last is None:
-            raise EraseError("nothing is recorded yet in this world", "call the step first")
+            raise EraseError(f"the erased step {self._fn!r} is not recorded yet in this world", "call it first")
         return last
 
     def _record(
@@ -111,13 +112,16 @@ class Erased(Generic[Parameters, Result]):
         return result
 
     def _kept_outside(self, lines: list[str], signature: Signature, result: Result) -> Result:
-        """Raise an error if every call keeps tensors outside the step; the first calls may fill caches."""
+        """Return the result of a call whose tensors are kept outside; after several such calls, raise an error.
+
+        The first calls may do so to fill caches.
+        """
         escapes = self._recordings().escapes
         escapes[signature] = count = escapes.get(signature, 0) + 1
         if count >= _MOST_ATTEMPTS:
             raise EraseError(
-                f"{lines[0]}: something outside the step keeps a tensor that it makes, in each of {count} calls; "
-                "a replay would not put it there",
+                f"{lines[0]}: something outside the step keeps a tensor that this line makes, in each of {count} "
+                "calls; a replay would not put it there",
                 "return the tensor, or copy it into one that exists: kept.copy_(value)",
             )
         return result
@@ -147,13 +151,13 @@ def erase(
     chosen = tuple(passes)
     unknown = [name for name in chosen if name not in PASSES]
     if unknown:
-        raise InputError(f"erase got the passes {unknown}", f"choose from {', '.join(PASSES)}")
+        raise InputError(f"erase has no passes named {unknown}", f"choose from {', '.join(PASSES)}")
     if backend not in ("eager", "cudagraph", "inductor"):
-        raise InputError(f"erase got the backend {backend!r}", "use 'eager', 'cudagraph' or 'inductor'")
+        raise InputError(f"erase has no backend {backend!r}", "use 'eager', 'cudagraph' or 'inductor'")
     if fn is None:
         return lambda fn: erase(fn, backend=backend, passes=chosen)
     if not callable(fn):
-        raise InputError(f"erase got {type(fn).__name__}", "pass a function or a module")
+        raise InputError(f"erase got a {type(fn).__name__}, which is not callable", "pass a function or a module")
     return Erased(fn, backend, chosen)
 
 

@@ -37,7 +37,7 @@ Signature = tuple[object, ...]
 
 
 def signature_of(leaves: list[object], structure: object) -> Signature:
-    """Return the signature of a call's arguments."""
+    """Return the signature of a call: the specs, shapes and values of its arguments, and the present modes."""
     return (structure, *map(_leaf_key, leaves), *modes())
 
 
@@ -100,7 +100,7 @@ class Guards:
         try:
             if self._quick() and self._grads_hold() and all(step.unchanged() for step in self._steps):
                 return True
-        except Exception:  # something is gone, or compares as no value does
+        except Exception:  # a guarded entry is gone, or its comparison failed
             pass
         return self.broken() is None
 
@@ -115,12 +115,12 @@ class Guards:
         return all(_grad_key(leaf) == spec for leaf, spec in self._grads if spec is not None)
 
     def broken(self) -> str | None:
-        """Return what has changed, as text."""
+        """Return what has changed, as text; None if nothing has."""
         try:
             if not all(map(is_, map(getitem, self._dicts, self._keys), self._identical)):
                 return "a parameter, buffer, module or function was replaced"
         except KeyError as missing:
-            return f"{missing} is gone"
+            return f"{missing} was deleted"
         for values, key, expected in self._values:
             if (found := values.get(key)) is not expected and found != expected:
                 return f"{key} was {expected!r} and is {found!r}"
@@ -148,7 +148,7 @@ class Guards:
         return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
 
     def tensors(self) -> list[Tensor]:
-        """The parameters and buffers of modules, and other tensors, that are guarded."""
+        """Return the tensors that are guarded by identity: parameters, buffers and others."""
         return [value for value in self._identical if isinstance(value, Tensor)]
 
     # ---- filling ----------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class Guards:
             self._object(fn)
 
     def add_function(self, fn: Callable[..., object]) -> None:
-        """Guard the outer variables of a function: its closure, its globals, its object."""
+        """Guard the variables that a function reads from outside: its closure, its globals, its object."""
         if id(fn) in self._seen:
             return
         self._seen.add(id(fn))
@@ -244,7 +244,7 @@ class Guards:
         self._identical.append(value)
 
     def refuse_changes(self) -> None:
-        """Raise an error if the step itself has changed a Python value: a replay would not."""
+        """Raise an error if the recorded step has changed a guarded Python value, which a replay would not do."""
         for values, key, expected in self._values:
             if (found := values.get(key)) is not expected and found != expected:
                 raise EraseError(

@@ -1,10 +1,10 @@
 """Optimizer steps in a recording.
 
 What an optimizer computes depends on numbers that change between steps: learning rates, step counts. So a recording
-does not hold its ops; it calls the optimizer. If the optimizer updates each element by itself, which most do, a twin of
-it runs on the local shards: plain tensors that share their memory with the parameters and the state of the user's
-optimizer, with the options that its param_groups have at the time. Any other optimizer, or one with hooks, runs as it
-is.
+does not contain its ops, but a call of the optimizer. If the optimizer updates each element separately, as most do, a
+twin of it runs on the local shards: plain tensors that share memory with the parameters and the state of the user's
+optimizer, with the present options of its param_groups. Other optimizers, and those with hooks, run on the distributed
+parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..sharding.base import DTensorBase
 from ..sharding.recording import recorder as active_recorder
 from ..sharding.source_lines import users_line
 from ..sharding.spec import DTensorSpec
-from .recorder import OpRecorder
+from .recorder import OpRecorder, local_of, spec_of
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ _BY_ELEMENT = {
     optim.Adadelta,
     optim.ASGD,
 }
-"""Optimizers that update each element of a parameter from that element of its gradient and state alone."""
+"""Optimizers that update each element of a parameter only from that element of its gradient and state."""
 
 
 class OptimizerStep:
@@ -50,7 +50,7 @@ class OptimizerStep:
 
     def __init__(self, optimizer: optim.Optimizer, parameters: Sequence[Tensor]) -> None:
         self.optimizer, self.parameters = optimizer, list(parameters)
-        self.grad_specs = [_spec(parameter.grad) for parameter in parameters]
+        self.grad_specs = [spec_of(parameter.grad) for parameter in parameters]
         self.__name__ = f"{type(optimizer).__name__}_step"
         self._members = [tuple(group["params"]) for group in optimizer.param_groups]
         self._twin: _Twin | None = None
@@ -80,7 +80,7 @@ class OptimizerStep:
             parameter.grad = grad if spec is None else DTensorBase.concrete.wrap(grad, spec)
         with torch.enable_grad():
             self.optimizer.step()
-        for parameter in self.parameters:  # what the recording leaves as gradients is set at its end
+        for parameter in self.parameters:  # gradients that the step leaves are set at the end of the replay
             parameter.grad = None
 
     def _new_twin(self) -> _Twin | None:
@@ -101,7 +101,7 @@ class _Twin:
 
     def __init__(self, optimizer: optim.Optimizer, parameters: list[Tensor]) -> None:
         self._original, self._parameters = optimizer, parameters
-        self._locals = [torch.nn.Parameter(_local(p), requires_grad=p.requires_grad) for p in parameters]
+        self._locals = [torch.nn.Parameter(local_of(p), requires_grad=p.requires_grad) for p in parameters]
         twin_of = {id(p): local for p, local in zip(parameters, self._locals, strict=True)}
         self._groups = []
         for group in optimizer.param_groups:
@@ -115,17 +115,17 @@ class _Twin:
         twin.state = defaultdict(dict)
         for parameter, local in zip(parameters, self._locals, strict=True):
             found = optimizer.state.get(parameter, {})
-            twin.state[local] = {name: _local(value) for name, value in found.items()}
+            twin.state[local] = {name: local_of(value) for name, value in found.items()}
         self._twin = twin
 
     def _values(self) -> list[object]:
-        """The tensors of the optimizer's state, and the parameters' local shards."""
+        """Return the tensors of the optimizer's state, and the local shards of its parameters."""
         state = self._original.state
         values = [value for p in self._parameters for value in state.get(p, {}).values()]
-        return [*values, *map(_local, self._parameters)]
+        return [*values, *map(local_of, self._parameters)]
 
     def is_current(self) -> bool:
-        """Whether the optimizer's state is still made of the same tensors."""
+        """Return whether the optimizer's state and parameters are still the same tensors."""
         if self._original.state is not self._state:
             return False
         values = self._values()
@@ -146,9 +146,9 @@ class _Twin:
 
 @contextmanager
 def watching_zero_grad(before: dict[int, tuple[Tensor, Tensor | None]], dropped: set[int]) -> Iterator[None]:
-    """Record, inside the block, the leaves whose earlier gradients `zero_grad` drops, by id.
+    """Add to `dropped`, inside the block, the ids of leaves whose earlier gradients `zero_grad` drops.
 
-    What such a leaf's gradient was before the step then does not matter. `before` holds the gradients at its begin.
+    `before` holds the gradients at the start of the step. Those of such leaves need no guard.
     """
 
     def watched(
@@ -173,7 +173,7 @@ def watching_zero_grad(before: dict[int, tuple[Tensor, Tensor | None]], dropped:
 
 
 def parameters_of(optimizer: optim.Optimizer) -> list[Tensor]:
-    """The parameters of all groups of an optimizer."""
+    """Return the parameters of all groups of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -195,7 +195,7 @@ def recording_optimizers(recorder: OpRecorder, steps: list[OptimizerStep]) -> It
             )
         parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
         step = OptimizerStep(optimizer, parameters)
-        recorder.step(step, [_local(parameter.grad) for parameter in parameters])
+        recorder.step(step, [local_of(parameter.grad) for parameter in parameters])
         steps.append(step)
         recorder.paused += 1
 
@@ -216,16 +216,8 @@ def recording_optimizers(recorder: OpRecorder, steps: list[OptimizerStep]) -> It
             recorder.paused -= 1
 
 
-def _local(value: T) -> T | Tensor:
-    return value._local_shard if isinstance(value, DTensorBase) else value
-
-
-def _spec(value: object) -> DTensorSpec | None:
-    return value._spec if isinstance(value, DTensorBase) else None
-
-
 def _fits(parameter: Tensor, grad_spec: DTensorSpec | None) -> bool:
-    """Whether a gradient is sharded as its parameter is."""
+    """Return whether a gradient is sharded like its parameter."""
     if not isinstance(parameter, DTensorBase):
         return grad_spec is None
     return grad_spec is not None and grad_spec.layout is parameter._spec.cotangent().layout

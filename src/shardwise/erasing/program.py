@@ -1,4 +1,4 @@
-"""Turn a graph into a Python function: its text, and the objects it calls.
+"""Turn a graph into a Python function: its text, and the objects that the text names.
 
 >>> print(program.text)
 def step(x):                                            # f32[2, 16]
@@ -32,7 +32,7 @@ _DTYPES = {torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", tor
 
 
 class Program:
-    """The Python function of a graph. `text` is for reading; `run` takes the values of the placeholders."""
+    """The Python function of a graph: `text` is its code, and `run` the function of the placeholders' values."""
 
     def __init__(
         self, graph: fx.Graph, bindings: dict[fx.Node, Callable[..., object]], notes: dict[fx.Node, str]
@@ -105,7 +105,7 @@ class Program:
         return found
 
     def _group(self, group: Any) -> str:
-        """A process group, by the names of its mesh axes."""
+        """Return the name in the text for a process group: the names of its mesh axes."""
         if group not in self._groups:
             name = "_".join(re.findall(r"\w+", axes_of(group)))
             self._groups[group] = self._named(Group(group), name if name.isidentifier() else f"group_{name}")
@@ -134,11 +134,11 @@ class Program:
 
 
 class Group(str):
-    """The name of a process group. Each is an object of its own, unlike equal strings."""
+    """The name of a process group. A class, so that equal strings in the arguments do not get the group's name."""
 
 
 def axes_of(group: str) -> str:
-    """The mesh axes of a group, or its ranks."""
+    """Return the mesh axes of a group as text, or its ranks if no mesh has the group."""
     for _, mesh_info in active_runtime().adopted.values():
         for axes, name in mesh_info.groups.items():
             if name == group:
@@ -147,12 +147,12 @@ def axes_of(group: str) -> str:
 
 
 def describe(meta: Meta) -> str:
-    """A shape and a dtype: `f32[2, 16]`."""
+    """Return dtype and shape as text: `f32[2, 16]`."""
     return f"{_DTYPES.get(meta.dtype, str(meta.dtype).removeprefix('torch.'))}[{', '.join(map(str, meta.shape))}]"
 
 
 def parameter_names(fn: Callable[..., object]) -> list[str]:
-    """The names of a function's parameters."""
+    """Return the names of a function's parameters; none if it has no signature."""
     try:
         return list(inspect.signature(fn).parameters)
     except (TypeError, ValueError):
@@ -164,12 +164,12 @@ def _with_comment(line: str, comment: str) -> str:
 
 
 def _function_name(node: fx.Node) -> str:
-    """What the function that a node calls is called in the text."""
+    """Return the name in the text for the function that a node calls, before it is made unique."""
     return packet_name(op_of(node)).split("::")[1] if is_op(node) else node.target.__name__  # type: ignore[union-attr]
 
 
 def _variables(graph: fx.Graph) -> dict[fx.Node, str]:
-    """A variable for each value: inputs have their names, results are `mm_1`, `mm_2`."""
+    """Return the variable of each value: inputs have their names, results are `mm_1`, `mm_2`."""
     names = {node: node.name for node in graph.nodes if node.op == "placeholder"}
     taken = set(names.values())
     counts: Counter[str] = Counter()
@@ -184,7 +184,7 @@ def _variables(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node the values that nobody reads after it: they are let go there."""
+    """Return for each node the values that it is the last to read: they are deleted after it."""
     seen: set[fx.Node] = set()
     ended: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):

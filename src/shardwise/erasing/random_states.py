@@ -1,7 +1,8 @@
 """Generators that are set back while a step runs: activation checkpointing draws the same numbers twice.
 
-Setting a generator's state is no op. A recording notices it: before a draw the generator is in another state than the
-last draw has left it in. If it is a state that it was in before, the recording saves it there and goes back to it here.
+Setting a generator's state is not an op. A recording notices it when, before a draw, a generator is not in the state in
+which the last draw left it. If it was in that state earlier in the step, a node is added that saves the state there,
+and one that restores it here. If not, recording fails.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ class RandomStates:
         devices = ["cpu", *(["cuda"] if torch.cuda.is_available() and torch.cuda.is_initialized() else [])]
         self._generators = [generator_for((), torch.device(device)) for device in devices]
         self._left = self._states()
-        """The states in which the recording left the generators."""
+        """The state of each generator after the last recorded draw."""
         self._found: list[list[tuple[bytes, fx.Node]]] = [[] for _ in devices]
-        """For each generator the states it was in, each with the node before which it was in it."""
+        """For each generator, the states before its draws, each with the node that draws."""
 
     def before_draw(self) -> None:
-        """Record which generators were set back since the last draw."""
+        """Record that generators were set back since the last draw, if they were."""
         for which, state in enumerate(self._states()):
             if state != self._left[which]:
                 self._set_back(which, state)
 
     def after_draw(self, node: fx.Node) -> None:
-        """Record the generators' states before and after a draw."""
+        """Record the states before and after a draw of the generators that it has changed."""
         for which, state in enumerate(self._states()):
             if state != self._left[which]:
                 self._note(which, node, state)
@@ -58,7 +59,8 @@ class RandomStates:
         node = next((node for found, node in self._found[which] if found == state), None)
         if node is None:
             raise EraseError(
-                f"{users_line()}: the step seeds a generator, or sets it to a state from outside",
+                f"{users_line()}: the step seeds a generator, or sets it to a state from outside, which a replay would "
+                "not do",
                 "seed before the step, or draw from a generator of the step's own that is passed as generator=",
             )
         with graph.inserting_before(node):
@@ -68,7 +70,7 @@ class RandomStates:
 
 
 def get_state(generator: torch.Generator) -> Tensor:
-    """The state of a generator."""
+    """Return the state of a generator."""
     return generator.get_state()
 
 

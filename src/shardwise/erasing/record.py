@@ -18,19 +18,19 @@ from ..world import RankTensor
 from .guards import Guards, watching_modules
 from .optimizers import OptimizerStep, parameters_of, recording_optimizers, watching_zero_grad
 from .program import parameter_names
-from .recorder import OpRecorder
+from .recorder import OpRecorder, local_of, spec_of
 
 T = TypeVar("T")
 
 
 class Value(NamedTuple):
-    """A tensor that a step returns, or leaves as a gradient: a node, and its spec if it is distributed."""
+    """A tensor that a step returns or leaves as a gradient: its node, and its spec if it is distributed."""
 
     node: fx.Node
     spec: DTensorSpec | None
 
     def wrapped(self, local: Tensor) -> Tensor:
-        """The tensor with this local shard."""
+        """Return the tensor with this local shard."""
         return local if self.spec is None else DTensorBase.concrete.wrap(local, self.spec)
 
 
@@ -39,27 +39,27 @@ class Recorded(NamedTuple):
 
     graph: fx.Graph
     arguments: list[int]
-    """Which leaves of the arguments are tensors: the first placeholders."""
+    """The indices of the arguments' leaves that are tensors: the first placeholders."""
     live_grads: dict[fx.Node, Tensor]
     """The leaves whose gradients the step reads or adds to."""
     state: dict[fx.Node, Tensor]
-    """Local shards and plain tensors that exist outside, gradients that are read included."""
+    """The local shards and plain tensors that exist before the call, with the gradients that the step reads."""
     outputs: list[Value | object]
     structure: Any
     grads: list[tuple[Tensor, Value | None]]
-    """The leaves whose gradients the step sets, and to what."""
+    """The leaves whose gradients the step sets, with the new gradient (None: it has none after the step)."""
     dropped: list[Tensor]
-    """The leaves whose gradients the step drops before it makes others."""
+    """The leaves whose old gradients the step drops, and which it then gives new ones or none."""
     guards: Guards
     steps: list[OptimizerStep]
     escaped: list[str]
-    """The lines that made tensors which something outside has kept."""
+    """The lines that made tensors that something outside the step has kept."""
 
 
 def record(
     fn: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, object], leaves: list[object]
 ) -> tuple[Recorded, T]:
-    """Run a function and record it. Returns the recording and the function's result, detached."""
+    """Run a function and record it. Return the recording, and the function's result, detached."""
     recorder, guards = OpRecorder(), Guards()
     guards.add_callable(fn)
     step = _Step(recorder, guards, leaves)
@@ -74,26 +74,26 @@ def record(
 
 
 def _bind_arguments(recorder: OpRecorder, fn: Callable[..., object], leaves: list[object]) -> list[int]:
-    """Placeholders for the tensors among the arguments."""
+    """Make placeholders for the tensors among the arguments, and return their indices."""
     names = parameter_names(fn)
     found = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     for index, leaf in found.items():
         name = names[index] if index < len(names) else f"argument_{index}"
-        recorder.input(_local(leaf), name)
+        recorder.input(local_of(leaf), name)
     return list(found)
 
 
 class _Step:
-    """The state of `record`: what is known of a step while it runs and afterwards."""
+    """A step while it is recorded: the gradients of its leaves, and its optimizers."""
 
     def __init__(self, recorder: OpRecorder, guards: Guards, leaves: list[object]) -> None:
         self.recorder, self.guards, self.leaves = recorder, guards, leaves
         self.optimizer_steps: list[OptimizerStep] = []
         known = [*guards.tensors(), *(p for optimizer in guards.optimizers for p in parameters_of(optimizer)), *leaves]
         self.before = {id(t): (t, t.grad) for t in known if _is_leaf(t)}
-        """The leaves that are known beforehand, and their gradients."""
+        """By id: the leaves that are known before the call, and their gradients."""
         self.dropped: set[int] = set()
-        """The leaves whose gradients the step drops unread."""
+        """The ids of the leaves whose earlier gradients `zero_grad` drops."""
         self.grads: list[tuple[Tensor, Value | None]] = []
         self.live: dict[fx.Node, Tensor] = {}
 
@@ -108,15 +108,15 @@ class _Step:
             yield
 
     def recorded(self, arguments: list[int], results: list[T]) -> tuple[Recorded, T]:
-        """The recording, and the result of the step, which is taken out of the list."""
+        """Return the recording, and the result of the step, the only element of `results`, which is removed."""
         recorder, guards = self.recorder, self.guards
-        flat, structure = pytree.tree_flatten(results.pop())  # nobody else holds it: what it refers to ends with it
+        flat, structure = pytree.tree_flatten(results.pop())  # no other reference, so its graph of autograd is freed
         outputs = [_output(recorder, value) for value in flat]
-        kept = [_local(value).detach() if isinstance(value, Tensor) else value for value in flat]
+        kept = [local_of(value).detach() if isinstance(value, Tensor) else value for value in flat]
         del flat
         for leaf in self._leaves():
             self._note_gradient(leaf)
-        new_grads = [_local(leaf.grad) for leaf, value in self.grads if value is not None]
+        new_grads = [local_of(leaf.grad) for leaf, value in self.grads if value is not None]
         escaped = _escaped(recorder, [*kept, *new_grads])
         self._guard_state()
         guards.add_steps(self.optimizer_steps)
@@ -138,7 +138,7 @@ class _Step:
         ), pytree.tree_unflatten(made, structure)
 
     def _leaves(self) -> list[Tensor]:
-        """The leaves that the step may have given gradients."""
+        """Return the leaves whose gradients the step may have changed."""
         owners = [tensor for tensor in self.recorder.owners.values() if tensor is not None]
         stepped = [parameter for step in self.optimizer_steps for parameter in step.parameters]
         candidates = [*owners, *stepped, *self.guards.tensors(), *(leaf for leaf, _ in self.before.values())]
@@ -149,16 +149,16 @@ class _Step:
         recorder, last = self.recorder, leaf.grad
         first = self.before[id(leaf)][1] if id(leaf) in self.before else recorder.first_grads.get(id(leaf))
         state = {id(tensor): node for node, tensor in recorder.state.items()}
-        read = state.get(id(_local(first))) if first is not None else None
-        if read is None and last is not None and id(_local(last)) in state:
-            first, read = last, state[id(_local(last))]
-        if read is not None:  # it was added to, or set to zero in place
+        read = state.get(id(local_of(first))) if first is not None else None
+        if read is None and last is not None and id(local_of(last)) in state:
+            first, read = last, state[id(local_of(last))]
+        if read is not None:  # the gradient was added to, or set to zero in place
             self.live[read] = leaf
             self.guards.add_grad(leaf, first)
-        elif last is not None and (node := recorder.known(_local(last))) is not None:
+        elif last is not None and (node := recorder.known(local_of(last))) is not None:
             if id(leaf) not in self.dropped:
                 self.guards.add_grad(leaf, None)
-            self.grads.append((leaf, Value(node, _spec(last))))
+            self.grads.append((leaf, Value(node, spec_of(last))))
             return
         if last is None and (first is not None or id(leaf) in self.dropped):
             self.grads.append((leaf, None))
@@ -177,11 +177,11 @@ class _Step:
 
 def _output(recorder: OpRecorder, value: object) -> Value | object:
     if isinstance(value, Tensor):
-        return Value(recorder.node_of(_local(value)), _spec(value))
+        return Value(recorder.node_of(local_of(value)), spec_of(value))
     if isinstance(value, (bool, int, float, complex)):
         raise EraseError(
             f"the step returns the number {value!r}, which every replay would repeat",
-            "return tensors, and read numbers from them outside",
+            "return a tensor, and read the number from it after the step: step(batch).item()",
         )
     return value
 
@@ -199,7 +199,7 @@ def _escaped(recorder: OpRecorder, kept: list[object]) -> list[str]:
         ]
 
     if alive():
-        gc.collect()  # what is only part of a cycle is not kept
+        gc.collect()  # tensors that only a cycle of garbage refers to are not kept
     return list(dict.fromkeys(alive()))
 
 
@@ -215,11 +215,3 @@ def _rename(node: fx.Node, name: str | None) -> None:
 
 def _is_leaf(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.requires_grad and value.is_leaf
-
-
-def _local(value: T) -> T | Tensor:
-    return value._local_shard if isinstance(value, DTensorBase) else value
-
-
-def _spec(value: object) -> DTensorSpec | None:
-    return value._spec if isinstance(value, DTensorBase) else None

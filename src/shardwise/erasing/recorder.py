@@ -1,8 +1,8 @@
-"""Recording: the ops that reach local tensors while a function runs, as a graph.
+"""Record the ops on local tensors while a function runs, as a graph.
 
-The recorder is a dispatch mode. Ops on distributed tensors it leaves to their class, whose ops on local shards come
-back to it: these, and ops on plain tensors, it runs and writes down. So a recording holds what one rank computes and
-communicates. In a simulated world a local tensor is a RankTensor, and the recording holds what all ranks do.
+The recorder is a dispatch mode. It leaves ops on distributed tensors to their class, whose ops on local shards come
+back to it. These, and ops on plain tensors, it runs and records. So a recording is what one rank computes and
+communicates. In a simulated world a local tensor is a RankTensor, and the recording is that of all ranks.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ..ops.resolve import NEEDS_DATA
 from ..sharding.base import DTensorBase
 from ..sharding.recording import recorder as active_recorder
 from ..sharding.source_lines import in_mesh_code, users_line
+from ..sharding.spec import DTensorSpec
 from ..world import RankTensor
 from .random_states import RandomStates
 
@@ -47,7 +48,7 @@ class Meta(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of a tensor without gaps; of the first rank's where ranks differ."""
+        """The bytes of a contiguous tensor of this shape. Sizes that differ between simulated ranks count as 1."""
         count = 1
         for size in self.shape:
             count *= int(size) if isinstance(size, int) else 1
@@ -64,17 +65,17 @@ class Constant:
 
 
 class OpRecorder(OwnMode):
-    """Records the ops of a function in `graph`. `inputs` are placeholders of tensors that differ from call to call."""
+    """Records the ops of a function in `graph`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.graph = fx.Graph()
         self.state: dict[fx.Node, Tensor] = {}
-        """Tensors that exist before the call and are no arguments: parameters, buffers, constants."""
+        """The tensors that exist before the call and are not arguments: parameters, buffers, constants."""
         self.owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        """The distributed tensors that were seen with a local shard that no op of the recording has made."""
+        """By local shard, the distributed tensors whose local shard was not made by an op of the recording."""
         self.first_grads: dict[int, Tensor | None] = {}
-        """The gradients that leaves had when they were seen first, by the ids of the leaves."""
+        """By the id of a leaf, its gradient when the leaf was first seen."""
         self.paused = 0
         self.random = RandomStates(self)
         self._nodes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -104,7 +105,7 @@ class OpRecorder(OwnMode):
     # ---- tensors and nodes ------------------------------------------------------------------------------------------
 
     def input(self, tensor: Tensor, name: str) -> fx.Node:
-        """A placeholder for a tensor that differs from call to call."""
+        """Add a placeholder for a tensor that differs from call to call."""
         node = self._placeholder(name)
         self.bind(tensor, node)
         return node
@@ -118,12 +119,12 @@ class OpRecorder(OwnMode):
                 self._shards[shard] = (node, rank)
 
     def node_of(self, tensor: Tensor) -> fx.Node:
-        """The node whose value a tensor is. A tensor that no op has made is state."""
+        """Return the node of a tensor. A tensor that no op has made becomes state."""
         node = self.known(tensor)
         return self._state_node(tensor) if node is None else node
 
     def known(self, tensor: Tensor) -> fx.Node | None:
-        """The node whose value a tensor is; None for a tensor that the recording has not seen."""
+        """Return the node of a tensor; None for a tensor that the recording has not seen."""
         node: fx.Node | None = self._nodes.get(tensor)
         if node is not None:
             return node
@@ -141,12 +142,12 @@ class OpRecorder(OwnMode):
         return None
 
     def made(self) -> list[tuple[Tensor, fx.Node]]:
-        """The tensors that ops of the recording have made, and that are still alive."""
+        """Return the tensors made by nodes of the recording that are still alive, with their nodes."""
         return [(tensor, node) for tensor, node in self._nodes.items() if node.op == "call_function"]
 
     def _make(self, tensor: Tensor, target: Callable[..., object], args: Args) -> fx.Node:
         node = self.graph.call_function(target, args)
-        node.meta["pure"] = True  # it takes something out of its arguments, or puts them together
+        node.meta["pure"] = True  # takes an element of its arguments, or combines them
         self.bind(tensor, node)
         return node
 
@@ -157,7 +158,7 @@ class OpRecorder(OwnMode):
         return node
 
     def _placeholder(self, name: str) -> fx.Node:
-        """Placeholders stand before everything else, in the order in which they were met."""
+        """Add a placeholder after the others, and before all ops."""
         before = self._last_input.next if self._last_input is not None else next(iter(self.graph.nodes), None)
         if before is None or before.op == "root":
             node = self.graph.placeholder(name)
@@ -198,12 +199,12 @@ class OpRecorder(OwnMode):
         with self.pause():
             result = fn(*args)
         node = self._write(fn, args, {}, result)
-        node.meta["local"] = True  # it writes nothing but, perhaps, its arguments
+        node.meta["local"] = True  # writes at most its arguments
         self.random.after_draw(node)
         return result
 
     def step(self, fn: Callable[..., object], *args: object) -> fx.Node:
-        """Record a call that each replay makes, and that returns nothing."""
+        """Record, without making it, a call that each replay makes, and that returns nothing."""
         return self._write(fn, args, {}, None)
 
     def _write(self, target: Callable[..., object], args: Args, kwargs: Kwargs, result: object) -> fx.Node:
@@ -211,7 +212,7 @@ class OpRecorder(OwnMode):
         node = self.graph.call_function(target, tuple(given), named)
         node.meta["line"] = users_line()
         if isinstance(result, Tensor):
-            # An op in place returns its argument; so does a wait, but only its result may be read.
+            # An op in place returns its argument, whose node stays. So does a wait, but only its result may be read.
             if self._nodes.get(result) is None or target is WAIT:
                 self.bind(result, node)
             node.meta["tensor"] = Meta.of(result)
@@ -238,7 +239,7 @@ class OpRecorder(OwnMode):
             if local is not None and local not in self.owners and self.known(local) is None:
                 self.owners[local] = value
                 for rank, shard in enumerate(local.shards if isinstance(local, RankTensor) else ()):
-                    self._shards[shard] = (local, rank)  # code that goes rank by rank may meet the shards first
+                    self._shards[shard] = (local, rank)  # code that runs rank by rank may use the shards first
                 if value.requires_grad and value.is_leaf:
                     self.first_grads[id(value)] = value.grad
         elif isinstance(value, dict):
@@ -249,7 +250,7 @@ class OpRecorder(OwnMode):
 
 
 class _RefuseReads(TorchFunctionMode):
-    """Refuses methods that read a tensor without an op."""
+    """Raises an error for methods that read a tensor's data without an op."""
 
     def __init__(self, recorder: OpRecorder) -> None:
         super().__init__()
@@ -264,7 +265,7 @@ class _RefuseReads(TorchFunctionMode):
 
 
 def refuse_read(what: str) -> None:
-    """Raise an error: Python code depends on the data of a tensor."""
+    """Raise an error: Python code reads the data of a tensor. The library's own code may do so."""
     if in_mesh_code():
         return
     raise EraseError(
@@ -274,7 +275,7 @@ def refuse_read(what: str) -> None:
 
 
 def _waited(func: OpOverload) -> Callable[..., object]:
-    """Wrap a collective of `torch.distributed` to wait for its handle, which is not an op."""
+    """Return a collective of `torch.distributed` that waits for its handle, since that wait is not an op."""
 
     def run(*args: object, **kwargs: object) -> object:
         *results, work = func(*args, **kwargs)
@@ -288,3 +289,13 @@ def _waited(func: OpOverload) -> Callable[..., object]:
 def shard_of(tensor: RankTensor, rank: int) -> Tensor:
     """Return one rank's shard in a simulated world."""
     return tensor.shards[rank]
+
+
+def local_of(value: T) -> T | Tensor:
+    """Return the local shard of a distributed tensor, and any other value unchanged."""
+    return value._local_shard if isinstance(value, DTensorBase) else value
+
+
+def spec_of(value: object) -> DTensorSpec | None:
+    """Return the spec of a distributed tensor; None for any other value."""
+    return value._spec if isinstance(value, DTensorBase) else None

@@ -11,12 +11,12 @@ from .._torch import pytree
 from .._torch.ops import packet_name
 from ..dispatch.gather_cache import forget_gathered
 from ..dispatch.writes import count_writes
-from ..sharding.base import DTensorBase
 from .callees import bindings_of
 from .effects import Memory, is_op, is_wait, op_of, starts_collective, written_by
 from .passes import PASSES
 from .program import Program, axes_of
 from .record import Recorded, Value
+from .recorder import local_of
 from .stages import Run, Staged, captured, compiled
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ _BACKENDS = {"cudagraph": captured, "inductor": compiled}
 
 
 class Replay:
-    """Runs a recording. `text` is its program."""
+    """A recording that is ready to run. `text` is its program."""
 
     def __init__(self, recorded: Recorded, backend: str, passes: tuple[str, ...]) -> None:
         self.guards = recorded.guards
@@ -40,7 +40,7 @@ class Replay:
         program = Program(recorded.graph, bindings_of(recorded.graph), _notes(recorded.graph))
         self.text = program.text
         self._run: Run = program.run if backend == "eager" else Staged(recorded.graph, _BACKENDS[backend])
-        self._copies = backend == "cudagraph"  # whose results are overwritten by the next replay
+        self._copies = backend == "cudagraph"  # the next replay overwrites its results
         self._arguments = recorded.arguments
         self._live = list(recorded.live_grads.values())
         self._state = [tensor for node, tensor in recorded.state.items() if node not in recorded.live_grads]
@@ -49,10 +49,10 @@ class Replay:
 
     def __call__(self, leaves: list[object]) -> Any:
         """Replay the step with these arguments, and return its result."""
-        for leaf in self._dropped:  # as the step does: memory is not held for longer
+        for leaf in self._dropped:  # early, as the step does, so that memory is not held for longer
             leaf.grad = None
-        given = [_local(leaves[index]) for index in self._arguments]
-        given += [_local(leaf.grad) for leaf in self._live]
+        given = [local_of(leaves[index]) for index in self._arguments]
+        given += [local_of(leaf.grad) for leaf in self._live]
         values = iter(self._run(*given, *self._state))
         if self._copies:
             values = iter([value.clone() for value in values])
@@ -85,7 +85,7 @@ def _counts(graph: fx.Graph) -> dict[str, int]:
 
 
 def _collectives(graph: fx.Graph) -> dict[str, tuple[int, int]]:
-    """Number and bytes of the collectives of each kind and axis."""
+    """Return the number and the bytes of the collectives of each kind and axis."""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for node in graph.nodes:
@@ -102,14 +102,14 @@ def _nbytes(node: fx.Node) -> int:
 
 
 def _notes(graph: fx.Graph) -> dict[fx.Node, str]:
-    """What to say about nodes: the axis of a collective and its bytes."""
+    """Return the comments on nodes: the axis of a collective, and its bytes."""
     return {
         node: f"over {axes_of(node.args[-1])}, {_nbytes(node):,} B" for node in graph.nodes if starts_collective(node)
     }
 
 
 def _without_unread_state(recorded: Recorded) -> Recorded:
-    """Without state that no op reads any more; gradients that are read come first."""
+    """Return the recording without state that no op reads any more, and with gradients before other state."""
     for node in [node for node in recorded.state if not node.users]:
         recorded.graph.erase_node(node)
     state = {node: tensor for node, tensor in recorded.state.items() if node.users}
@@ -121,14 +121,10 @@ def _without_unread_state(recorded: Recorded) -> Recorded:
 
 
 def _written_state(recorded: Recorded) -> list[Tensor]:
-    """The state that the recording writes."""
+    """Return the state that the recording writes."""
     memory = Memory(recorded.graph)
     written = {
         root for node in recorded.graph.nodes for argument in written_by(node) for root in memory.roots(argument)
     }
-    stepped = [_local(p) for step in recorded.steps for p in step.parameters]
+    stepped = [local_of(p) for step in recorded.steps for p in step.parameters]
     return [tensor for node, tensor in recorded.state.items() if node in written] + stepped
-
-
-def _local(value: T) -> T | Tensor:
-    return value._local_shard if isinstance(value, DTensorBase) else value

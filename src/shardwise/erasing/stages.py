@@ -1,6 +1,6 @@
-"""Backends other than Python: a recording in stages, each a graph that is captured or compiled as one.
+"""The backends "cudagraph" and "inductor": a recording in stages, each captured or compiled as one graph.
 
-Functions that are no ops run between the stages: optimizer steps, draws from generators, checks of values.
+Functions that are not ops run between the stages: optimizer steps, draws from generators, checks of values.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Run = Callable[..., tuple[Tensor, ...]]
 
 
 class Stage(NamedTuple):
-    """Ops in a row, as a graph with its own placeholders and output."""
+    """Consecutive ops, as a graph with its own placeholders and output."""
 
     graph: fx.Graph
     inputs: list[fx.Node]
-    """The nodes of the recording whose values it takes."""
+    """The nodes of the recording whose values the stage takes."""
     outputs: list[fx.Node]
-    """The nodes of the recording whose values it returns."""
+    """The nodes of the recording whose values the stage returns."""
 
 
 def split(graph: fx.Graph) -> list[Stage | fx.Node]:
-    """The stages of a recording, and the calls between them."""
+    """Return the stages of a recording and the calls between them, in order."""
     parts: list[list[fx.Node] | fx.Node] = []
     for node in graph.nodes:
         if node.op != "call_function":
@@ -45,7 +45,7 @@ def split(graph: fx.Graph) -> list[Stage | fx.Node]:
 
 
 def _is_call(node: fx.Node) -> bool:
-    """Whether a node is a function that runs between stages: what it returns need not be a tensor."""
+    """Return whether a node is a function that runs between stages, whose result need not be a tensor."""
     return node.op == "call_function" and not is_op(node) and "pure" not in node.meta
 
 
@@ -65,7 +65,7 @@ def _stage(nodes: list[fx.Node]) -> Stage:
 
 
 class Staged:
-    """Runs a recording stage by stage. `prepare` makes a function of each stage's graph, at its first run."""
+    """Runs a recording stage by stage. `prepare(graph, inputs)` returns the function of a stage, at its first run."""
 
     def __init__(self, graph: fx.Graph, prepare: Callable[[fx.Graph, list[Tensor]], Run]) -> None:
         self._placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -75,7 +75,7 @@ class Staged:
         self._ready: dict[int, Run] = {}
 
     def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
-        """The results of the recording."""
+        """Run all stages, and return the results of the recording."""
         values: dict[fx.Node, Any] = dict(zip(self._placeholders, given, strict=True))
         for index, part in enumerate(self._parts):
             if isinstance(part, fx.Node):
@@ -93,9 +93,9 @@ class Staged:
 
 
 def captured(graph: fx.Graph, given: list[Tensor]) -> Run:
-    """A stage as one CUDA graph. Inputs that come from outside at another address are copied to where they were."""
+    """Return a stage as one CUDA graph. Later inputs at other addresses are copied into the memory of these."""
     if not all(tensor.is_cuda for tensor in given if isinstance(tensor, Tensor)):
-        raise EraseError("backend='cudagraph' for tensors that are not on a GPU", "use backend='eager'")
+        raise EraseError("backend='cudagraph' got tensors that are not on a GPU", "use backend='eager'")
     program = Program(graph, bindings_of(graph), {})
     static = list(given)
     cuda_graph = torch.cuda.CUDAGraph()
@@ -117,7 +117,7 @@ def captured(graph: fx.Graph, given: list[Tensor]) -> Run:
 
 
 def compiled(graph: fx.Graph, given: list[Tensor]) -> Run:
-    """A stage that PyTorch's compiler has compiled."""
+    """Return a stage compiled by torch.compile."""
     module = fx.GraphModule(torch.nn.Module(), graph)
     run: Run = torch.compile(module, backend="inductor", dynamic=False)
     return run

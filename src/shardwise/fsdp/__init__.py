@@ -10,11 +10,12 @@
     group       the parameters of one call of fully_shard: gathered and freed together
     reduce      their gradients, reduced by one collective
     transfer    the collectives
-    schedule    what happens when, as data that prints
+    schedule    the order of gathers, frees and reductions, as data that prints
     state       the hooks of a module; `root` is what all modules of a root share, `passing` their inputs and outputs
+    ranks       code that depends on the rank
 
-It is a placement and a schedule. Parameters are ordinary DTensors, `Shard(0)` over the data axis; the schedule gathers
-them before use, frees them after, and reduces their gradients.
+`fully_shard` is a placement and a schedule. Parameters are ordinary DTensors, `Shard(0)` over the data axis; the
+schedule gathers them before use, frees them after, and reduces their gradients.
 """
 
 from .api import fully_shard, register_fsdp_forward_method, schedule, share_comm_ctx

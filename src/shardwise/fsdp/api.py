@@ -1,4 +1,4 @@
-"""fully_shard, and the methods of the modules it is applied to; names and arguments are those of PyTorch's.
+"""fully_shard, with the names and arguments of PyTorch's.
 
 >>> with shardwise.simulate(8):
 ...     mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
@@ -56,14 +56,14 @@ def fully_shard(
     `mesh` has one axis, which shards, or two: the first replicates, the second shards. The default is all ranks.
     Parameters that are DTensors already, over other axes of the same root mesh, stay sharded there.
 
-    After the forward pass the parameters are freed, and gathered again in backward: `reshard_after_forward=True`. With
-    False they are kept; with a number n, every n neighbouring ranks keep one copy together. None frees them except
-    in the outermost module, which backward begins with.
+    With `reshard_after_forward=True` the parameters are freed after the forward pass, and gathered again in backward.
+    With False they stay gathered; with a number n, every n neighbouring ranks hold one copy together. None (the
+    default) frees them except in the outermost module, with which backward begins.
 
     Inputs may be local tensors of each rank, whose gradients are averaged over the ranks, or DTensors on a mesh that
     has these axes: the program is then that of one device, and gradients are those of its loss.
 
-    With `dp_mesh_dims`, `mesh` is the mesh of all axes, and `DataParallelMeshDims(shard="dp")` names those to use.
+    With `dp_mesh_dims=DataParallelMeshDims(shard="dp")`, `mesh` may have any axes, and those named there are used.
     """
     modules = _as_modules(module)
     axes = data_axes(mesh if dp_mesh_dims is None else dp_mesh_dims.slice_of(mesh))
@@ -105,7 +105,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
 
 def schedule(module: nn.Module) -> Schedule:
-    """Return what was gathered, freed and reduced in the last step of a module, in order."""
+    """Return the gathers, frees and reductions in the last step of a module, in order."""
     state = state_of(module)
     if state is None:
         raise InputError("schedule got a module without fully_shard", "call fully_shard(module) first")
@@ -136,9 +136,10 @@ def _device(device_type: str) -> torch.device:
 def _free_parameters(
     modules: Iterable[nn.Module], ignored: set[int]
 ) -> tuple[list[tuple[str, nn.Parameter, list[Owner]]], list[ShardedParameter]]:
-    """The parameters that belong to no group yet, each with its first name and all its owners.
+    """Return the parameters that belong to no group yet, each with its first name and all its owners.
 
-    The second result lists parameters of groups below that are shared with a module outside: they leave their groups.
+    The second result lists parameters of groups of submodules that a module outside these shares. They have left their
+    groups, to join the group of `modules`.
     """
     found: dict[int, tuple[str, nn.Parameter, list[Owner]]] = {}
     moved: dict[int, ShardedParameter] = {}
@@ -186,11 +187,11 @@ def _move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
 
 
 _made: WeakKeyDictionary[type, ref[type]] = WeakKeyDictionary()
-"""By the class of modules. Both sides are weak: a class that a function defines ends with its modules."""
+"""The FSDP class of each module class. Keys and values are weak, so that classes made in a function can be freed."""
 
 
 def _fsdp_class(cls: type) -> type:
-    """The class of a module, with the methods of FSDPModule."""
+    """Return the subclass of a module's class that has the methods of FSDPModule."""
     known = _made.get(cls)
     found = None if known is None else known()
     if found is None:

@@ -1,4 +1,4 @@
-"""The mesh axes of `fully_shard`: which one shards, which one replicates, and where they are in other meshes."""
+"""The mesh axes of `fully_shard`: the one that shards, the one that replicates, and the same axes in other meshes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DataAxes:
         return self.mesh_info.groups[(0,)]
 
     def group_of_neighbours(self, count: int) -> str:
-        """The name of the process group of `count` neighbouring ranks along the axis that shards, made on first use."""
+        """Return the name of the group of `count` neighbouring ranks along the axis that shards, made on first use."""
         made = _NEIGHBOURS.of(self.mesh_info.runtime)
         key = (self.mesh_info, count)
         if key not in made:
@@ -65,7 +65,7 @@ class DataAxes:
         lines = self.mesh_info.rank_groups((self.shard_axis,))
         groups = [line[start : start + count] for line in lines for start in range(0, len(line), count)]
         if self.mesh_info.simulated:
-            name = dist.new_group(range(len(groups[0]))).group_name  # of ranks that PyTorch takes this process to be in
+            name = dist.new_group(range(len(groups[0]))).group_name  # to PyTorch, this process is rank 0
             register_group(name, groups)
             return name
         own = next(ranks for ranks in groups if dist.get_rank() in ranks)
@@ -73,9 +73,9 @@ class DataAxes:
         return named_group(tuple(own))
 
     def inside(self, mesh_info: MeshInfo) -> tuple[int, ...] | None:
-        """Return the axes of another mesh that connect the same ranks as these do, or None.
+        """Return the axes of another mesh that connect the same ranks as these axes, or None.
 
-        A flattened axis is found as the axes that were flattened.
+        For a flattened axis these are the axes that were flattened.
         """
         if mesh_info is self.mesh_info:
             return tuple(range(len(mesh_info.sizes)))
@@ -86,13 +86,13 @@ class DataAxes:
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """The axes of a mesh that are data parallel, by name."""
+    """The names of the data-parallel axes of a mesh: one to shard over, and perhaps one to replicate over."""
 
     shard: str | tuple[str, ...] | None = None
     replicate: str | tuple[str, ...] | None = None
 
     def slice_of(self, mesh: DeviceMesh | None) -> DeviceMesh:
-        """The mesh of these axes."""
+        """Return the slice of a mesh with these axes."""
         names = [name for name in (self.replicate, self.shard) if name is not None]
         if mesh is None or self.shard is None or not all(isinstance(name, str) for name in names):
             raise MeshError(
@@ -130,7 +130,7 @@ def _default_mesh() -> DeviceMesh:
 
 
 def joined_mesh(data: DataAxes, others: MeshInfo) -> MeshInfo:
-    """Return the mesh of the data axes and some others, a slice of their common root mesh."""
+    """Return the mesh of the data axes and the axes of `others`, a slice of their common root mesh."""
     root = common_root(data.mesh_info, others)
     if root is not None:
         names = root.mesh_dim_names or ()
@@ -149,7 +149,7 @@ def joined_mesh(data: DataAxes, others: MeshInfo) -> MeshInfo:
 
 
 def mesh_without(data: DataAxes, mesh_info: MeshInfo) -> MeshInfo | None:
-    """Return the mesh of the axes that are not data axes, or None if there are none."""
+    """Return the slice of a mesh without the data axes, or None if it has no other axes."""
     data_axes = data.inside(mesh_info) or ()
     others = tuple(name for axis, name in enumerate(mesh_info.names) if axis not in data_axes)
     if others == mesh_info.names:

@@ -23,7 +23,7 @@ _ALIGNMENT = 16
 
 
 class Buffers:
-    """The parameters of one dtype of a group, and their memory."""
+    """The parameters of one dtype in a group, and their memory."""
 
     def __init__(
         self,
@@ -47,12 +47,12 @@ class Buffers:
         self.sent: list[Tensor] = []
         self.received: list[Tensor] = []
         self.unreduced: dict[int, Tensor] = {}
-        """By position, gradients that were reduced over the axis that shards, but not over the one that replicates."""
+        """By index of the parameter: gradients that are reduced over the axis that shards, not over the other one."""
 
     # ---- places -------------------------------------------------------------------------------------------------
 
     def arrangement(self, rank: int | None, chosen: tuple[int, ...] | None = None) -> Arrangement:
-        """The places of the parameters, or of those at the chosen positions, on a rank."""
+        """Return the places of all parameters, or of those with the chosen indices, in the buffers of a rank."""
         key = (-1 if rank is None else rank, chosen)
         found = self._arrangements.get(key)
         if found is None:
@@ -63,7 +63,7 @@ class Buffers:
         return found
 
     def new_flat(self, dtype: torch.dtype, device: torch.device, chosen: tuple[int, ...] | None = None) -> Tensor:
-        """A flat buffer for the local shards of all parameters, or, uninitialised, of the chosen ones."""
+        """Return a flat buffer for the local shards: of all parameters, zeros; of the chosen ones, uninitialised."""
         make = torch.zeros if chosen is None else torch.empty
         pin = self.offload is not None and self.offload.pin_memory and torch.cuda.is_available()
         pin = pin and device.type == "cpu"
@@ -73,7 +73,7 @@ class Buffers:
         )
 
     def pieces_of(self, flat: Tensor, chosen: tuple[int, ...] | None = None) -> list[Tensor]:
-        """What a rank sends or receives for each parameter: one dim, unused rows included."""
+        """Return what a rank sends or receives for each parameter, as vectors that include unused rows."""
 
         def pieces(rank: int | None, flat: Tensor) -> list[Tensor]:
             found = self.arrangement(rank, chosen).pieces
@@ -82,7 +82,7 @@ class Buffers:
         return on_each_rank(pieces, flat)
 
     def shards_of(self, flat: Tensor, chosen: tuple[int, ...] | None = None) -> list[Tensor]:
-        """The local shards of the parameters in a flat buffer, in their shapes."""
+        """Return the local shards of the parameters as views of a flat buffer, in their shapes."""
 
         def shards(rank: int | None, flat: Tensor) -> list[Tensor]:
             return [flat.as_strided(*view) for view in self._shard_views(rank, chosen)]
@@ -101,22 +101,22 @@ class Buffers:
 
     # ---- local shards -------------------------------------------------------------------------------------------
 
-    def home(self) -> torch.device:
-        """The device on which local shards lie."""
+    def shard_device(self) -> torch.device:
+        """Return the device on which local shards are stored."""
         return torch.device("cpu") if self.offload is not None else self.device
 
     def shard(self, full_locals: Sequence[Tensor | None]) -> None:
-        """Put each rank's rows of the parameters, given with all rows, into a new flat buffer.
+        """Copy each rank's rows of the parameters into a new flat buffer. `full_locals` have all rows.
 
-        Those given as None are sharded already, and were in the buffer of another group.
+        A parameter given as None is sharded already: its shard is copied from the buffer of another group.
         """
         if self.parameters[0].axes.mesh_info.outside:
             for parameter in self.parameters:
                 parameter.hold_nothing(self.gathered_dtype, self.device)
-                replace_by(parameter, shard_outside(parameter.spec.ndim, self.dtype, self.home()))
+                replace_by(parameter, shard_outside(parameter.spec.ndim, self.dtype, self.shard_device()))
             return
         on_meta = any(local is not None and local.is_meta for local in full_locals)
-        flat = self.new_flat(self.dtype, torch.device("meta") if on_meta else self.home())
+        flat = self.new_flat(self.dtype, torch.device("meta") if on_meta else self.shard_device())
         for i, (parameter, local, place) in enumerate(
             zip(self.parameters, full_locals, self.shards_of(flat), strict=True)
         ):
@@ -133,7 +133,7 @@ class Buffers:
         self._use(flat)
 
     def remove(self, parameter: ShardedParameter) -> None:
-        """Remove a parameter, which joins another group; the others move to a new buffer before the next gather."""
+        """Remove a parameter that joins another group. The others move to a new buffer before the next gather."""
         self.parameters.remove(parameter)
         self._arrangements.clear()
         self._views.clear()
@@ -152,7 +152,7 @@ class Buffers:
         return copied
 
     def adopt_changes(self) -> None:
-        """Put local shards that lie elsewhere into a flat buffer, after `to_empty` or a change of parameters."""
+        """Make a new flat buffer if local shards have other memory, after `to_empty` or new parameters."""
         changed = False
         for parameter in self.parameters:
             module, name = parameter.owners[0]
@@ -165,15 +165,16 @@ class Buffers:
             if shard_of(parameter.sharded) is not parameter.local:
                 _check_replacement(parameter, parameter.sharded)
                 changed = True
-        if self.flat is None or (changed and not self._lie_in_place()):
+        if self.flat is None or (changed and not self._is_packed()):
             self._repack()
 
     def version(self) -> int:
-        """A number that grows when a parameter is written, through itself or through its local shard."""
+        """Return a number that grows when a parameter is written, directly or through its local shard."""
         local = 0 if self.flat is None else memory_of(self.flat)[0]._version
         return local + sum(parameter.sharded._version for parameter in self.parameters)
 
-    def _lie_in_place(self) -> bool:
+    def _is_packed(self) -> bool:
+        """Return whether all local shards are in their places in the flat buffer."""
         if self.flat is None or self.flat.is_meta:
             return False
         shards = [shard_of(parameter.sharded) for parameter in self.parameters]
@@ -184,7 +185,7 @@ class Buffers:
         return True
 
     def _repack(self) -> None:
-        flat = self.new_flat(self.dtype, self.home())
+        flat = self.new_flat(self.dtype, self.shard_device())
         for parameter, place in zip(self.parameters, self.shards_of(flat), strict=True):
             _move(parameter, place)
         self._use(flat)
@@ -194,13 +195,13 @@ class Buffers:
         self.sent = [] if self.casts() else self.pieces_of(flat)
 
     def casts(self) -> bool:
-        """Whether parameters are gathered in another dtype, or on another device, than they are kept in."""
+        """Return whether parameters are gathered in another dtype, or on another device, than that of their shards."""
         return self.gathered_dtype != self.dtype or self.offload is not None
 
     # ---- gathered parameters ------------------------------------------------------------------------------------
 
     def to_send(self) -> list[Tensor]:
-        """Return this rank's input to a gather: its shards in their own memory, or cast by one kernel."""
+        """Return this rank's input to a gather: its shards without a copy, or cast by one kernel."""
         if not self.casts():
             return self.sent
         assert self.flat is not None
@@ -224,7 +225,7 @@ class Buffers:
                 return parameter.gathered_in(buffer, self.arrangement(rank).pieces[i])
 
             self.received.append(on_each_rank(place, self.gathered))
-            # `.data` does not count the writes of a gather, so that backward accepts what it saved in forward.
+            # `.data` has its own version counter: writes of a gather do not count, so backward accepts what it saved.
             parameter.set_gathered(on_each_rank(full, self.gathered).data)
         free(self.gathered)
 
@@ -236,7 +237,7 @@ class Buffers:
         allocate(self.gathered)
 
     def keep_share(self, count: int) -> list[Tensor]:
-        """Return the gathered parameters that a rank keeps if `count` neighbouring ranks hold one copy together."""
+        """Return this rank's share of each gathered parameter, of which `count` neighbouring ranks hold one copy."""
         index_at = self.parameters[0].index_at
 
         def share(rank: int | None, gathered: Tensor) -> Tensor:
@@ -256,7 +257,8 @@ def _check_replacement(parameter: ShardedParameter, new: Tensor) -> None:
     if spec is None or spec.layout is not parameter.spec.layout or new.dtype != parameter.spec.dtype:
         found = f"a plain {new.dtype} tensor of shape {list(new.shape)}" if spec is None else f"{spec!r}"
         raise InputError(
-            f"fully_shard made the parameter {parameter.name!r} {parameter.spec!r}, and now it is {found}",
+            f"fully_shard made the parameter {parameter.name!r} {parameter.spec!r}, and now it is {found}, which it "
+            "cannot gather",
             "change the shape and dtype of parameters before fully_shard, or compute in another dtype by "
             "mp_policy=MixedPrecisionPolicy(param_dtype=...); assign a state dict of DTensors with the same placements",
         )

@@ -41,7 +41,7 @@ class ParameterGroup:
         self.mp_policy = mp_policy
         self.offload = offload
         self.outside = axes.mesh_info.outside
-        """Whether this process is no rank of the mesh: it runs the same lines, without data and communication."""
+        """Whether this process is not in the mesh. It runs the same program, without data and communication."""
         self.parameters: list[ShardedParameter] = []
         self.buffers: list[Buffers] = []
         self.gathered = False
@@ -49,18 +49,18 @@ class ParameterGroup:
         self._kept: _Kept | None = None
         self._versions: list[int] = []
         self._shown: tuple[MeshInfo | None] | tuple[()] = ()
-        """The mesh of the inputs for which the owners have gathered parameters; () if they have the sharded ones."""
+        """`(mesh of the inputs,)` while modules have the gathered parameters; () while they have the sharded ones."""
 
-    # ---- making it ----------------------------------------------------------------------------------------------
+    # ---- sharding -----------------------------------------------------------------------------------------------
 
     def shard(
         self,
         parameters: Sequence[tuple[str, nn.Parameter, list[Owner], int]],
         moved: Sequence[ShardedParameter] = (),
     ) -> None:
-        """Shard these parameters, each given with its name, its owners, and the dim to shard.
+        """Shard these parameters, each given as `(name, parameter, owners, dim to shard)`.
 
-        Those that are `moved` here were parameters of other groups.
+        The parameters in `moved` come from other groups, and are sharded already.
         """
         made = [shard_parameter(name, tensor, owners, self.axes, dim) for name, tensor, owners, dim in parameters]
         self.parameters = [*(parameter for parameter, _ in made), *moved]
@@ -73,7 +73,7 @@ class ParameterGroup:
             self.buffers.append(buffers)
 
     def remove(self, parameter: ShardedParameter) -> None:
-        """Remove a parameter, which joins another group."""
+        """Remove a parameter that joins another group."""
         self.parameters.remove(parameter)
         for buffers in self.buffers:
             if parameter in buffers.parameters:
@@ -95,7 +95,7 @@ class ParameterGroup:
     # ---- gathering ----------------------------------------------------------------------------------------------
 
     def start_gather(self) -> bool:
-        """Start to gather the parameters unless that was done already. Returns whether a gather was started."""
+        """Start to gather the parameters unless they are gathered, or being gathered. Return whether it was started."""
         if self.gathered or self._wait is not None or not self.parameters or self.outside:
             return False
         self._check_data()
@@ -116,28 +116,28 @@ class ParameterGroup:
         return True
 
     def free_if_written(self) -> None:
-        """Free gathered parameters if the sharded ones were written since, by an optimizer say."""
+        """Free the gathered parameters if the sharded ones were written since, e.g. by an optimizer."""
         if self.gathered and self._versions != [buffers.version() for buffers in self.buffers]:
             self.free()
 
     def finish_gather(self) -> bool:
-        """Wait until the parameters are gathered. Returns whether a gather was in flight."""
+        """Wait until the parameters are gathered. Return whether a gather was in flight."""
         if self._wait is None:
             return False
         self._wait()
         self._wait = None
         self.gathered = True
-        forget_gathered()  # what ops have made of these parameters was made of earlier values
+        forget_gathered()  # cached operands may have been gathered from earlier values of these parameters
         return True
 
     def is_under_way(self) -> bool:
-        """Whether a gather is in flight."""
+        """Return whether a gather is in flight."""
         return self._wait is not None
 
     def free(self, neighbours: int | None = None) -> bool:
-        """Free the gathered parameters. Returns whether there were any.
+        """Free the gathered parameters. Return whether there were any.
 
-        With `neighbours`, that many neighbouring ranks keep a share each, from which they are gathered the next time.
+        With `neighbours`, each of that many neighbouring ranks keeps a share, from which the next gather collects them.
         """
         self.finish_gather()
         self._kept = None
@@ -167,13 +167,13 @@ class ParameterGroup:
     # ---- gradients ----------------------------------------------------------------------------------------------
 
     def has_gradients(self) -> bool:
-        """Whether gradients have arrived that are not reduced yet."""
+        """Return whether there are gradients that are not reduced yet."""
         return any(parameter.has_gradient() for parameter in self.parameters)
 
-    # ---- what the owners have -----------------------------------------------------------------------------------
+    # ---- parameters of the modules ------------------------------------------------------------------------------
 
     def show_gathered(self, inputs: MeshInfo | None) -> None:
-        """Set the gathered parameters on their modules, in the form that inputs distributed over this mesh need."""
+        """Set the gathered parameters on their modules: for inputs distributed over this mesh, or local ones (None)."""
         if self._shown and self._shown[0] is inputs:
             return
         for parameter in self.parameters:
@@ -189,5 +189,5 @@ class ParameterGroup:
 
 
 def _any_rank(buffers: Buffers) -> int | None:
-    """A rank of this process: its own, or in a simulated world the first."""
+    """Return the first simulated rank, or None: this process's own rank."""
     return 0 if buffers.parameters[0].axes.mesh_info.simulated else None

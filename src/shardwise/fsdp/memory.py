@@ -1,13 +1,13 @@
 """Memory layout of a group of parameters: local shards in one flat buffer, gathered parameters in another.
 
-A parameter is held with the dim on which it is sharded first. Each rank holds `rows` of its rows, the last ranks fewer
-where sizes are uneven. All ranks of a collective send equally much, so a piece has space for `rows` rows on every rank,
-and the pieces of all ranks, one after the other, are the gathered parameter with unused rows at its end:
+A parameter is stored with its sharded dim first. Each rank holds `rows` of its rows; if sizes are uneven, the last
+ranks hold fewer. All ranks of a collective send the same amount, so a piece has space for `rows` rows on every rank,
+and the pieces of all ranks in a row are the gathered parameter, with unused rows at its end:
 
 >>> arrange([(10, 4), (8,)], ranks=4, align=1).pieces
 (Piece(shape=(10, 4), rows=3, start=0, gathered_start=0), Piece(shape=(8,), rows=2, start=12, gathered_start=48))
 
-So an all-gather writes a parameter to where it is used, and nothing is copied before or after it.
+So an all-gather writes a parameter directly to where it is used, without a copy before or after.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Arrangement:
 
 
 def arrange(shapes: Sequence[Shape], ranks: int, align: int) -> Arrangement:
-    """Place parameters of these shapes, sharded dim first, one after the other, at multiples of `align`."""
+    """Return the places of parameters of these shapes (sharded dim first), in a row, at multiples of `align`."""
     pieces: list[Piece] = []
     start = gathered_start = 0
     for shape in shapes:

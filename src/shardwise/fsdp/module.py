@@ -32,7 +32,7 @@ class FSDPModule:
     """The methods that `fully_shard` adds to a module. With `recurse`, they act on the modules below it as well."""
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this module's group. With `async_op`, `wait()` of the result ends the gather."""
+        """Gather the parameters of this module's group. With `async_op`, return a handle to `wait()` for the gather."""
         state = self._state()
         handle = UnshardHandle(state)
         if async_op:
@@ -78,7 +78,7 @@ class FSDPModule:
         self._state().backward_prefetch = [module._state() for module in modules]
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Set what the sum of gradients over ranks is divided by; by default the number of ranks."""
+        """Set the divisor of the sum of gradients over ranks; by default the number of ranks."""
         self._state().settings.divide_factor = factor
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
@@ -127,7 +127,7 @@ class FSDPModule:
     set_custom_reduce_scatter = set_custom_all_gather
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether backward needs the parameters of this group; that of a lone embedding does not."""
+        """Set whether backward needs the parameters of this group. That of an embedding alone does not."""
         self._state().unshard_in_backward = unshard_in_backward
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
@@ -149,13 +149,13 @@ class FSDPModule:
 
 
 def checked_reshard(value: bool | int | None, ranks: int) -> bool | int | None:
-    """Return a valid value of `reshard_after_forward`, or raise an error."""
+    """Return this value of `reshard_after_forward`, or raise an error if it is invalid."""
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, int) or not 1 < value < ranks or ranks % value:
         fitting = [count for count in range(2, ranks) if ranks % count == 0]
         raise InputError(
-            f"reshard_after_forward={value!r}, with {ranks} ranks that shard",
-            f"pass True, False, None or a number of ranks that divides them: {fitting or 'there is none here'}",
+            f"reshard_after_forward={value!r}, with {ranks} ranks that shard, does not divide them into smaller groups",
+            f"pass True, False, None{f', or one of {fitting}' if fitting else ''}",
         )
     return value

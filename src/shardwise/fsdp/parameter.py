@@ -1,11 +1,11 @@
 """One parameter under `fully_shard`: sharded between steps, gathered while modules compute.
 
-| | what it is |
+| field | what it is |
 |---|---|
 | `sharded` | the parameter of optimizers and checkpoints: a DTensor, `Shard(0)` over the data axis |
-| `leaves` | the gathered parameter, to which gradients arrive: a local tensor or a DTensor, as the inputs are |
+| `leaves` | the gathered parameter, which gets the gradients: a local tensor or a DTensor, as the inputs are |
 
-The memory of the gathered parameter is freed after use, and filled again before the next.
+The memory of the gathered parameter is freed after each use, and allocated and filled again before the next.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Owner = tuple[nn.Module, str]
 
 @dataclass(eq=False)
 class ShardedParameter:
-    """A parameter of a group, with all modules and names that own it."""
+    """A parameter of a group, with the modules that own it and its names in them."""
 
     name: str
     owners: list[Owner]
@@ -43,7 +43,7 @@ class ShardedParameter:
     spec: DTensorSpec
     """The spec of the sharded parameter."""
     over_others: DTensorSpec | None
-    """The spec of the gathered parameter over the axes other than those of data parallel; None for a plain tensor."""
+    """The spec of the gathered parameter on the axes that are not data parallel; None for a plain tensor."""
     sharded: nn.Parameter
     data: Tensor | None = None
     """The gathered parameter: a local tensor in the gathered buffer."""
@@ -55,7 +55,7 @@ class ShardedParameter:
     """Gradients of the gathered parameter that were added up in another dtype and are not reduced yet."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> ShardedParameter:
-        """Return a copy without memory: the copy's group puts it into its own buffers."""
+        """Return a copy without gathered data: the copy's group puts the local shard into its own buffers."""
         owners = [(copy.deepcopy(module, memo), name) for module, name in self.owners]
         sharded = copy.deepcopy(self.sharded, memo)
         return ShardedParameter(self.name, owners, self.axes, self.dim, self.spec, self.over_others, sharded)
@@ -63,13 +63,13 @@ class ShardedParameter:
     # ---- sizes --------------------------------------------------------------------------------------------------
 
     def shape_at(self, rank: int | None) -> Shape:
-        """The shape of the gathered parameter on a rank, with the sharded dim first."""
+        """Return the shape of the gathered parameter on a rank, with the sharded dim first."""
         other = self.over_others
         shape = self.spec.shape if other is None else other.local_shape(coordinate_of(other.mesh_info, rank))
         return (shape[self.dim], *shape[: self.dim], *shape[self.dim + 1 :])
 
     def index_at(self, rank: int | None) -> int:
-        """The index of a rank among the ranks that share this parameter."""
+        """Return the index of a rank along the axis that shards this parameter."""
         return coordinate_of(self.axes.mesh_info, rank)[self.axes.shard_axis]
 
     # ---- memory -------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class ShardedParameter:
     def gathered(self, inputs: MeshInfo | None) -> Tensor:
         """Return the gathered parameter for inputs that are distributed over a mesh, or, with None, for local inputs.
 
-        It is made once: whenever the gathered buffer has its memory, it has the values of the parameter.
+        It is created once, and valid whenever the gathered buffer is allocated and filled.
         """
         found = self.leaves.get(inputs)
         if found is None:
@@ -105,7 +105,7 @@ class ShardedParameter:
         return leaf_without_reduction(leaf, gradient)
 
     def _specs_for(self, inputs: MeshInfo | None) -> tuple[DTensorSpec, DTensorSpec]:
-        """The specs of the gathered parameter and of its gradient, which is summed over the data axes afterwards."""
+        """Return the specs of the gathered parameter and of its gradient, which is reduced over the data axes later."""
         other = self.over_others
         if inputs is None:
             assert other is not None
@@ -130,7 +130,7 @@ class ShardedParameter:
         self.leaves.clear()
 
     def hold_nothing(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Hold no data, on a rank outside the mesh, which runs the same program."""
+        """Set an empty gathered parameter, on a rank outside the mesh, which runs the same program."""
         self.set_gathered(shard_outside(self.spec.ndim, dtype, device))
 
     def drop_gradient(self) -> None:
@@ -142,11 +142,11 @@ class ShardedParameter:
     # ---- gradients ----------------------------------------------------------------------------------------------
 
     def has_gradient(self) -> bool:
-        """Whether a gradient has arrived that is not reduced yet."""
+        """Return whether there is a gradient that is not reduced yet."""
         return self.accumulated is not None or any(leaf.grad is not None for leaf in self.leaves.values())
 
     def add_missing_gradient(self) -> None:
-        """Set the gradient to zeros if none has arrived."""
+        """Set the gradient to zeros if there is none."""
         if self.sharded.requires_grad and self.data is not None and not self.has_gradient():
             self.accumulated = on_each_rank(lambda rank, data: torch.zeros_like(data), self.data)
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """Return the tensors in nested containers, fields of dataclasses included."""
+    """Yield the tensors in nested containers, fields of dataclasses included."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -54,7 +54,7 @@ def replicate_buffers(root: nn.Module, mesh_info: MeshInfo) -> None:
 
 
 def before_gradients_of(outputs: object, begin: Callable[[Tensor], None]) -> bool:
-    """Call `begin` in backward when the gradient of an output is known. Returns whether any output requires one."""
+    """Call `begin` in backward when the gradient of any output is known. Return whether any output requires one."""
     if not torch.is_grad_enabled():
         return False
     found = [value for value in tensors_in(outputs) if value.requires_grad]

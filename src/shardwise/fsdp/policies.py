@@ -19,9 +19,9 @@ class MixedPrecisionPolicy:
     param_dtype: torch.dtype | None = None
     """The dtype in which parameters are gathered and used. None: their own."""
     reduce_dtype: torch.dtype | None = None
-    """The dtype in which gradients are reduced, and added up without communication. None: that of the gradients."""
+    """The dtype in which gradients are reduced, and accumulated without reduction. None: that of the gradients."""
     output_dtype: torch.dtype | None = None
-    """The dtype to which floating-point outputs of the module are cast. None: they are not."""
+    """The dtype to which floating-point outputs of the module are cast. None: they are not cast."""
     cast_forward_inputs: bool = True
     """Whether floating-point inputs of the module are cast to `param_dtype`."""
 
@@ -35,8 +35,8 @@ class OffloadPolicy:
 class CPUOffloadPolicy(OffloadPolicy):
     """Offload sharded parameters and gradients to host memory, so that the optimizer runs on the CPU.
 
-    A local shard is copied to the device before it is gathered, and its gradient back after it is reduced.
+    A local shard is copied to the device before a gather, and its gradient back to the host after the reduction.
     """
 
     pin_memory: bool = True
-    """Whether that host memory is pinned, so that copies run beside the computation."""
+    """Whether that host memory is pinned, so that copies overlap with computation."""

@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 def on_each_rank(fn: Callable[..., T], *tensors: object, mesh_info: MeshInfo | None = None) -> T:
-    """Call `fn(rank, *local tensors)` on every rank that this process holds; `rank` is None if that is its own.
+    """Call `fn(rank, *local tensors)` for every simulated rank, or once, with None as rank, in a real process.
 
-    Without tensors, `mesh_info` says how many ranks there are. They are counted in the order of `mesh_info.ranks`.
+    Simulated ranks are numbered in the order of `mesh_info.ranks`; without tensors, `mesh_info` must be given.
     """
     if current_world() is not None:
         return map_ranks(fn, *tensors, ranks=None if mesh_info is None else len(mesh_info.ranks))
@@ -26,7 +26,7 @@ def on_each_rank(fn: Callable[..., T], *tensors: object, mesh_info: MeshInfo | N
 
 
 def coordinate_of(mesh_info: MeshInfo, rank: int | None) -> Coordinate:
-    """The coordinate of a rank in a mesh."""
+    """Return the coordinate of a rank in a mesh; for None, that of this process."""
     return mesh_info.coordinate if rank is None else mesh_info.coordinates[rank]
 
 

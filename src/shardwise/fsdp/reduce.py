@@ -28,15 +28,15 @@ class ReduceSettings:
     """How the gradients of a group are reduced."""
 
     mean: bool = True
-    """Whether they are averaged, as for inputs that each rank has of its own; summed for distributed inputs."""
+    """Whether gradients are averaged, for local inputs of each rank. For distributed inputs they are summed."""
     divide_factor: float | None = None
-    """What the sum is divided by, if not the number of ranks."""
+    """The divisor of the sum, if not the number of ranks."""
     force_sum: bool = False
-    """Whether collectives only sum, and divisions are ops of their own."""
+    """Whether collectives only sum, and the division is a separate op."""
     over_replicas: bool = True
-    """Whether gradients are reduced over the axis that replicates, or wait for a later pass."""
+    """Whether gradients are reduced over the axis that replicates, too. If not, a later pass does it."""
     unused_as_zeros: bool = False
-    """Whether parameters that got no gradient are reduced, too."""
+    """Whether zeros are reduced for parameters without a gradient."""
     hook: Callable[[Tensor], None] | None = None
     """Called with each flat buffer of reduced gradients."""
 
@@ -114,8 +114,8 @@ class Reduction:
                 flat.div_(divisor)
             if self._settings.hook is not None:
                 self._settings.hook(flat)
-            home = flat.to(device=buffers.home(), dtype=buffers.dtype)
-            for i, shard in zip(chosen, buffers.shards_of(home, chosen), strict=True):
+            final = flat.to(device=buffers.shard_device(), dtype=buffers.dtype)
+            for i, shard in zip(chosen, buffers.shards_of(final, chosen), strict=True):
                 _add_gradient(buffers.parameters[i], shard)
         self._flats = []
 
@@ -125,7 +125,7 @@ class Reduction:
         self._waits = []
 
     def _divisor(self) -> float:
-        """Return what the sums are still to be divided by."""
+        """Return the number by which the results of the collectives must still be divided."""
         settings = self._settings
         if settings.divide_factor is not None:
             return settings.divide_factor
@@ -136,7 +136,7 @@ class Reduction:
 
 
 def _to_send(gradient: Tensor, dim: int, dtype: torch.dtype, ranks: int) -> Tensor:
-    """Return a flat gradient with equally many rows for each rank: a view, or a padded copy if sizes are uneven."""
+    """Return a gradient as a vector with the same number of rows for each rank, padded if sizes are uneven."""
     rows = gradient.movedim(dim, 0) if dim else gradient
     missing = -rows.shape[0] % ranks
     if not missing:

@@ -34,7 +34,7 @@ class Root:
             self.last_schedule, self.schedule = self.schedule, Schedule()
 
     def begin_backward(self) -> None:
-        """Record that a backward pass has begun, and finish reductions at its end."""
+        """Record that a backward pass has begun, and register `end_backward` to run at its end."""
         if not self.in_backward:
             self.in_backward = True
             call_after_backward(self.end_backward)

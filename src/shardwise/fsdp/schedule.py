@@ -8,7 +8,7 @@ forward    blocks.0  free
 ...
 backward   blocks.0  reduce
 
-The order in which modules run is learned from the last step: while one computes, the next one's gather runs.
+The order in which modules run is taken from the last step: while a module computes, the next one is gathered.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Event(NamedTuple):
     group: str
     """The path of the module in the root."""
     action: str
-    """"gather", "prefetch" (a gather that nobody waits for yet), "free" or "reduce"."""
+    """"gather", "prefetch" (start a gather without waiting for it), "free" or "reduce"."""
 
 
 class Schedule:
@@ -79,7 +79,10 @@ class Order:
         self.last, self.now = self.now, []
 
     def forward(self, state: ModuleState) -> ModuleState | None:
-        """Record the forward pass of a module, and return the module that ran after it in the last pass."""
+        """Record the forward pass of a module, and return the module that ran next in the last pass, if any.
+
+        None if this pass has another order than the last one.
+        """
         place = len(self.now)
         self.now.append(state)
         if place < len(self.last) and self.last[place] is state:

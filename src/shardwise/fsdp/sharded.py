@@ -19,9 +19,9 @@ from .specs import spec_of_distributed, spec_of_plain
 def shard_parameter(
     name: str, parameter: nn.Parameter, owners: list[Owner], axes: DataAxes, dim: int
 ) -> tuple[ShardedParameter, Tensor]:
-    """Return the sharded parameter for a plain or distributed one, and the local tensor that holds its data.
+    """Return the `ShardedParameter` for a plain or distributed one, and the local tensor with all rows of its data.
 
-    It has no memory yet: its group puts it into a flat buffer.
+    Nothing is sharded yet: the group copies this rank's rows into a flat buffer.
     """
     distributed = parameter if isinstance(parameter, DTensor) else None
     dim = _checked_dim(name, parameter, dim)
@@ -34,7 +34,7 @@ def shard_parameter(
 
 
 def replace_by(parameter: ShardedParameter, local: Tensor) -> None:
-    """Register the distributed tensor with this local shard as the parameter of its owners."""
+    """Set the distributed tensor with this local shard as the parameter of all owners."""
     old = parameter.sharded
     new = nn.Parameter(DTensor.wrap(local, parameter.spec), old.requires_grad)
     if isinstance(old, DTensor):
@@ -51,7 +51,7 @@ def _checked_dim(name: str, parameter: Tensor, dim: int) -> int:
     if not parameter.dim():
         raise InputError(
             f"fully_shard got the parameter {name!r}, which has no dims to shard",
-            f"make it a tensor of one element, or pass ignored_params={{module.{name}}}",
+            f"give it the shape [1], or pass ignored_params={{module.{name}}}",
         )
     if not -parameter.dim() <= dim < parameter.dim():
         raise InputError(
@@ -64,7 +64,7 @@ def _checked_dim(name: str, parameter: Tensor, dim: int) -> int:
 def shard_data(
     parameter: ShardedParameter, piece_at: Callable[[int | None], Piece], local: Tensor, flat: Tensor
 ) -> None:
-    """Copy this rank's rows of a parameter, given as a local tensor with all rows, into the flat buffer."""
+    """Copy this rank's rows of a parameter into the flat buffer. `local` has all rows."""
 
     def copy(rank: int | None, flat: Tensor, local: Tensor) -> None:
         piece = piece_at(rank)

@@ -1,4 +1,4 @@
-"""The specs of sharded parameters: the data axis shards the shards of other axes further."""
+"""The specs of sharded parameters: the data axis shards what is left by the other axes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def placements_on(spec: DTensorSpec, mesh_info: MeshInfo) -> tuple[list[Placemen
 
 
 def _meta_with_first(shape: torch.Size, dim: int, dtype: torch.dtype) -> TensorMeta:
-    """Return the metadata of a tensor whose memory has one dim first, then the others in order."""
+    """Return the metadata of a tensor that is stored with one dim first, then the others in order."""
     _, strides, _ = view_of((shape[dim], *shape[:dim], *shape[dim + 1 :]), dim, 0)
     return TensorMeta(shape, strides, dtype)
 
@@ -46,14 +46,14 @@ def spec_of_distributed(
     for axis in axes.inside(old.mesh_info) or ():
         if not isinstance(old.placements[axis], Replicate):
             raise InputError(
-                f"fully_shard over {axes.mesh_info!r} got the parameter {name!r} as {old!r}, which "
-                f"{old.mesh_info.names[axis]} distributes already",
+                f"fully_shard over {axes.mesh_info!r} got the parameter {name!r} as {old!r}, which is not replicated "
+                f"over {old.mesh_info.names[axis]}",
                 "pass a mesh over whose axes parameters are replicated",
             )
     if any(isinstance(p, InterleavedShard) and p.dim == dim for p in old.placements):
         raise InputError(
-            f"the parameter {name!r} is {old!r}, sharded in blocks along dim {dim}, where fully_shard would shard it",
-            "let shard_placement_fn return another dim for it, or keep its blocks as parameters of their own",
+            f"fully_shard cannot shard dim {dim} of the parameter {name!r}, {old!r}, which is sharded in blocks there",
+            "let shard_placement_fn return another dim for it, or make its blocks separate parameters",
         )
     meta = _meta_with_first(old.shape, dim, old.dtype)
     other = _without_data_axes(old, axes, meta)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ModuleState:
-    """The group of parameters of one call of `fully_shard`, and the state of its modules' passes."""
+    """The parameter group of one call of `fully_shard`, and the state of its modules in forward and backward."""
 
     def __init__(
         self, modules: Sequence[nn.Module], group: ParameterGroup, reshard_after_forward: bool | int | None
@@ -94,7 +94,7 @@ class ModuleState:
     # ---- the root -----------------------------------------------------------------------------------------------
 
     def find_root(self) -> Root:
-        """Return the root of this module: the outermost `fully_shard` module that has run around it, or itself."""
+        """Return the root of this module: the outermost `fully_shard` module that ran around it, or itself."""
         if self.root is None:
             states = states_below(self.modules)
             self.root = Root(self, states)
@@ -122,7 +122,7 @@ class ModuleState:
             self._note(phase, "prefetch")
 
     def free(self, phase: str, neighbours: int | None = None) -> None:
-        """Free the gathered parameters; with `neighbours`, that many ranks keep one copy together."""
+        """Free the gathered parameters; with `neighbours`, that many ranks hold one copy together."""
         if self.group.free(neighbours):
             self._note(phase, "free")
 
@@ -136,8 +136,8 @@ class ModuleState:
         root = self.find_root()
         if is_recording():
             raise InputError(
-                "a step with modules of fully_shard was given to erase, which records local code, not memory that "
-                "is freed and gathered again",
+                "erase cannot record a step with fully_shard modules: it records local ops, not memory that is freed "
+                "and gathered again",
                 "run the step without erase, or erase a step whose parameters are distributed by "
                 "shard_parameters(model, mesh) or a plan",
             )
@@ -170,7 +170,7 @@ class ModuleState:
         return after_gradients_of(cast_inputs, self.post_backward) if first else cast_inputs
 
     def post_forward(self, index: int, output: object) -> object:
-        """Free the parameters unless they are kept for backward, which gathers them again when it begins."""
+        """Free the parameters, unless they stay gathered for backward; else backward gathers them again."""
         if self.phase == "backward":
             return cast(output, self.group.mp_policy.output_dtype)
         root = self.find_root()
@@ -186,7 +186,7 @@ class ModuleState:
                 self.free("forward", self.neighbours if recorded else None)
         if self.is_root():
             root.inputs = None
-            for state in root.states:  # those that were expected to run, and did not
+            for state in root.states:  # prefetched for modules that did not run
                 if state.group.is_under_way():
                     state.free("forward")
         return output

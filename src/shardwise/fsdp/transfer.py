@@ -1,8 +1,8 @@
 """The collectives of a group of parameters: one call each, into preallocated memory.
 
-gloo reduces and scatters by reducing everything to everybody, so there a reduce-scatter is one all-to-all of the
-gradients, packed by one kernel, and a local sum: half of the bytes. Other backends reduce straight from the gradients.
-A group of one rank communicates nothing: what would be sent is copied.
+gloo implements a reduce-scatter by an all-reduce. There it is replaced by one all-to-all of the gradients, packed by
+one kernel, and a local sum: half of the bytes. Other backends reduce directly from the gradients. A group of one rank
+copies its inputs without communication.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Wait = Callable[[], None]
 
 
 def all_gather(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: str) -> Wait:
-    """Start to gather each input into its output. Returns a function that waits for it."""
-    if len({tensor.dtype for tensor in inputs}) > 1:  # a gather moves bytes, so that dtypes share one call
+    """Start to gather each input into its output. Return a function that waits for that."""
+    if len({tensor.dtype for tensor in inputs}) > 1:  # as bytes, so that dtypes share one call
         inputs = [tensor.view(torch.uint8) for tensor in inputs]
         outputs = [tensor.view(torch.uint8) for tensor in outputs]
     process_group = _group(group)
@@ -31,7 +31,10 @@ def all_gather(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: str) 
 
 
 def reduce_scatter(outputs: Sequence[Tensor], inputs: Sequence[Tensor], mean: bool, group: str) -> Wait:
-    """Start to sum or average each input over the ranks, and to write this rank's shard of it into its output."""
+    """Start to sum or average each input over the ranks, with this rank's shard of the result in its output.
+
+    Return a function that waits for that.
+    """
     process_group = _group(group)
     if process_group.size() == 1:
         return _copied(outputs, inputs)
@@ -44,7 +47,7 @@ def reduce_scatter(outputs: Sequence[Tensor], inputs: Sequence[Tensor], mean: bo
 
 
 def all_reduce(tensor: Tensor, mean: bool, group: str) -> Wait:
-    """Start to sum or average a tensor over the ranks, in place."""
+    """Start to sum or average a tensor over the ranks, in place. Return a function that waits for that."""
     process_group = _group(group)
     if process_group.size() == 1:
         return _nothing
@@ -77,7 +80,7 @@ def _nothing() -> None:
 
 
 def _waiting(work: dist.Work, *tensors: Sequence[Tensor]) -> Wait:
-    """Return a function that waits for communication, and keeps its tensors alive until then."""
+    """Return a function that waits for communication, and holds its tensors until then."""
 
     def wait() -> None:
         work.wait()
@@ -88,7 +91,7 @@ def _waiting(work: dist.Work, *tensors: Sequence[Tensor]) -> Wait:
 
 
 def _runs_on_gloo(group: dist.ProcessGroup, tensor: Tensor) -> bool:
-    """Whether gloo carries out the collectives of a group on tensors of this device."""
+    """Return whether gloo runs the collectives of a group on tensors of this device."""
     return f"{tensor.device.type}:gloo" in dist.get_backend_config(group)
 
 

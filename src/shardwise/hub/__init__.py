@@ -3,6 +3,8 @@
 load   build a model without memory, distribute it by a plan, and read the bytes of this rank's shards
 save   write a folder that transformers' `from_pretrained` reads, every rank its own byte ranges, atomically
 
+loading      `load`
+saving       `save`
 files        headers and indexes: which tensor is where in which file
 mosaic       tensors without data that are assembled from boxes of other tensors
 conversions  transformers' own renames, stacks, splits and reshapes of weights

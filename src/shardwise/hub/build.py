@@ -1,8 +1,8 @@
 """Build a model whose parameters have no memory, and whose buffers are initialized.
 
-On the meta device alone, buffers that no file has (the frequencies of rotary embeddings) would be lost. So factories
-that leave memory uninitialised make meta tensors, all others run as written, and what becomes a parameter goes to the
-meta device at once.
+If everything were made on the meta device, buffers that no file has would be lost, such as the frequencies of rotary
+embeddings. So only factories of uninitialised tensors make meta tensors, and each tensor that becomes a parameter is
+moved to the meta device at once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """A context in which modules are created with parameters on the meta device, and with initialized buffers."""
+    """Inside, modules are created with parameters on the meta device, and with initialized buffers."""
     hook = register_module_parameter_registration_hook(_to_meta)  # type: ignore[arg-type]  # it may return another
     try:
         with _EmptyOnMeta():
@@ -74,11 +74,16 @@ def build(model: object, folder: Path, dtype: torch.dtype | None) -> nn.Module:
     if hasattr(model, "from_config") or hasattr(model, "config_class"):
         return _of_transformers(model, folder, dtype)
     if not callable(model):
-        raise InputError(f"hub.load got a {type(model).__name__}", "pass a module, a class or a function")
+        raise InputError(
+            f"hub.load got a {type(model).__name__} as model",
+            "pass a module, a class of transformers, or a function without arguments that returns a module",
+        )
     with parameters_on_meta():
         built = model()
     if not isinstance(built, nn.Module):
-        raise InputError(f"the function returned a {type(built).__name__}", "return an nn.Module")
+        raise InputError(
+            f"hub.load got a function that returned a {type(built).__name__}", "return an nn.Module from it"
+        )
     if dtype is not None:
         _cast(built, dtype)
     return built
@@ -88,7 +93,10 @@ def _of_transformers(cls: Any, folder: Path, dtype: torch.dtype | None) -> nn.Mo
     import transformers
 
     if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder} has no config.json", f"pass a model: hub.load({cls.__name__}(config), ...)")
+        raise CheckpointError(
+            f"{folder} has no config.json, from which to build a {cls.__name__}",
+            f"pass a model: hub.load({cls.__name__}(config), ...)",
+        )
     automatic = not hasattr(cls, "_from_config")
     config = (transformers.AutoConfig if automatic else cls.config_class).from_pretrained(folder)
     chosen = dtype if dtype is not None else getattr(config, "dtype", None) or torch.get_default_dtype()
@@ -113,7 +121,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
             continue
         if isinstance(parameter, DTensorBase):
             raise InputError(
-                f"dtype={dtype} for a model with distributed parameters of {parameter.dtype}",
-                "pass the model before it is distributed, with a plan, or leave dtype out",
+                f"hub.load got dtype={dtype} for a model with distributed parameters of {parameter.dtype}",
+                "pass the model before it is distributed, with plan=, or leave dtype out",
             )
         parameter.data = parameter.data.to(wanted)

@@ -1,8 +1,8 @@
 """Map the tensors in files to the entries of a state dict: transformers' own conversions, run on mosaics.
 
-Checkpoints of a mixture of experts have a matrix for each expert, `experts.3.w1.weight`, where the module has one
-stacked parameter; old names are renamed; a checkpoint of a base model lacks the prefix that a model with a head gives
-it. Tables of transformers say so. Other models have in files what they have in their state dicts.
+In checkpoints of a mixture of experts, each expert has a matrix, `experts.3.w1.weight`, where the module has one
+stacked parameter. Other checkpoints have old names, or lack the prefix of a model with a head. Tables in transformers
+define these conversions. For models that are not of transformers, files have the keys of the state dict.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Converted(NamedTuple):
-    """The contents of each key of the state dict in terms of files, and the keys of the files that the model lacks."""
+    """The entries of the state dict, assembled from tensors in files, and the keys of files that the model lacks."""
 
     entries: dict[str, Mosaic]
     unexpected: list[str]
@@ -91,12 +91,12 @@ def to_files(model: nn.Module, state: State) -> dict[str, Mosaic]:
 
 
 def _without_ties(model: nn.Module, state: State) -> dict[str, Mosaic]:
-    """Return the entries without duplicates of tied weights; transformers decides which key is kept."""
+    """Return the entries with one key for each tied weight, the one that transformers stores."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     dropped: set[str] = set()
     for name, keys in state.names().items():
         if len(keys) < 2 or state.entries[keys[0]].shape != state.tensors[name].shape:
-            continue  # one key, or one for each expert
+            continue  # not tied: one key, or a key for each expert
         kept = next((key for key in keys if key not in tied), keys[0])
         dropped |= set(keys) - {kept}
     return {key: entry for key, entry in state.entries.items() if key not in dropped}
@@ -106,7 +106,7 @@ def _without_ties(model: nn.Module, state: State) -> dict[str, Mosaic]:
 
 
 def expected_anyway(model: nn.Module, keys: Iterable[str], kind: str) -> list[str]:
-    """Return the keys without those that a model of transformers allows to be missing, or unexpected."""
+    """Return the keys without those that a model of transformers allows to be of this kind: missing or unexpected."""
     patterns = list(getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ())
     if kind == "unexpected" and _of_transformers(model):
         buffers = [name for name, _ in model.named_buffers()]

@@ -1,4 +1,4 @@
-"""The files of a model hub: headers and layout of safetensors, in one file or in several with an index.
+"""Safetensors files: headers and layout, in one file or in several with an index.
 
 A file begins with the length of its header (8 bytes), then the header (JSON: dtype, shape and place of each tensor),
 then the tensors, row-major, without gaps.
@@ -38,7 +38,7 @@ _NAMES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 _DTYPES = {dtype: name for name, dtype in _NAMES.items()}
-# Tensors lie in a file by dtype, in this order, and then by name: each begins at a multiple of its element size.
+# Tensors are stored by dtype, in this order, and then by name, so that each begins at a multiple of its element size.
 _ORDER = [
     *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
     *("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"),
@@ -61,7 +61,7 @@ class Stored(NamedTuple):
 
 
 class Described(NamedTuple):
-    """Shape and dtype of a tensor that is to be stored."""
+    """Shape and dtype of a tensor to store."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -73,7 +73,7 @@ class Described(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """The tensors in the files of a folder by name, and the bytes of headers and index that were read."""
+    """The tensors in the files of a folder by name, and the number of bytes of headers and index."""
 
     tensors: dict[str, Stored]
     header_bytes: int
@@ -115,7 +115,7 @@ def _several(folder: Path, index: Path, weight_map: Mapping[str, str]) -> Conten
 def read_file(path: Path) -> Contents:
     """Read the header of a file, and check it against the length of the file."""
     if not path.is_file():
-        raise CheckpointError(f"{path} does not exist, and the index names it")
+        raise CheckpointError(f"{path} does not exist, but the index names it", "download the file again")
     size = path.stat().st_size
     with open(path, "rb") as file:
         start = file.read(8)
@@ -133,7 +133,9 @@ def _stored(path: Path, name: str, entry: Any, begin: int, size: int) -> Stored:
         dtype, shape = _NAMES[entry["dtype"]], tuple(map(int, entry["shape"]))
         low, high = map(int, entry["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: the header's entry for {name!r} is {entry!r}, of an unknown kind") from error
+        raise CheckpointError(
+            f"{path}: the entry of {name!r} in the header is {entry!r}: expected a known dtype, shape and data_offsets"
+        ) from error
     stored = Stored(path, begin + low, shape, dtype)
     if min(shape, default=0) < 0 or low < 0 or high - low != stored.nbytes:
         kind = f"{entry['dtype']}{list(shape)}"
@@ -169,7 +171,7 @@ def lay_out(
 ) -> tuple[dict[str, Stored], list[NewFile], bytes | None]:
     """Return the place of each tensor, the files, and the index if there are several files.
 
-    Tensors fill files of at most `largest` bytes in the order given; a larger one has a file to itself.
+    Tensors fill files of at most `largest` bytes in the order given; a larger tensor is alone in a file.
     """
     groups: list[dict[str, Described]] = [{}]
     filled = 0
@@ -213,12 +215,14 @@ def _new_file(path: Path, tensors: Mapping[str, Described]) -> tuple[NewFile, di
 
 def _code(name: str, dtype: torch.dtype) -> str:
     if dtype not in _DTYPES:
-        raise CheckpointError(f"{name!r} is of {dtype}, which safetensors files cannot hold", "convert it first")
+        raise CheckpointError(
+            f"{name!r} is of {dtype}, which safetensors files cannot hold", "convert it first, e.g. x.to(torch.float32)"
+        )
     return _DTYPES[dtype]
 
 
 def create_files(folder: Path, files: Iterable[NewFile], index: bytes | None) -> None:
-    """Create files of their final length with their headers; all ranks then write tensors into them."""
+    """Create the files with headers and final length, and the index. All ranks then write tensors into the files."""
     for name, header, length in files:
         with open(folder / name, "wb") as file:
             file.write(header)
@@ -228,7 +232,7 @@ def create_files(folder: Path, files: Iterable[NewFile], index: bytes | None) ->
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file of this name holds weights, or their index."""
+    """Return whether a file of this name contains weights, or their index."""
     return name == INDEX or (name.startswith("model") and name.endswith(".safetensors"))
 
 

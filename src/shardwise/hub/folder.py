@@ -16,7 +16,7 @@ from .files import is_weights
 
 
 def prepare(folder: Path) -> Path:
-    """Create the empty temporary folder in which a model is written, and remove what a killed save has left."""
+    """Return a new, empty temporary folder to write a model to, after removing what a killed save has left."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file", "save to a folder")
     replaced = _replaced(folder)
@@ -52,13 +52,13 @@ _HERE, _EXCHANGE = -100, 2
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders atomically. Returns False if the system does not support it."""
+    """Exchange two folders atomically. Return False if the system does not support it."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     return renameat2 is not None and renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0
 
 
 def _keep_others(folder: Path, beside: Path) -> None:
-    """Link the files of the earlier folder that this save does not write into the new one."""
+    """Link files that this save does not write from the earlier folder to the new one."""
     for path in folder.iterdir():
         target = beside / path.name
         if is_weights(path.name) or target.exists():

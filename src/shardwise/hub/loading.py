@@ -28,12 +28,12 @@ from .transfers import Patch, boxes_of, held_shards, patches_to_load, transfers_
 
 @dataclass
 class LoadReport:
-    """The bytes that a load has read: of headers, and of tensors for each rank of this process."""
+    """The number of bytes that a load has read: for headers, and for tensors by rank of this process."""
 
     header_bytes: int = 0
     read_bytes: dict[int, int] = field(default_factory=dict)
     shard_bytes: dict[int, int] = field(default_factory=dict)
-    """The bytes of the local shards, in the dtypes of the files."""
+    """The bytes of the local shards by rank, in the dtypes of the files."""
 
 
 def load(
@@ -47,7 +47,7 @@ def load(
     progress: bool | None = None,
     report: LoadReport | None = None,
 ) -> Any:
-    """Load a model from the safetensors files of a folder; each rank reads the bytes of its own shards only.
+    """Load a model from the safetensors files of a folder; each rank reads only the bytes of its own shards.
 
     `model` is a class of transformers, which is built from the folder's `config.json`; a function without arguments
     that returns a module; or a module. Classes and functions are built on the meta device, and only local shards are
@@ -60,7 +60,7 @@ def load(
     - "base_model_tp_plan": the plan of the model itself
     - "fully_sharded": `fully_shard` of each block and of the model
     - a function `(name, parameter) -> placements`, as `shard_parameters` takes it
-    - None: parameters that are distributed stay as they are; if none is, all are replicated over `mesh`
+    - None: if any parameters are distributed already, nothing changes; else all are replicated over `mesh`
 
     dtype     the dtype of floating-point parameters, cast as they are read; by default that of the configuration
     strict    whether keys of the files that the model lacks are an error; keys that the files lack always are
@@ -123,7 +123,7 @@ def _reads(state: State, patches: list[Patch]) -> dict[int, list[Transfer]]:
 
 
 def _fitting(model: nn.Module, folder: Path, stored: dict[str, Stored], state: State, strict: bool) -> list[Patch]:
-    """Return the patches of all tensors of the model. Raises one error for all keys and shapes that do not fit."""
+    """Return the patches of all tensors of the model. Raise one error for all keys and shapes that do not fit."""
     files = {key: Mosaic.of(key, tensor.shape, tensor.dtype) for key, tensor in stored.items()}
     found, unexpected = from_files(model, files, state)
     patches: list[Patch] = []

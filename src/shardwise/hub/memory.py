@@ -45,9 +45,9 @@ def _device(tensor: Tensor, device: torch.device) -> torch.device:
 
 
 def compute_lost_buffers(model: nn.Module) -> None:
-    """Compute the buffers on the meta device that no file has, by the initialization of models of transformers.
+    """Compute the buffers on the meta device that no file has, by `initialize_weights` of models of transformers.
 
-    For other models, and where a buffer is still without a value, this is an error.
+    Raise an error for other models, and if a buffer has no value afterwards.
     """
     lost = _lost_buffers(model)
     if not lost:
@@ -67,12 +67,12 @@ def compute_lost_buffers(model: nn.Module) -> None:
     if lost:
         raise CheckpointError(
             f"the buffers {', '.join(lost)} are on the meta device, and no file has them",
-            "pass the function that makes the model, hub.load(lambda: Model(...), ...): its buffers then have values",
+            "pass a function that makes the model, which gives its buffers values: hub.load(lambda: Model(...), ...)",
         )
 
 
 def _lost_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Return the buffers on the meta device that no file has, each as its module and its name in that."""
+    """Return the buffers on the meta device that no file has: by path, the module and the name in it."""
     found = {}
     for path, module in model.named_modules():
         for name in sorted(non_persistent_buffers(module)):
@@ -82,7 +82,7 @@ def _lost_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 
 def _unset(dtype: torch.dtype) -> float:
-    """A value that marks a buffer as not computed."""
+    """Return a value that marks a buffer as not computed."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 0 if dtype == torch.bool else torch.iinfo(dtype).min + 1
@@ -90,7 +90,7 @@ def _unset(dtype: torch.dtype) -> float:
 
 def _is_unset(buffer: torch.Tensor) -> bool:
     if buffer.dtype == torch.bool:
-        return False  # any of its values may be right
+        return False  # both values are valid, so there is no mark
     unset = (
         buffer.isnan() if buffer.dtype.is_floating_point or buffer.dtype.is_complex else buffer == _unset(buffer.dtype)
     )

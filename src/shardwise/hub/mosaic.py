@@ -1,10 +1,10 @@
 """Mosaics: tensors without data that are assembled from strided boxes of other tensors.
 
-Checkpoints on model hubs hold some weights in another form than modules do: one matrix for each expert where the module
-has a stacked parameter; q, k and v in one matrix where the module has three; the features of a head in another order.
-The conversions of transformers are written with functions that move elements: `torch.cat`, `torch.stack`,
+Checkpoints on model hubs store some weights in another form than modules do: one matrix for each expert where the
+module has a stacked parameter; q, k and v in one matrix where the module has three; the features of a head in another
+order. The conversions of transformers use functions that only move elements: `torch.cat`, `torch.stack`,
 `torch.chunk`, `torch.transpose`, `Tensor.reshape`. Run on mosaics, they compute which elements of a file are which
-elements of a parameter, so that a rank reads and writes the elements of its own shard only.
+elements of a parameter, so that a rank reads and writes only the elements of its own shard.
 
 >>> gate, up = Mosaic.of("gate", (4, 8), torch.float32), Mosaic.of("up", (4, 8), torch.float32)
 >>> [(piece.source, piece.at) for piece in torch.cat([gate, up]).pieces]
@@ -26,20 +26,20 @@ from ..errors import InputError
 
 
 class Piece(NamedTuple):
-    """A box of a mosaic whose elements are at regular distances in a source."""
+    """A box of a mosaic whose elements are at regular distances in a source, a tensor of a file or of the model."""
 
     source: str
     offset: int
     """The index of its first element in the source, counted in row-major order."""
     at: tuple[int, ...]
-    """Where the box begins in the mosaic."""
+    """The start of the box in the mosaic."""
     size: tuple[int, ...]
     """The size of the box in each dim of the mosaic."""
     strides: tuple[int, ...]
-    """For each dim of the mosaic the distance of neighbours in the source, in elements."""
+    """For each dim of the mosaic, the distance of neighbours in the source, in elements."""
 
     def narrowed(self, dim: int, start: int, stop: int) -> Piece | None:
-        """Return what is in `[start, stop)` of a dim, for a mosaic that begins at `start`; None if that is empty."""
+        """Return the part in `[start, stop)` of a dim, for the mosaic narrowed to that range; None if it is empty."""
         low, high = max(self.at[dim], start), min(self.at[dim] + self.size[dim], stop)
         if low >= high:
             return None
@@ -50,22 +50,22 @@ class Piece(NamedTuple):
         )
 
     def moved(self, dim: int, by: int) -> Piece:
-        """Return the piece, further along a dim."""
+        """Return the piece, shifted by this much along a dim."""
         return self._replace(at=_changed(self.at, dim, self.at[dim] + by))
 
     def reordered(self, order: Sequence[int]) -> Piece:
-        """Return the piece in a mosaic that has these dims of the present one, in this order."""
+        """Return the piece for the mosaic with these of its dims, in this order."""
         at, size, strides = (tuple(values[dim] for dim in order) for values in self[2:])
         return self._replace(at=at, size=size, strides=strides)
 
     def with_dim(self, dim: int) -> Piece:
-        """Return the piece in a mosaic with a new dim of size 1."""
+        """Return the piece for the mosaic with a new dim of size 1."""
         new = zip(self[2:], (0, 1, 0), strict=True)
         at, size, strides = ((*values[:dim], value, *values[dim:]) for values, value in new)
         return self._replace(at=at, size=size, strides=strides)
 
     def split_dim(self, dim: int, inner: int) -> Iterator[Piece]:
-        """Yield the parts of the piece in a mosaic where a dim has become two, the second of size `inner`.
+        """Yield the parts of the piece for the mosaic with a dim split in two, the second of size `inner`.
 
         A piece that begins or ends inside a row of `inner` indices becomes up to three.
         """
@@ -84,9 +84,9 @@ class Piece(NamedTuple):
             )
 
     def merge_dim(self, dim: int, inner: int) -> Iterator[Piece]:
-        """Yield the parts of the piece in a mosaic where a dim and the next one, of size `inner`, have become one.
+        """Yield the parts of the piece for the mosaic with a dim and the next one, of size `inner`, merged.
 
-        It stays one piece if it has complete rows that follow each other in the source. Otherwise each row is a piece.
+        The piece stays one if its rows are complete and consecutive in the source. Otherwise each row is a piece.
         """
         rows, length = self.size[dim : dim + 2]
         outer, stride = self.strides[dim : dim + 2]
@@ -104,15 +104,15 @@ class Piece(NamedTuple):
 class Mosaic(torch.Tensor):
     """A tensor without data that is assembled from pieces. Functions that move elements return another mosaic.
 
-    It is a meta tensor, since conversions ask whether something is a tensor. All functions that are not listed below
-    raise an error with their name.
+    It is a meta tensor, since conversions test for tensors by isinstance. Functions that are not in the tables below
+    raise an error that names them.
     """
 
     pieces: tuple[Piece, ...]
 
     @classmethod
     def of(cls, source: str, shape: Sequence[int], dtype: torch.dtype) -> Mosaic:
-        """Return a mosaic of one piece, all of a source."""
+        """Return a mosaic of one piece: the complete source."""
         at = (0,) * len(shape)
         return _mosaic(shape, dtype, [Piece(source, 0, at, tuple(shape), row_major(shape))])
 
@@ -173,7 +173,7 @@ def _chunk(mosaic: Mosaic, chunks: int, dim: int = 0) -> tuple[Mosaic, ...]:
 
 
 def select(mosaic: Mosaic, dim: int, index: int) -> Mosaic:
-    """Return a mosaic at one index of a dim."""
+    """Return the mosaic of one index of a dim, like `Tensor.select`."""
     return _squeeze(_narrow(mosaic, dim, index, 1), dim)
 
 
@@ -216,7 +216,9 @@ def _cat(tensors: Sequence[Mosaic], dim: int = 0) -> Mosaic:
     for mosaic in tensors:
         if _changed(mosaic.shape, dim, 0) != _changed(first.shape, dim, 0):
             shapes = " and ".join(str(list(each.shape)) for each in (first, mosaic))
-            raise InputError(f"tensors of shapes {shapes} cannot be concatenated along dim {dim}")
+            raise InputError(
+                f"tensors of shapes {shapes} cannot be concatenated along dim {dim}", "they may differ only in that dim"
+            )
         pieces += [piece.moved(dim, end) for piece in mosaic.pieces]
         end += mosaic.shape[dim]
     return _mosaic(_changed(first.shape, dim, end), first.dtype, pieces)
@@ -266,11 +268,11 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, Sequ
 
 
 def _regrouped(piece: Piece, first: int, before: Sequence[int], after: Sequence[int]) -> Iterable[Piece]:
-    """Return the parts of a piece in a mosaic where one group of dims has other sizes."""
+    """Return the parts of a piece for the mosaic with one group of dims reshaped."""
     pieces: list[Piece] = [piece if before else piece.with_dim(first)]
     if tuple(before) == tuple(after):
         return pieces
-    for count in range(1, len(before)):  # all dims of the group become one, from the last
+    for count in range(1, len(before)):  # merge all dims of the group, from the last
         dim = first + len(before) - 1 - count
         pieces = [part for each in pieces for part in each.merge_dim(dim, math.prod(before[-count:]))]
     for count in range(1, len(after)):
@@ -283,7 +285,7 @@ def _regrouped(piece: Piece, first: int, before: Sequence[int], after: Sequence[
 
 
 def _inferred(shape: Sequence[int], mosaic: Mosaic) -> tuple[int, ...]:
-    """Return the shape with its -1, if there is one, replaced by the size that fits."""
+    """Return the shape with a -1 replaced by the size that fits."""
     total, known = mosaic.shape.numel(), math.prod(size for size in shape if size != -1)
     found = tuple(total // known if size == -1 and known else size for size in shape)
     if math.prod(found) != total:
@@ -318,7 +320,7 @@ _METADATA = {
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_meta", "requires_grad")),
     *(torch.Tensor.dim, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.is_floating_point, torch.Tensor.__len__),
 }
-"""What a mosaic answers as the meta tensor that it is."""
+"""Functions that read metadata, which run on the meta tensor."""
 
 
 def _unpacked(values: Sequence[Any]) -> Sequence[int]:

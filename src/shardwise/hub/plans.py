@@ -48,8 +48,8 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh | None, plan: Plan) -> nn.Modu
 def describe_to_transformers(model: nn.Module, mesh: DeviceMesh | None, plan: Plan) -> None:
     """Set the attributes by which `Trainer` knows that a model is sharded, as `from_pretrained` sets them.
 
-    It then neither wraps the model for data parallelism nor moves it, and gives ranks of tensor parallelism the same
-    batches. Simulated ranks are one process, for which it has nothing to do.
+    `Trainer` then neither wraps the model for data parallelism nor moves it, and gives ranks of tensor parallelism the
+    same batches. In a simulated world, which is one process, nothing is set.
     """
     owner: Any = model
     if mesh is None or plan is None or mesh.size() == 1 or current_world() is not None:
@@ -63,14 +63,14 @@ def _own_plan(model: nn.Module) -> Mapping[str, Style]:
     own = getattr(model, "tp_plan", None) or getattr(getattr(model, "config", None), OF_MODEL, None)
     if not own:
         raise InputError(
-            f'plan="{OF_MODEL}" for a {type(model).__name__}, whose configuration has none',
-            f'pass a plan of your own, or "{FULLY_SHARDED}"',
+            f'hub.load got plan="{OF_MODEL}" for a {type(model).__name__}, whose configuration has no such plan',
+            f'pass styles by path, such as {{"layers.*.mlp.up_proj": "colwise"}}, or "{FULLY_SHARDED}"',
         )
     return own
 
 
 def _below_base(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
-    """Return a plan with paths from the model. Those of `config.base_model_tp_plan` are relative to its base model."""
+    """Return a plan with paths from the model; those of `config.base_model_tp_plan` may begin in its base model."""
     prefix = getattr(model, "base_model_prefix", "")
     base = getattr(model, prefix, None) if prefix else None
 
@@ -86,7 +86,7 @@ def _below_base(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules to shard one by one: those that transformers names, or the members of module lists."""
+    """Return the modules to shard separately: those that transformers names, or else the members of module lists."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:

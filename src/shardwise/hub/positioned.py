@@ -28,22 +28,22 @@ BUFFER = 16 << 20
 """Size in bytes of the buffer for elements that are cast, transposed, or on an accelerator."""
 
 WINDOW = 4 << 20
-"""Size in bytes of the part of a file that is mapped at a time."""
+"""Size in bytes of the range of a file that is mapped at a time."""
 
 SHORT, CLOSE, MANY = 4096, 4 * 4096, 16
-"""Runs are read from a mapped window if they are shorter, no further apart, and at least as many as this."""
+"""Runs are read from a mapped window if at least MANY are shorter than SHORT and at most CLOSE bytes apart."""
 
 Sizes = tuple[int, ...]
 
 
 class Transfer(NamedTuple):
-    """Elements of a stored tensor, and the view of a local shard that holds them, with the file's order of dims."""
+    """Elements of a stored tensor, and the view of a local shard that holds them, with dims in the file's order."""
 
     stored: Stored
     offset: int
     """The index of the first element in the stored tensor, counted in row-major order."""
     strides: Sizes
-    """For each dim of the view the distance of neighbours in the file, in elements; the largest is first."""
+    """For each dim of the view, the distance of neighbours in the file, in elements, in descending order."""
     view: Tensor
 
     @property
@@ -64,7 +64,7 @@ class Transfer(NamedTuple):
 
 
 def runs_of(transfer: Transfer) -> tuple[int, Iterable[int]]:
-    """Return the length in bytes of the runs of a transfer, and the byte offset of each in the file."""
+    """Return the length in bytes of the contiguous runs of a transfer, and the byte offset of each in the file."""
     strides, view = transfer.strides, transfer.view
     itemsize, length = transfer.stored.dtype.itemsize, 1
     inner = view.dim()
@@ -76,7 +76,7 @@ def runs_of(transfer: Transfer) -> tuple[int, Iterable[int]]:
         range(0, size * stride * itemsize, stride * itemsize)
         for size, stride in zip(view.shape[:inner], strides[:inner], strict=True)
     ]
-    if len(steps) < 2:  # as most are; and there may be very many runs
+    if len(steps) < 2:  # the usual case, as a range, since there may be very many runs
         offsets = steps[0] if steps else range(1)
         return length * itemsize, range(begin + offsets.start, begin + offsets.stop, offsets.step)
     return length * itemsize, (begin + sum(index) for index in itertools.product(*steps))
@@ -126,7 +126,7 @@ class Reader(_Files):
     """Reads elements of stored tensors into views of local shards."""
 
     def read(self, transfer: Transfer) -> None:
-        """Fill a view."""
+        """Fill the view of a transfer from the file."""
         if _has_short_runs(transfer):
             for part in _parts(transfer, WINDOW, lambda part: part.span):
                 self._read_mapped(part)
@@ -134,7 +134,7 @@ class Reader(_Files):
             self._read_runs(transfer)
 
     def _read_mapped(self, transfer: Transfer) -> None:
-        """Fill a view from a window of the file."""
+        """Fill a view from a mapped window of the file."""
         stored, offset = transfer.stored, transfer.place[1]
         file, end = self.file(stored.file), offset + transfer.span
         if os.fstat(file).st_size < end:  # reading a page beyond the end of a file would kill the process
@@ -158,7 +158,7 @@ class Reader(_Files):
             length, offsets = runs_of(part)
             for low, offset in zip(range(0, len(memory), length), offsets, strict=True):
                 run = memory[low : low + length]
-                if preadv(file, (run,), offset) != length:  # the rest, if there is one
+                if preadv(file, (run,), offset) != length:  # a short read: read all of it again
                     _read(file, run, offset, stored)
             self.count(len(memory))
             if direct:
@@ -173,7 +173,7 @@ class Writer(_Files):
     flags = os.O_WRONLY
 
     def write(self, transfer: Transfer) -> None:
-        """Write all of a view."""
+        """Write the view of a transfer to the file."""
         file, stored, pwrite = self.file(transfer.stored.file), transfer.stored, os.pwrite
         for part in _parts(transfer, BUFFER, lambda part: part.nbytes):
             view = source = part.view
@@ -189,7 +189,7 @@ class Writer(_Files):
             self.count(len(memory))
 
     def sync(self) -> None:
-        """Flush what was written to the disk."""
+        """Flush the written files to the disk."""
         for file in self._open.values():
             os.fsync(file)
 
@@ -210,7 +210,7 @@ def _has_short_runs(transfer: Transfer) -> bool:
 
 
 def _parts(transfer: Transfer, limit: int, size_of: Callable[[Transfer], int]) -> Iterator[Transfer]:
-    """Yield the transfer in parts of at most this size."""
+    """Yield the transfer in parts of at most `limit` bytes, as counted by `size_of`."""
     pending = [transfer]
     while pending:
         stored, offset, strides, view = part = pending.pop()
@@ -235,7 +235,10 @@ def _read(file: int, memory: memoryview, offset: int, stored: Stored) -> None:
 
 
 def _ends_early(stored: Stored, offset: int) -> CheckpointError:
-    return CheckpointError(f"{stored.file} ends at byte {offset}, where a tensor of {list(stored.shape)} is")
+    return CheckpointError(
+        f"{stored.file} ends at byte {offset}, inside a tensor of shape {list(stored.shape)}",
+        "save or download the file again",
+    )
 
 
 def _write(file: int, memory: memoryview, offset: int) -> None:

@@ -74,9 +74,14 @@ def save(
 def _check(state: State) -> None:
     for name, tensor in state.tensors.items():
         if tensor.is_meta:
-            raise CheckpointError(f"{name!r} is on the meta device and has no values", "load or initialise it first")
+            raise CheckpointError(
+                f"{name!r} is on the meta device and has no values",
+                "load the model first, or model.to_empty(device=...) and initialise it",
+            )
         if isinstance(tensor, DTensorBase) and tensor._spec.layout.partial:
-            raise CheckpointError(f"{name!r} is {tensor._spec!r}: no rank holds its values", "redistribute it first")
+            raise CheckpointError(
+                f"{name!r} is {tensor._spec!r}: no rank holds its values", "redistribute it to Shard or Replicate first"
+            )
 
 
 def _write(state: State, patches: list[Patch], ranks: Ranks, sync: bool, progress: bool | None) -> None:
@@ -92,7 +97,7 @@ def _write(state: State, patches: list[Patch], ranks: Ranks, sync: bool, progres
 
 
 def _writes(state: State, patches: list[Patch]) -> list[Transfer]:
-    """Return what this process writes; of elements that several ranks hold, its share."""
+    """Return what this process writes: of elements that several ranks hold, only its share."""
     shards = {name: held_shards(tensor) for name, tensor in state.tensors.items()}
     found = []
     for number, patch in enumerate(patches):

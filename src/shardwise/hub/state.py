@@ -1,7 +1,7 @@
-"""The state of a model in the terms of hubs: parameters and persistent buffers under the keys of the state dict.
+"""The state of a model: parameters and persistent buffers under the keys of the state dict.
 
-A tensor that modules share has several keys. The stacked parameters of an `ExpertList` have a key for each expert, as
-the list of modules had that it was made from.
+A tensor that modules share has several keys. The stacked parameters of an `ExpertList` have a key for each expert, like
+the list of modules that it was made from.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .mosaic import Mosaic, select
 
 
 class State(NamedTuple):
-    """The tensors by their first name, and for each key of the state dict a tensor or a part of one."""
+    """The tensors by their first name, and for each key of the state dict a mosaic: a tensor or a part of it."""
 
     tensors: dict[str, Tensor]
     entries: dict[str, Mosaic]
 
     def names(self) -> dict[str, list[str]]:
-        """Return for each tensor the keys of it, or of its parts."""
+        """Return for each tensor its keys, or those of its parts."""
         found: dict[str, list[str]] = {name: [] for name in self.tensors}
         for key, entry in self.entries.items():
             found[source_of(entry)].append(key)
@@ -67,7 +67,7 @@ def state_of(model: nn.Module) -> State:
 
 
 def parameter_count(state: State) -> int:
-    """The number of elements of all parameters."""
+    """Return the number of elements of all parameters."""
     return sum(tensor.shape.numel() for tensor in state.tensors.values() if isinstance(tensor, nn.Parameter))
 
 

@@ -20,14 +20,14 @@ from .positioned import Sizes, Transfer
 
 
 class Patch(NamedTuple):
-    """A box of elements that are at regular distances in a tensor of the model, and in a stored tensor as well."""
+    """A box of elements that are at regular distances both in a tensor of the model and in a stored tensor."""
 
     name: str
     size: Sizes
     offset: int
     """The index of the first element in the tensor of the model, counted in row-major order."""
     strides: Sizes
-    """For each dim of the box the distance of neighbours in the tensor of the model."""
+    """For each dim of the box, the distance of neighbours in the tensor of the model, in elements."""
     stored: Stored
     stored_offset: int
     stored_strides: Sizes
@@ -43,7 +43,7 @@ def patches_to_save(entry: Mosaic, stored: Stored) -> list[Patch]:
 
 
 def patches_to_load(entry: Mosaic, contents: Mosaic, stored: Mapping[str, Stored]) -> list[Patch]:
-    """Return the patches of an entry, a part of a tensor of the model, that is assembled from stored tensors."""
+    """Return the patches of an entry, a tensor of the model or a part of it, that is assembled from stored tensors."""
     (own,) = entry.pieces
     return [
         Patch(
@@ -78,7 +78,7 @@ class Box(NamedTuple):
 
 
 class _Loop(NamedTuple):
-    """A dim of a patch: how many indices it has, and how far apart these are on both sides."""
+    """A dim of a patch: its size, and its strides in the tensor of the model and in the stored tensor."""
 
     length: int
     stride: int
@@ -86,7 +86,7 @@ class _Loop(NamedTuple):
 
 
 def boxes_of(patch: Patch, shape: Sizes) -> Iterator[Box]:
-    """Yield the boxes of a tensor of the model, of this shape, that a patch consists of; most patches are one box."""
+    """Yield the boxes of a patch in the tensor of the model, which has this shape. Most patches are one box."""
     loops = map(_Loop._make, zip(patch.size, patch.strides, patch.stored_strides, strict=True))
     if 0 not in patch.size:
         yield from _boxes(patch.offset, patch.stored_offset, _joined(loops), shape)
@@ -118,21 +118,21 @@ def _boxes(offset: int, stored_offset: int, loops: list[_Loop], shape: Sizes) ->
         turn, incomplete = divmod(shape[dim], step)
         room = -(-(shape[dim] - start[dim]) // step)
         if odd or (loop.length > room and incomplete):
-            cuts = range(loop.length)
+            starts = range(loop.length)
         elif loop.length <= room:
             other = by_dim.get(dim)
             by_dim[dim] = loop
             if other is None:
                 continue
             loop, by_dim[dim] = sorted((loop, other))  # unroll the shorter one
-            cuts = range(loop.length)
-        elif room == turn and loop.length % turn == 0:  # complete turns in this dim: the others are in dims before it
+            starts = range(loop.length)
+        elif room == turn and loop.length % turn == 0:  # goes through the dim several times: split off an outer loop
             pending.append(_Loop(loop.length // turn, loop.stride * turn, loop.stored_stride * turn))
             pending.append(loop._replace(length=turn))
             continue
         else:
-            cuts = range(0, loop.length, loop.length // turn * turn if room == turn else room)[:2]
-        for first, stop in zip(cuts, [*cuts[1:], loop.length], strict=True):
+            starts = range(0, loop.length, loop.length // turn * turn if room == turn else room)[:2]
+        for first, stop in zip(starts, [*starts[1:], loop.length], strict=True):
             part = [loop._replace(length=stop - first)] if stop - first > 1 else []
             at = offset + first * loop.stride, stored_offset + first * loop.stored_stride
             yield from _boxes(*at, [*by_dim.values(), *pending, *part], shape)
@@ -151,12 +151,12 @@ def _boxes(offset: int, stored_offset: int, loops: list[_Loop], shape: Sizes) ->
 
 
 class HeldShard(NamedTuple):
-    """The local shard of a rank, and the number of the rank among those that hold the same elements."""
+    """The local shard of a rank. It is number `replica` of the `replicas` with the same elements."""
 
     rank: int
     local: Tensor
     runs: tuple[tuple[Run, ...], ...]
-    """For each dim the ranges of indices that the shard holds."""
+    """For each dim, the ranges of indices that the shard holds."""
     replica: int
     replicas: int
 
@@ -164,7 +164,7 @@ class HeldShard(NamedTuple):
 def held_shards(tensor: Tensor) -> list[HeldShard]:
     """Return the shards that this process holds: its own, or in a simulated world those of all ranks.
 
-    A plain tensor is held by every rank of the world; in a simulated world there is one of it.
+    Every rank of the world holds a plain tensor; a simulated world has one copy, unless it is a RankTensor.
     """
     if isinstance(tensor, DTensorBase):
         return _of_distributed(tensor._local_shard.detach(), tensor._spec)
@@ -176,7 +176,7 @@ def held_shards(tensor: Tensor) -> list[HeldShard]:
 
 
 def _replica(rank: int, tensor: Tensor, ranks: int) -> HeldShard:
-    """Return a shard with all elements of a tensor that is replicated over this many ranks."""
+    """Return the shard of a rank that has all elements of a tensor, replicated over this many ranks."""
     return HeldShard(rank, tensor, tuple(((0, size),) for size in tensor.shape), rank, ranks)
 
 
@@ -200,7 +200,7 @@ def _of_distributed(local: Tensor, spec: DTensorSpec) -> list[HeldShard]:
 
 
 def _places(spec: DTensorSpec) -> Iterator[tuple[int, tuple[int, ...], int]]:
-    """Yield each rank with its coordinate, and the number of its instance of the mesh."""
+    """Yield each rank with its coordinate, and the index of its instance of the mesh."""
     mesh_info = spec.mesh_info
     instance_of = {rank: i for i, ranks in enumerate(mesh_info.instances.flatten(1).tolist()) for rank in ranks}
     for rank, at in zip(mesh_info.ranks, mesh_info.coordinates, strict=True):
@@ -224,7 +224,7 @@ def transfers_of(stored: Stored, box: Box, shard: HeldShard) -> Iterator[Transfe
 
 
 def _common(runs: tuple[Run, ...], start: int, count: int, step: int) -> Iterator[tuple[int, int, int]]:
-    """For each run with some of the indices `start + i * step`: the first one's place in the shard, its i, how many."""
+    """Yield for each run with indices `start + i * step`: the offset of the first in the shard, its i, their number."""
     begin = 0
     for low, high in runs:
         first, stop = max(0, -((start - low) // step)), min(count, -((start - high) // step))
@@ -236,11 +236,11 @@ def _common(runs: tuple[Run, ...], start: int, count: int, step: int) -> Iterato
 # ---- who writes ------------------------------------------------------------------------------------------------------
 
 SPLIT = 1 << 20
-"""The smallest transfer in bytes that replicas divide among themselves."""
+"""Replicas divide a transfer of at least this many bytes among themselves."""
 
 
 def share(transfer: Transfer, shard: HeldShard, number: int) -> Transfer | None:
-    """Return the part of a transfer that this rank writes, if any. `number` spreads small ones over replicas."""
+    """Return the part of a transfer that this rank writes, if any. `number` spreads small transfers over replicas."""
     ranks, turn = shard.replicas, (shard.replica + number) % shard.replicas
     if ranks == 1:
         return transfer

@@ -34,12 +34,12 @@ def packed_attention(
     scale: float | None = None,
     method: Method | None = None,
 ) -> Tensor:
-    """Attention over a sequence of packed documents: each token attends to tokens of its own document only.
+    """Compute attention over a sequence of packed documents: each token attends to tokens of its own document only.
 
     Tensors are `[tokens, heads, features]` or `[batch, heads, tokens, features]`, with fewer heads of keys than of
-    queries for grouped-query attention. `cu_seqlens` are the starts of the documents, and the number of tokens; a
-    tensor is read by the host. Tokens may be sharded in any way: there is no padding, and ranks skip what their
-    tokens do not see. Plain tensors are computed document by document.
+    queries for grouped-query attention. `cu_seqlens` are the starts of the documents, and the number of tokens; if it
+    is a tensor, it is read on the host. Tokens may be sharded in any way: there is no padding, and ranks skip keys that
+    their tokens do not see. Plain tensors are computed document by document.
 
     >>> q, k, v = (shardwise.randn(2267, 4, 16, device_mesh=mesh, placements=[Shard(0)]) for _ in range(3))
     >>> packed_attention(q, k, v, [0, 137, 2178, 2267]).placements
@@ -76,14 +76,14 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _edges(cu_seqlens: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
-    """Return the starts of the documents and the end; empty documents are left out."""
+    """Return the starts of the documents and the number of tokens, without empty documents."""
     if isinstance(cu_seqlens, DTensor):
         cu_seqlens = cu_seqlens.full_tensor()
     given = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
     if not given or given[0] != 0 or given[-1] != tokens or any(a > b for a, b in itertools.pairwise(given)):
         raise ShapeError(
-            f"cu_seqlens {given} for {tokens} tokens",
-            "give the place where each document begins, from 0 on, and the number of tokens at the end",
+            f"packed_attention got cu_seqlens={given} for {tokens} tokens",
+            f"pass the start of each document, from 0 on in ascending order, and at the end {tokens}",
         )
     return tuple(dict.fromkeys(given))
 
@@ -106,8 +106,8 @@ def zigzag(tensor: DTensor, dim: int, axis: str | int) -> DTensor:
     """Return the tensor sharded over a mesh axis along dim `dim`, with its sequence in head-tail order.
 
     Each rank gets a chunk of the head of the sequence and the chunk of the tail that mirrors it, so that all ranks have
-    the same work in causal attention. Bring everything that has positions to this order (tokens, labels, position ids),
-    and run the model inside `attention_over_sequence(zigzag=True)`. Along `dim` the tensor must not be sharded.
+    the same work in causal attention. Apply it to everything that has positions (tokens, labels, position ids), and run
+    the model inside `attention_over_sequence(zigzag=True)`. The tensor must not be sharded along `dim`.
 
     >>> zigzag(distribute_tensor(torch.arange(8), mesh, [Replicate()]), 0, "cp").to_local()  # rank 0 of 2
     tensor([0, 1, 6, 7])
@@ -115,8 +115,8 @@ def zigzag(tensor: DTensor, dim: int, axis: str | int) -> DTensor:
     dim, index = _place(tensor, dim, axis)
     if any(placement.is_shard(dim) for placement in tensor.placements):
         raise InputError(
-            f"head-tail order in dim {dim} of {tensor.spec!r}, which is sharded",
-            "bring the sequence to this order before it is sharded",
+            f"zigzag cannot reorder dim {dim} of {tensor.spec!r}, which is sharded already",
+            f"call zigzag(x, {dim}, {axis!r}) on a tensor that is not sharded in that dim, e.g. x.redistribute(P())",
         )
     arranged = _ordered(tensor, dim, zigzag_order(tensor.shape[dim], tensor.device_mesh.size(index)))
     placements = list(tensor.placements)
@@ -135,10 +135,13 @@ def unzigzag(tensor: DTensor, dim: int, axis: str | int) -> DTensor:
 
 
 def _place(tensor: DTensor, dim: int, axis: str | int) -> tuple[int, int]:
-    """Return the dim and the index of the axis."""
+    """Return the dim, not negative, and the index of the axis."""
     names = tensor.spec.mesh_info.names
     if isinstance(axis, str) and axis not in names:
-        raise InputError(f"the mesh axis {axis!r} of {tensor.spec!r}", f"use one of {', '.join(names)}")
+        raise InputError(
+            f"{tensor.spec!r} is on {tensor.spec.mesh_info!r}, which has no axis {axis!r}",
+            f"use one of {', '.join(names)}",
+        )
     return dim % tensor.dim(), names.index(axis) if isinstance(axis, str) else axis % len(names)
 
 

@@ -29,8 +29,9 @@ def distribute_module(
 
     `partition_fn(name, submodule, mesh)` is called for the module and each of its submodules, and may replace their
     parameters by distributed ones. Parameters and buffers that are still plain after that are replicated. Parameters
-    that modules share stay shared: it is an error to give them different placements. `shard_parameters` is simpler
-    where only placements are to be chosen.
+    that modules share stay shared: it is an error to give them different placements. `shard_parameters` is simpler if
+    only placements are to be chosen.
+
     `input_fn(module, inputs, mesh)` and `output_fn(module, outputs, mesh)` run before and after each forward call, and
     may return other inputs or outputs. An optimizer that was made before continues with the new parameters.
 
@@ -72,7 +73,7 @@ def register_output_fn(module: nn.Module, mesh: DeviceMesh, output_fn: HookFn) -
 
 
 def _hook(name: str, function: Callable[..., object]) -> Callable[[nn.Module, object, DeviceMesh], object]:
-    """Return the function as one of three arguments. Like PyTorch, accept two, without the module."""
+    """Return `function` as one of three arguments. Like PyTorch, accept one of two, without the module."""
     count = len(inspect.signature(function).parameters)
     if count == 3:
         return function

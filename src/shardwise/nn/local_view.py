@@ -1,7 +1,7 @@
 """Local parameters for a replicated module while it computes on local tensors.
 
-While such a module runs on local inputs, its parameters are their local shards, as functions of the distributed
-parameters: gradients flow back, as the ranks' shares of an average.
+While such a module runs on local inputs, its parameters are replaced by their local shards. These come from `to_local`,
+so gradients flow back to the distributed parameters, averaged over the ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _VIEW = "_local_view_of_shardwise"
 
 
 class Owner(ref[nn.Module]):
-    """A weak reference to a module that keeps its own view, so that the two are no cycle. A copy is one to the copy."""
+    """A weak reference from a view to a module, which holds the view. A deep copy refers to the copied module."""
 
     __slots__ = ()
 
@@ -40,7 +40,10 @@ class Owner(ref[nn.Module]):
 
 
 class Shown(NamedTuple):
-    """A parameter or buffer, and the spec of its replacement on a mesh of other axes; None for a local tensor."""
+    """A parameter or buffer to replace during a call.
+
+    `spec` is that of the replacement on a mesh of the other axes, or None if it is a plain local tensor.
+    """
 
     owner: Owner
     name: str
@@ -48,7 +51,7 @@ class Shown(NamedTuple):
 
 
 class LocalView:
-    """The local parameters of a module: in place during the outermost call of it or of one of its submodules."""
+    """Sets local parameters on a module during the outermost call of the module or of one of its submodules."""
 
     def __init__(self, data: MeshInfo, shown: list[Shown], broadcast_buffers: bool) -> None:
         self.data, self.shown, self.broadcast_buffers = data, shown, broadcast_buffers
@@ -56,15 +59,15 @@ class LocalView:
         self._hidden: list[tuple[Shown, DTensor, Tensor, object]] = []
 
     def watch(self, root: nn.Module) -> None:
-        """Register hooks on the module and on its submodules, which backward may call alone."""
+        """Register hooks on the module and on its submodules, which may be called alone, e.g. again in backward."""
         for module in root.modules():
-            if _VIEW not in module.__dict__:  # others were replicated before, and have their own view
-                module.__dict__[_VIEW] = self  # hooks find it there, so that a copy of the module has its own
+            if _VIEW not in module.__dict__:  # else an earlier call of replicate gave it a view
+                module.__dict__[_VIEW] = self  # where hooks find it: a deep copy of the module gets a copy of the view
                 module.register_forward_pre_hook(_before, with_kwargs=True, prepend=True)  # before those of styles
                 module.register_forward_hook(_after, always_call=True)
 
     def enter(self, module: nn.Module, inputs: object) -> None:
-        """Put local parameters in place before a call."""
+        """Set local parameters before a call on local inputs."""
         if not self._running and not any(map(self._is_distributed, tree_leaves(inputs))):
             self._show()
         self._running.append(module)
@@ -118,10 +121,11 @@ class LocalView:
             tensors = _tensors(owner, each.name)
             now = tensors.get(each.name)
             if isinstance(now, Tensor) and now is not local and not isinstance(now, DTensor):
-                tensor = DTensor.from_local(now.detach(), tensor.device_mesh, tensor.placements)  # assigned in the call
+                # The call assigned a plain tensor to the buffer.
+                tensor = DTensor.from_local(now.detach(), tensor.device_mesh, tensor.placements)
                 written = ()
             tensors[each.name] = tensor
-            # Batch norms in training write without counting.
+            # Batch norms in training write buffers without increasing their version.
             if written is not None and (owner.training or writes_to(tensor._local_shard) != written):
                 changed[id(tensor)] = tensor
         if changed and self.broadcast_buffers:
@@ -136,7 +140,7 @@ def _tensors(owner: nn.Module, name: str) -> dict[str, Any]:
 def _take_from_first(buffers: list[DTensor], data: MeshInfo) -> None:
     """Copy buffers from the first rank of the mesh, by one broadcast for each dtype.
 
-    In new memory: the forward pass may have saved the old one for backward.
+    They get new memory, since the forward pass may have saved the old one for backward.
     """
     axes = tuple(range(len(data.sizes)))
     by_dtype: dict[torch.dtype, list[DTensor]] = {}

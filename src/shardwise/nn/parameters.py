@@ -26,7 +26,7 @@ from .replaced import copy_attributes, record_replacement, replacement_of
 
 
 class Owner(NamedTuple):
-    """A module that has a parameter or buffer, its name there, and that name in the root."""
+    """A module that owns a parameter or buffer, its name in the module, and its path from the root."""
 
     module: nn.Module
     name: str
@@ -34,7 +34,7 @@ class Owner(NamedTuple):
 
     @property
     def tensor(self) -> Tensor | None:
-        """The present parameter or buffer of the module under this name."""
+        """The parameter or buffer that the module has under this name now."""
         return own_tensors(self.module).get(self.name)
 
 
@@ -42,7 +42,7 @@ class Ties:
     """All parameters and buffers below a root module, each with its owners."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._found: dict[int, tuple[Tensor, list[Owner]]] = {}  # it holds the tensors, so an id means one of them
+        self._found: dict[int, tuple[Tensor, list[Owner]]] = {}  # holds the tensors, so ids stay valid
         for path, module in root.named_modules():
             for name, tensor in own_tensors(module).items():
                 owner = Owner(module, name, f"{path}.{name}" if path else name)
@@ -59,7 +59,7 @@ class Ties:
         record_replacement(old, new)
 
     def restore(self) -> None:
-        """Set the distributed tensor that replaced a tied one in some owners on all of them.
+        """Set a distributed tensor that replaced a tied one in some of its owners on all of them.
 
         Raises PlacementError if owners have replaced it by different ones.
         """
@@ -89,7 +89,7 @@ def _untied(first: Owner, one: Tensor, second: Owner, other: Tensor) -> Placemen
     return PlacementError(
         f"{first.path!r} and {second.path!r} were one tied parameter, and partition_fn has made them "
         f"{specs[0]} and {specs[1]}: they would be trained apart",
-        "give both the same placements, or untie them before",
+        "give both the same placements, or untie them before, e.g. b.weight = nn.Parameter(b.weight.clone())",
     )
 
 
@@ -186,7 +186,7 @@ def replicate_rest(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | Non
         if isinstance(tensor, DTensor):
             continue
         made = replacement_of(tensor, adopt(mesh))
-        if made is not None:  # it is shared with a module that was distributed before
+        if made is not None:  # shared with a module that was distributed before
             setattr(module, name, made)
         else:
             distribute_parameter(module, name, mesh, replicated, src_data_rank)

@@ -1,7 +1,7 @@
 """Plain parameters that were replaced by distributed ones, and optimizers that still hold them.
 
-A plain tensor remembers the distributed one that took its place in a module. So another module that shares it can be
-given the same one later, and an optimizer that was made before continues with it.
+A plain parameter refers to the distributed one that replaced it in a module. So another module that shares the plain
+one gets the same replacement later, and an optimizer that was made before continues with the replacement.
 
 >>> optimizer = torch.optim.AdamW(model.parameters())
 >>> distribute_module(model, mesh)
@@ -23,11 +23,11 @@ from ..tensor.creation import distribute_tensor
 from ..tensor.dtensor import DTensor
 
 _REPLACEMENT = "_distributed_as"
-"""The attribute of a plain tensor that holds what took its place. Whoever holds the plain tensor keeps it alive."""
+"""The attribute of a plain tensor that holds its replacement."""
 
 
 def record_replacement(old: Tensor, new: DTensor) -> None:
-    """Record that `new` replaced another tensor in a module."""
+    """Record that `new` replaced `old` in a module."""
     setattr(old, _REPLACEMENT, new)
     _follow_replacements()
 
@@ -53,9 +53,9 @@ def _follow_replacements() -> None:
 
 
 def _use_replacements(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Replace the plain parameters of an optimizer by the distributed ones.
+    """Replace the plain parameters of an optimizer by their distributed replacements.
 
-    Plain parameters that get gradients themselves are in use, and stay.
+    Plain parameters that have gradients themselves are still in use, and stay.
     """
     pairs = [
         (group["params"], index, new)

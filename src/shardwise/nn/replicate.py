@@ -26,7 +26,7 @@ from .local_view import LocalView, Owner, Shown
 from .parameters import Ties, distribute_parameter, keep_ties, own_tensors
 from .replaced import copy_attributes
 
-# Options that DistributedDataParallel needs, and that follow from the program here.
+# Options of DistributedDataParallel that are accepted and ignored.
 _NOT_NEEDED = {
     *("device_id", "device_ids", "output_device", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"),
     *("check_reduction", "skip_all_reduce_unused_params", "batched_grad_copy"),
@@ -64,15 +64,15 @@ def replicate(
     Submodules that were replicated before, perhaps over another mesh, stay unchanged.
 
     The module gets the methods of `ReplicateModule`. `bucket_cap_mb` is the size of its buckets in MiB, by default that
-    of `bucket_gradients`. Options of DistributedDataParallel that only help it find out what to reduce are accepted
-    and ignored.
+    of `bucket_gradients`. Options of DistributedDataParallel that are not needed here, such as
+    `find_unused_parameters`, are accepted and ignored.
     """
     unknown = sorted(set(options) - _NOT_NEEDED)
     if unknown:
         raise InputError(
-            f"replicate got {', '.join(unknown)}",
-            f"its options are mesh, ignored_params, bucket_cap_mb, broadcast_buffers, init_sync; not needed, and "
-            f"accepted, are {', '.join(sorted(_NOT_NEEDED))}",
+            f"replicate has no option {', '.join(unknown)}",
+            f"use ignored_modules, mesh, ignored_params, bucket_cap_mb, broadcast_buffers or init_sync; accepted and "
+            f"ignored are {', '.join(sorted(_NOT_NEEDED))}",
         )
     if isinstance(module, ReplicateModule):
         raise InputError("replicate was called twice for one module", "call it once, with all its arguments")
@@ -103,7 +103,7 @@ class ReplicateModule:
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients. If not, each rank accumulates its own, without communication.
 
-        The next backward pass with it reduces the sum. As `accumulate_gradients`, for the parameters of this module.
+        The next backward pass that reduces then reduces the accumulated gradients.
         """
         self.requires_gradient_sync = requires_gradient_sync
         for parameter in self.parameters(recurse):  # type: ignore[attr-defined]
@@ -140,7 +140,10 @@ def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def _distribute(module: nn.Module, data: MeshInfo, skipped: set[int], source: int | None) -> list[Shown]:
-    """Replicate parameters and buffers. Returns the local form of each; empty if the module takes DTensors only."""
+    """Replicate parameters and buffers, and return those to replace during calls on local inputs.
+
+    The list is empty if some parameters are on a mesh that has the data axes: such a module takes DTensors only.
+    """
     shown: list[Shown] = []
     with keep_ties(module) as ties:
         found = [
@@ -153,8 +156,9 @@ def _distribute(module: nn.Module, data: MeshInfo, skipped: set[int], source: in
         everywhere = {t._spec.mesh_info: None for *_, t in found if isinstance(t, DTensor) and _has(t, data)}
         if len(everywhere) > 1:
             raise MeshError(
-                f"the parameters of the module are on several meshes with the axes {data.names}: {list(everywhere)}",
-                "call replicate for each of the modules that are on one mesh",
+                f"replicate got a module whose parameters are on several meshes with the axes {data.names}: "
+                f"{list(everywhere)}",
+                "call replicate for each submodule whose parameters are on one mesh",
             )
         target = next(iter(everywhere), data)
         for owner, name, tensor in found:
@@ -180,8 +184,9 @@ def _check_replicated(name: str, tensor: DTensor, data: MeshInfo) -> None:
     for axis, placement in zip(names, tensor.placements, strict=True):
         if axis in data.names and not placement.is_replicate():
             raise PlacementError(
-                f"replicate over {axis} of the parameter {name!r}, which is {tensor._spec!r}",
-                "replicate over the axes that do not shard it, or use fully_shard or shard_parameters",
+                f"replicate over {data!r} got the parameter {name!r}, {tensor._spec!r}, which is not replicated over "
+                f"{axis}",
+                "replicate over axes that do not shard parameters, or use fully_shard or shard_parameters",
             )
 
 
@@ -193,7 +198,7 @@ def _replicate_over(tensor: DTensor, data: MeshInfo, ties: Ties, owner: nn.Modul
     axes = tuple(axis for axis in (root and root.mesh_dim_names) or () if axis in wanted)
     if root is None or len(axes) < len(wanted):
         raise MeshError(
-            f"replicate over {data!r} of the parameter {name!r}, which is on {own!r}: no mesh has the axes of both",
+            f"replicate over {data!r} got the parameter {name!r}, which is on {own!r}: no mesh has the axes of both",
             'make one mesh, init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp")), and pass slices of it: '
             'mesh["tp"] to parallelize_module, mesh["dp"] to replicate',
         )

@@ -44,8 +44,8 @@ def shard_parameters(
             if isinstance(parameter, DTensor) or not parameter.dim():
                 continue
             owners = ties.owners(parameter)
-            with_names = placements if callable(placements) else lambda name, parameter: placements
-            chosen = _choose(owners, parameter, with_names, adopt(mesh))
+            placements_of = placements if callable(placements) else lambda name, parameter: placements
+            chosen = _choose(owners, parameter, placements_of, adopt(mesh))
             if chosen is not None:
                 distribute_parameter(owners[0].module, owners[0].name, mesh, chosen, src_data_rank)
         for submodule in module.modules():
@@ -53,11 +53,13 @@ def shard_parameters(
     return module
 
 
-def _choose(owners: Sequence[Owner], parameter: Tensor, ask: PlacementFn, mesh_info: MeshInfo) -> Placements | None:
-    """Return the placements that the function gives for a parameter under all its names."""
+def _choose(
+    owners: Sequence[Owner], parameter: Tensor, placements_of: PlacementFn, mesh_info: MeshInfo
+) -> Placements | None:
+    """Return the placements that the function returns for the names of a parameter; None if it does for no name."""
     first: tuple[str, Placements, object] | None = None
     for owner in owners:
-        found = ask(owner.path, parameter)
+        found = placements_of(owner.path, parameter)
         if found is None:
             continue
         try:

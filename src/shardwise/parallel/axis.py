@@ -58,7 +58,7 @@ class StyleAxis:
         """Return the DTensor on the full mesh whose local tensor along this axis is `tensor`.
 
         `tensor` is plain, or distributed over the other axes if there are any. Inside `implicit_replication` a plain
-        one is replicated over the other axes.
+        tensor counts as replicated over the other axes.
         """
         if self.is_only_axis:
             return DTensor.from_local(tensor, self.mesh, (placement,), shape=shape)
@@ -68,7 +68,7 @@ class StyleAxis:
             raise InputError(
                 f"the module got a plain tensor of shape {list(tensor.shape)} on {self.mesh_info!r}: its style gives "
                 f"the placement on {self.name}, but the placements on the other axes are not known",
-                "distribute the model's inputs over the mesh, e.g. distribute_tensor(x, mesh, P('dp')), or take them "
+                "distribute the model's inputs over the mesh, e.g. distribute_tensor(x, mesh, P('dp')), or treat them "
                 "as replicated inside `with shardwise.experimental.implicit_replication():`",
             )
         rest = tensor.placements
@@ -93,8 +93,8 @@ class StyleAxis:
             blocks = placement.blocks if isinstance(placement, InterleavedShard) else 1
             if shape[placement.dim] % (self.size * blocks):
                 raise InputError(
-                    f"a local output of {tensor._spec!r}: its shards over {self.name}, {self.size} of dim "
-                    f"{placement.dim} with size {shape[placement.dim]}, differ in size, and a DTensor on the other "
+                    f"{tensor._spec!r} has no local tensor over {self.name}: the {self.size} shards of dim "
+                    f"{placement.dim}, of size {shape[placement.dim]}, differ in size, and a DTensor on the other "
                     "axes has one shape",
                     "keep outputs distributed: use_local_output=False",
                 )

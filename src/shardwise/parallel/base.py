@@ -19,9 +19,9 @@ class ParallelStyle(ABC):
     A style acts on one mesh axis: the only one of its mesh, or the one named "tp". `style.over("model")` is the same
     style for another axis.
 
-    The styles of this package have the methods of PyTorch's styles that subclasses override, `_prepare_input_fn` and
-    so on. Their own hooks run without them, with what can be prepared when the style is applied; a method that a
-    subclass overrides is called as PyTorch calls it.
+    The styles of this package have the methods of PyTorch's styles that subclasses override, such as
+    `_prepare_input_fn`. A method that a subclass overrides is called as PyTorch calls it. Otherwise a faster hook runs
+    in its place, which is prepared once, when the style is applied.
     """
 
     src_data_rank: int | None = 0
@@ -38,20 +38,20 @@ class ParallelStyle(ABC):
         return style
 
     def _overrides(self, owner: type[ParallelStyle], *names: str) -> bool:
-        """Return whether a method of one of these names is another one than that of `owner`."""
+        """Return whether any of these methods is overridden: not the one that `owner` defines."""
         return any(_function(getattr(self, name)) is not _function(getattr(owner, name)) for name in names)
 
     def _calls(self, owner: type[ParallelStyle], name: str, mesh: DeviceMesh) -> bool:
-        """Return whether to call a method without `self`, instead of doing what that of `owner` does.
+        """Return whether this static method is overridden and must be called.
 
-        Such a method acts on the only axis of its mesh, or on "tp": it does not get the name of another one.
+        Raise an error if the style is for another axis than "tp", or than the only one: the method is not told which.
         """
         if not self._overrides(owner, name):
             return False
         if self.axis not in (None, DEFAULT_AXIS) and mesh.ndim > 1:
             raise InputError(
                 f"{type(self).__name__} overrides {name} and is applied over {self.axis!r} of a mesh of {mesh.ndim} "
-                "axes: the method cannot know which",
+                "axes: the method is not told the axis",
                 f"pass the axis as a mesh: parallelize_module(module, mesh[{self.axis!r}], plan)",
             )
         return True

@@ -3,7 +3,7 @@
 A plain tensor becomes a DTensor with the layout that the style gives for it; a DTensor is redistributed to the desired
 layout. The target is computed once for each spec, so a tensor that has the desired layout costs one look-up.
 
-Several modules often get the same input: q, k and v of an attention. The last converted input is kept, so that one
+Several modules often get the same input: q, k and v of an attention. The last converted input is cached, so that one
 gather serves all of them, and one reduction in the backward pass.
 """
 
@@ -30,11 +30,12 @@ from .last_input import LAST_INPUT
 
 _MAX_TARGETS = 4096
 _CONVERTERS: WorldCache[object, InputConverter | OutputConverter] = WorldCache("converters", max_bytes=1 << 18)
-"""For methods of styles that get all they need as arguments. A converter keeps its mesh, so that the id is its own."""
+"""Converters for the methods of styles, which get mesh and layouts at each call. Keys contain the id of the mesh, which
+a cached converter keeps alive."""
 
 
-class _Kept:
-    """What a converter keeps of its world: the axis, and the target of each spec that it has converted."""
+class _State:
+    """A converter's data of one world: the axis, and the target of each spec that it has converted."""
 
     def __init__(self, axis: StyleAxis) -> None:
         self.axis = axis
@@ -47,9 +48,9 @@ class Converter:
 
     None as `layout` leaves plain tensors plain; None as `desired` keeps the layout. With `use_local` the result is the
     local tensor. `dim_size` is the global size of the dim in which a plain tensor is sharded, if the module determines
-    it. Otherwise the shards of all ranks are taken to be alike: nothing is communicated to find out.
+    it. Otherwise all ranks are assumed to have shards of one size, without communication to check it.
 
-    A converter is a constant of graphs, whose guards may outlive the world. So the world's runtime owns what it keeps.
+    Compiled graphs hold converters as constants and may outlive the world, so the world's runtime owns their state.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class Converter:
         use_local: bool = False,
         dim_size: int | None = None,
     ) -> None:
-        kept = _KEPT.of(axis.mesh_info.runtime)[self] = _Kept(axis)
-        self._kept = ref(kept)
+        state = _STATES.of(axis.mesh_info.runtime)[self] = _State(axis)
+        self._state = ref(state)
         self.layout, self.desired, self.use_local = layout, desired, use_local
         self.dim_size = dim_size
         self.key = (id(axis.mesh_info), layout, desired, use_local)
@@ -69,26 +70,26 @@ class Converter:
     def _ended(self) -> NoReturn:
         raise MeshError(
             "a module was called that was parallelized over a mesh whose world has ended",
-            "parallelize it in the present world",
+            "make the module again, and call parallelize_module(module, mesh, plan) in the present world",
         )
 
     def __deepcopy__(self, memo: dict[int, object]) -> Converter:
         return self
 
-    def _convert(self, value: Tensor, kept: _Kept) -> Tensor:
-        axis = kept.axis
+    def _convert(self, value: Tensor, state: _State) -> Tensor:
+        axis = state.axis
         if not isinstance(value, DTensor) or (not axis.is_only_axis and axis.is_local(value)):
             value = self._distribute(value, axis)
             if not isinstance(value, DTensor):
                 return value
         if self.desired is not None:
-            value = redistribute_axis(value, axis, self.desired, kept.targets)
+            value = redistribute_axis(value, axis, self.desired, state.targets)
         return axis.to_local(value) if self.use_local else value
 
     def _distribute(self, value: Tensor, axis: StyleAxis) -> Tensor:
         """Return a local tensor as a DTensor with `layout`; without a layout, unchanged."""
         if transforms_active() and isinstance(innermost(value), DTensor):
-            return value  # in the wrapper of a transform, which can be neither redistributed nor handed out as local
+            return value  # wrapped by a transform: the wrapper can neither be redistributed nor has a local tensor
         if self.layout is None:
             return value
         shape = None
@@ -100,16 +101,16 @@ class Converter:
             return axis.from_local(value, self.layout, shape)
         except ShapeError as error:
             raise ShapeError(
-                f"a module's plain input, whose layout is {self.layout}: {error.problem}",
+                f"a module's plain input cannot be a shard with the layout {self.layout}: {error.problem}",
                 "pass the module a DTensor, which knows its global shape: in a style before it, use_local_output=False",
             ) from None
 
 
-_KEPT: WorldState[WeakKeyDictionary[Converter, _Kept]] = WorldState(WeakKeyDictionary)
+_STATES: WorldState[WeakKeyDictionary[Converter, _State]] = WorldState(WeakKeyDictionary)
 
 
 class InputConverter(Converter):
-    """Converts one input of a module. Modules in a row often get the same one, so that the last one is kept."""
+    """Converts one input of a module. The last result is cached, since several modules often get the same input."""
 
     def __call__(self, value: object) -> object:
         """Return the input for the module; values that are not tensors are unchanged."""
@@ -117,16 +118,16 @@ class InputConverter(Converter):
 
     def convert(self, value: Tensor) -> Tensor:
         """Return the tensor that the module gets."""
-        kept = self._kept() or self._ended()
-        if transforms_active():  # the wrappers that they make are no tensors to remember
-            return self._convert(value, kept)
-        if isinstance(value, DTensor) and not self.use_local and kept.targets.get(value._spec) is value._spec:
+        state = self._state() or self._ended()
+        if transforms_active():  # their wrappers of tensors are not cached
+            return self._convert(value, state)
+        if isinstance(value, DTensor) and not self.use_local and state.targets.get(value._spec) is value._spec:
             return value
         key = (self.key, torch.is_grad_enabled())
-        found = kept.last.find(value, key)
+        found = state.last.find(value, key)
         if found is None:
-            found = self._convert(value, kept)
-            kept.last.keep(value, key, found)
+            found = self._convert(value, state)
+            state.last.keep(value, key, found)
         return found
 
 
@@ -139,10 +140,10 @@ class OutputConverter(Converter):
 
     def convert(self, value: Tensor) -> Tensor:
         """Return the tensor that the caller gets."""
-        return self._convert(value, self._kept() or self._ended())
+        return self._convert(value, self._state() or self._ended())
 
 
-# As functions of the converter, which a compiled graph holds as a constant.
+# Functions, not methods: a compiled graph passes the converter to them as a constant.
 constant_in_graphs(InputConverter)
 constant_in_graphs(OutputConverter)
 convert_input = in_graph(InputConverter.convert)
@@ -166,7 +167,7 @@ def input_converter(
     dim_size: int | None = None,
     axis: str | None = None,
 ) -> InputConverter:
-    """Return the converter for inputs of this kind: the same one at each call."""
+    """Return the converter of inputs for these arguments, from the world's cache."""
     converters = _CONVERTERS.of(adopt(mesh).runtime)
     key = (id(mesh), layout, desired, use_local, dim_size, axis)
     found = converters.get(key)
@@ -180,7 +181,7 @@ def input_converter(
 def output_converter(
     mesh: DeviceMesh, layout: Placement | None, desired: Placement | None, use_local: bool, *, axis: str | None = None
 ) -> OutputConverter:
-    """Return the converter for outputs of this kind: the same one at each call."""
+    """Return the converter of outputs for these arguments, from the world's cache."""
     converters = _CONVERTERS.of(adopt(mesh).runtime)
     key = (id(mesh), layout, desired, use_local, "output", axis)
     found = converters.get(key)
@@ -200,7 +201,7 @@ def redistribute_axis(
     if target is None:
         if spec.mesh_info is not axis.mesh_info:
             raise MeshError(
-                f"an input {spec!r} on {spec.mesh_info!r} for a module that was parallelized over {axis.mesh_info!r}",
+                f"a module that was parallelized over {axis.mesh_info!r} got an input {spec!r} on {spec.mesh_info!r}",
                 f"pass the mesh of its inputs to parallelize_module; styles act on its axis {axis.name!r}",
             )
         if len(targets) >= _MAX_TARGETS:

@@ -1,4 +1,4 @@
-"""One call of experts whose tokens are routed: local inputs, the route, local arguments, and the output.
+"""One call of experts whose tokens are routed.
 
 | tokens over the axis | what happens | output over the axis |
 |---|---|---|
@@ -55,7 +55,10 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertCall:
-    """How experts of one module are called. `summed` are the axes that shard their hidden features."""
+    """How the experts of one module are called. `summed` are the axes that shard their hidden features.
+
+    `mean` averages the gradients of the experts over ranks, for plain tokens.
+    """
 
     axis: StyleAxis
     experts: ExpertAxis
@@ -87,11 +90,14 @@ class ExpertCall:
 
     def _check_local(self, given: Arguments) -> None:
         if any(isinstance(t, DTensor) for t in given[1:]):
-            raise InputError("plain tokens with a distributed index or weights", "distribute all of them, or none")
+            raise InputError(
+                "experts got plain tokens with distributed index, weights or counts", "distribute all of them, or none"
+            )
         if self.summed:
             raise InputError(
-                f"plain tokens for experts whose features are sharded over {self._name(min(self.summed))}",
-                "pass tokens as a DTensor that says how they are placed over all axes of the mesh",
+                "experts got plain tokens, and their hidden features are sharded over "
+                f"{self._name(min(self.summed))}: the placement of the tokens over that axis is not known",
+                "pass tokens as a DTensor, e.g. DTensor.from_local(tokens, mesh, [Shard(0), Replicate()])",
             )
 
     def _name(self, index: int) -> str:
@@ -115,15 +121,15 @@ class ExpertCall:
         return Placed(*zip(*rows, strict=True))
 
     def _own_is_cheaper(self, given: Arguments) -> bool:
-        """Whether to sum the outputs of all tokens, rather than send each rank's share there and back and gather.
+        """Return whether summing the outputs of all tokens moves less than sending a share of the tokens and gathering.
 
-        In units of one token: a sum moves 2 on each rank; sending moves k / ranks each way, and the gather moves 1.
+        Counted in tokens: a sum moves 2 per token; sending moves k / ranks each way, and the gather moves 1.
         """
         return 2 * given.chosen.shape[-1] >= self.experts.ranks
 
 
 class Runner:
-    """One call in progress."""
+    """One call of experts in progress: tokens are sent when it is made, and results sent back by `finish`."""
 
     def __init__(
         self, call: ExpertCall, given: Arguments, placed: Placed | None, caller: DTensor | None, read_counts: bool
@@ -145,8 +151,8 @@ class Runner:
             return on_mesh(tensor, self.call.axis.mesh_info)
         if not isinstance(tensor, DTensor):
             raise InputError(
-                f"distributed tokens with a plain index, weights or counts of shape {list(tensor.shape)}",
-                "distribute all of them",
+                f"experts got distributed tokens with a plain index, weights or counts of shape {list(tensor.shape)}",
+                "distribute all of them like the tokens, e.g. distribute_tensor(index, mesh, tokens.placements)",
             )
         if self.caller is not None and tensor.dim() < self.caller.dim():  # counts of all ranks' rows
             return tensor.full_tensor()
@@ -164,7 +170,7 @@ class Runner:
             return route(chosen.flatten(), experts, read_counts=self.read_counts)
 
     def _local_counts(self, counts: Tensor) -> Tensor:
-        """Return how many of this rank's rows each expert has, from how many of all rows it has."""
+        """Return the number of this rank's rows for each expert, from the numbers of all ranks' rows."""
         assert self.caller is not None
         assert self.placed is not None
         layout = self.caller._spec.with_placements(self.placed.inputs).layout
@@ -187,15 +193,15 @@ class Runner:
         return self.rows, index.unsqueeze(1), weights
 
     def local_parameter(self, parameter: DTensor) -> Tensor:
-        """Return the local experts, gathered over the axes that shard them otherwise than this call does.
+        """Return the local experts, gathered over axes other than those of experts and hidden features.
 
-        The parameter may be on a mesh of more axes than the style's, as data parallel wrappers make it.
+        The parameter may be on a mesh with more axes than the style's, as data parallel wrappers make it.
         """
         mesh_info, style = parameter._spec.mesh_info, self.call.axis.mesh_info
         indices = [style.names.index(name) if name in style.names else None for name in mesh_info.names]
         kept = [p if self._keeps(i) else Replicate() for i, p in zip(indices, parameter.placements, strict=True)]
         gradients = [p if isinstance(p, AnyShard) else self._of_gradient(i) for i, p in zip(indices, kept, strict=True)]
-        # Not redistributed where nothing moves: the gradient would be, to be no longer Partial.
+        # Not redistributed if nothing moves: backward would reduce the Partial gradient at once.
         held = parameter if tuple(kept) == parameter.placements else parameter.redistribute(placements=kept)
         local = held.to_local(grad_placements=gradients)
         if self.call.mean and self.placed is None and local.requires_grad:
@@ -204,15 +210,15 @@ class Runner:
         experts = self.call.experts
         if experts.is_even or not isinstance(kept[indices.index(experts.index)], AnyShard):
             return local
-        # The last ranks hold fewer experts, or none. Code is the same on all ranks, so they get some that have no rows.
+        # The last ranks hold fewer experts, or none. All ranks run the same code, so they get extra ones without rows.
         return pad(local, [0, 0] * (local.dim() - 1) + [0, experts.most - local.shape[0]])
 
     def _keeps(self, index: int | None) -> bool:
-        """Return whether local experts are shards over this axis of the style's mesh (None: of another one)."""
+        """Return whether parameters stay sharded over this axis of the style's mesh (None: an axis of another mesh)."""
         return index == self.call.axis.index or index in self.call.summed
 
     def _of_gradient(self, index: int | None) -> Placement:
-        """Return what the local gradients of a parameter are over an axis that does not shard it."""
+        """Return the placement of a parameter's local gradients over an axis that does not shard it."""
         if index is None or index == self.call.axis.index or self.placed is None:
             return Partial()
         return Replicate() if self.placed.inputs[index] == Replicate() else Partial()
@@ -236,7 +242,7 @@ class Runner:
 
 
 def _expert_of_rows(route: TokenRoute) -> Tensor:
-    """Return the local number of each row's expert."""
+    """Return the local index of each row's expert."""
 
     def repeated(counts: Tensor, rows: int) -> Tensor:
         numbers = torch.arange(counts.shape[0], device=counts.device)

@@ -1,9 +1,9 @@
-"""An `nn.ModuleList` of experts with their parameters stacked, so that they can be sharded as one.
+"""An `nn.ModuleList` of experts with stacked parameters, so that the experts can be sharded over an axis.
 
-`stack_experts` turns the list into an `ExpertList`: the code of one expert, and for each of its parameters one with a
-new first dim for the experts. A rank then holds the parameters of its own experts alone. The state dict keeps the keys
-of the list, `3.up.weight`; each entry is sharded over the axis along its first dim, so that no rank holds more of a
-state dict than of the parameters.
+`stack_experts` turns the list into an `ExpertList`: the code of one expert, whose parameters have a new first dim for
+the experts. A rank then holds only the parameters of its own experts. The state dict keeps the keys of the list, such
+as `3.up.weight`. Each entry is sharded over the axis along its first dim, so that the state dict takes no more memory
+than the parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STACKED = "stacked"
 
 
 class ExpertList(nn.Module):
-    """Experts of one kind. `stacked` is the code of one of them, with the parameters of all."""
+    """Experts of one class. `stacked` is one of them, with the stacked parameters of all."""
 
     stacked: nn.Module
     number: int
@@ -33,7 +33,7 @@ class ExpertList(nn.Module):
 
     def __getitem__(self, index: object) -> NoReturn:
         raise InputError(
-            f"expert {index} of a list whose {self.number} experts are sharded: a rank has some of them only",
+            f"expert {index} cannot be taken from {self.number} sharded experts: a rank has only some of them",
             "call the list with all tokens, experts(tokens, index, weights), instead of one expert after the other",
         )
 
@@ -42,7 +42,7 @@ class ExpertList(nn.Module):
         return self.stacked if name.isdigit() and int(name) < self.number else super().__getattr__(name)
 
     def forward(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return the outputs of this rank's experts, each for as many rows as `sizes` says."""
+        """Return the outputs of this rank's experts; `sizes` are the numbers of rows of each."""
         parameters = dict(self.stacked.named_parameters())
         outputs = []
         for expert, own in enumerate(rows.split(list(sizes))):
@@ -71,28 +71,36 @@ def stack_experts(experts: nn.ModuleList) -> None:
 
 
 def _check_alike(experts: nn.ModuleList) -> None:
-    if not len(experts) or list(experts.named_buffers()) or list(experts.named_parameters(recurse=False)):
+    if not len(experts):
+        raise InputError(f"ExpertParallel got an empty {type(experts).__name__}", "apply it to a list of experts")
+    others = [name for name, _ in (*experts.named_buffers(), *experts.named_parameters(recurse=False))]
+    if others:
         raise InputError(
-            f"ExpertParallel for a {type(experts).__name__} of {len(experts)} experts, with buffers or parameters of "
-            "its own, or empty",
-            "give it experts that have parameters only",
+            f"ExpertParallel cannot stack a {type(experts).__name__} of {len(experts)} experts that has "
+            f"{', '.join(others)}: it stacks parameters of the experts only, not buffers or parameters of the list",
+            "move them out of the list",
         )
     first = [(name, p.shape, p.dtype, p.requires_grad) for name, p in experts[0].named_parameters()]
     for index, expert in enumerate(experts):
         found = [(name, p.shape, p.dtype, p.requires_grad) for name, p in expert.named_parameters()]
         if type(expert) is not type(experts[0]) or found != first:
             raise InputError(
-                f"expert {index} is a {type(expert).__name__} with other parameters than expert 0, a "
-                f"{type(experts[0]).__name__}",
-                "give all experts of a list one class and the same shapes",
+                f"ExpertParallel cannot stack experts that differ: expert {index} is a {type(expert).__name__} with "
+                f"{_described(found)}, expert 0 a {type(experts[0]).__name__} with {_described(first)}",
+                "give all experts of a list one class, and parameters of the same names, shapes and dtypes",
             )
+
+
+def _described(parameters: list[tuple[str, torch.Size, torch.dtype, bool]]) -> str:
+    listed = (f"{name} {list(shape)} {dtype}{'' if grad else ' (frozen)'}" for name, shape, dtype, grad in parameters)
+    return ", ".join(listed) or "no parameters"
 
 
 # ---- state dicts ----------------------------------------------------------------------------------------------------
 
 
 def _split_entries(module: ExpertList, state: dict[str, Tensor], prefix: str, _: object) -> None:
-    """Replace the entries of stacked parameters by those of each expert."""
+    """Replace the entries of the stacked parameters in a state dict by one entry for each expert."""
     paths = [path for path, _ in module.stacked.named_parameters()]
     split = {path: _by_features(state.pop(f"{prefix}{STACKED}.{path}")).unbind(0) for path in paths}
     for index in range(len(module)):
@@ -101,7 +109,7 @@ def _split_entries(module: ExpertList, state: dict[str, Tensor], prefix: str, _:
 
 
 def _by_features(stacked: Tensor) -> Tensor:
-    """Return stacked parameters sharded along the first dim of each expert, in the place of the experts."""
+    """Return a stacked parameter, sharded along the first dim of each expert instead of over experts."""
     if not isinstance(stacked, DTensor):
         return stacked
     instead = Shard(1) if stacked.dim() > 1 else Replicate()
@@ -110,7 +118,7 @@ def _by_features(stacked: Tensor) -> Tensor:
 
 
 def _stack_entries(module: ExpertList, state: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """Replace the entries of each expert by those of stacked parameters; incomplete ones are left, and reported."""
+    """Replace the entries of each expert by stacked ones. Incomplete sets are left: `load_state_dict` reports them."""
     for path, parameter in module.stacked.named_parameters():
         keys = [f"{prefix}{index}.{path}" for index in range(len(module))]
         if all(key in state for key in keys):

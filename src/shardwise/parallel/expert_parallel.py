@@ -4,7 +4,7 @@
 
 A rank holds some of the experts and some of the tokens. Before the module runs, its tokens are sent to the ranks that
 hold their experts; the module's own code runs on the tokens that arrive and on the local experts; its results are sent
-back. No token is dropped and nothing is padded.
+back. No token is dropped, and tokens are not padded.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class ExpertParallel(ParallelStyle):
     - `experts(rows, counts)`, as in torchtitan: rows sorted by expert, and the number of rows of each expert. Returns
       the outputs in the same order.
 
-    An `nn.ModuleList` of experts can be called so after the style is applied. Its parameters are stacked; the keys of
-    its state dict stay.
+    An `nn.ModuleList` of experts can be called in the first way after the style is applied. Its parameters are stacked;
+    the keys of its state dict stay the same.
 
-    Plain tokens are those of this rank, whatever their number, and so is the output. Tokens that are a DTensor may be
-    sharded or replicated over the axis and over others; the output has the same placements.
+    Plain tokens are those of this rank, whose number may differ between ranks, and so is the output. Tokens that are a
+    DTensor may be sharded or replicated over the axis and over others; the output has the same placements.
 
     Gradients of the experts are summed over the tokens of all ranks. With plain tokens, and a loss that is a mean over
     the tokens of one rank, data parallel training averages gradients over ranks: `gradient_reduction="mean"` does so
@@ -68,7 +68,7 @@ class ExpertParallel(ParallelStyle):
         features_axis: str = "tp",
     ) -> None:
         if gradient_reduction not in ("sum", "mean"):
-            raise InputError(f"gradient_reduction={gradient_reduction!r}", "use 'sum' or 'mean'")
+            raise InputError(f"ExpertParallel has no gradient_reduction={gradient_reduction!r}", "use 'sum' or 'mean'")
         self.gradient_reduction, self.features, self.features_axis = gradient_reduction, features, features_axis
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -97,8 +97,8 @@ class ExpertParallel(ParallelStyle):
             name = path.removeprefix("stacked.")
             if name not in self.features:
                 raise InputError(
-                    f"features names {', '.join(self.features)}, and the experts also have {name!r}: their outputs are "
-                    f"summed over {self.features_axis}, so that what it adds would count once for each rank",
+                    f"features names {', '.join(self.features)}, and the experts also have {name!r}: outputs are "
+                    f"summed over {self.features_axis}, so that an unsharded parameter would count once for each rank",
                     "shard every parameter along the hidden features, or leave features out",
                 )
             placements[axis.mesh_info.axis_index(self.features_axis)] = self.features[name]
@@ -106,15 +106,15 @@ class ExpertParallel(ParallelStyle):
 
 
 def _number_of_experts(module: nn.Module) -> int:
-    """Return the size of the first dim of a module's stacked parameters."""
+    """Return the number of experts: the first dim of a module's stacked parameters."""
     if isinstance(module, ExpertList):
         return len(module)
     stacked = {parameter.shape[0] for parameter in module.parameters() if parameter.dim() >= 3}
     if len(stacked) != 1:
         has = ", ".join(f"{name} {list(p.shape)}" for name, p in module.named_parameters()) or "none"
         raise InputError(
-            f"ExpertParallel for a {type(module).__name__} whose parameters are {has}: the number of experts is the "
-            "first dim of its 3-D parameters, which must have one size",
+            f"ExpertParallel cannot find the number of experts of a {type(module).__name__}, the first dim of all its "
+            f"3-D parameters; its parameters are {has}",
             "apply the style to the module that owns the weights of all experts, [experts, out, in], or to an "
             "nn.ModuleList of experts",
         )
@@ -129,7 +129,7 @@ def _shard(
     placements: tuple[Placement, ...],
     src_data_rank: int | None,
 ) -> None:
-    """Distribute a parameter; one that is distributed on this mesh already is redistributed."""
+    """Distribute a parameter, or redistribute one that is distributed already."""
     owner, name = owner_of(module, path)
     if isinstance(parameter, DTensor) and parameter.placements != placements:
         with torch.no_grad():
@@ -140,7 +140,7 @@ def _shard(
 
 
 class _RoutedExperts:
-    """Hooks that route a module's tokens, and let it run on local experts."""
+    """Hooks that route a module's tokens and run the module on local experts."""
 
     def __init__(self, call: ExpertCall) -> None:
         self.call = call
@@ -152,7 +152,7 @@ class _RoutedExperts:
         module.register_forward_hook(lambda module, _, output: self.leave(output), always_call=True)
 
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Send tokens to their experts, and let the module run on local parameters."""
+        """Send tokens to their experts, and set local parameters on the module."""
         runner = self.call.start(_arguments(module, args, kwargs), isinstance(module, ExpertList))
         inner = runner.inner_arguments
         with ExitStack() as stack:
@@ -178,7 +178,7 @@ class _RoutedExperts:
 
 @contextmanager
 def _local_experts(module: nn.Module, runner: Runner, experts: ExpertAxis) -> Iterator[None]:
-    """Give the module local parameters, and the number of local experts, inside the block."""
+    """Give the module local parameters, and the largest number of local experts on a rank, inside the block."""
     parameters = LocalParameters(dict.fromkeys((name for name, _ in module.named_parameters()), runner.local_parameter))
     numbers = [name for name in _NAMES_OF_COUNTS if getattr(module, name, None) == experts.experts]
     try:
@@ -193,11 +193,11 @@ def _local_experts(module: nn.Module, runner: Runner, experts: ExpertAxis) -> It
 
 
 _NAMES_OF_COUNTS = ("num_experts", "num_local_experts", "n_experts", "n_routed_experts")
-"""Attributes with the number of experts of a module; while it runs, they hold the number of local ones."""
+"""Attributes with a module's number of experts; while it runs, they hold the largest number of experts on a rank."""
 
 
 def _arguments(module: nn.Module, args: Args, kwargs: Kwargs) -> Arguments:
-    """Return the tensors of a call, whose names in the module's code do not matter."""
+    """Return the tensors of a call by position; keyword arguments are put in the order of `forward`."""
     values = [*args, *kwargs.values()]
     if kwargs and not isinstance(module, ExpertList):
         forward: Callable[..., object] = module.forward

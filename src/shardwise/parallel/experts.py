@@ -1,7 +1,7 @@
-"""The style of a mixture of experts whose weights are sharded.
+"""Styles of model hubs for a mixture of experts whose weights are sharded.
 
 Experts are one module with a parameter for all of them: `[experts, features, features]`. It is called with tokens, and
-with the experts and weights that were chosen for each. Depending on how the parameters are sharded it runs
+the experts and weights that were chosen for each. Depending on how the parameters are sharded it runs
 
 - on local tensors, if all are sharded along the hidden features. A rank computes its share of the features of every
   expert, for all tokens it holds, and the results are summed. No op is dispatched, and no weight is communicated.
@@ -66,7 +66,7 @@ class SummedParallel(ParallelStyle):
 
 
 class IdentityExpert(ParallelStyle):
-    """For an expert that returns its input: on local tensors each rank contributes its share of the sum."""
+    """For an expert that returns its input: divide a local input by the number of ranks, whose outputs are summed."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         axis = StyleAxis(device_mesh, self.axis)
@@ -83,9 +83,9 @@ class IdentityExpert(ParallelStyle):
 def _shards_hidden_features(module: nn.Module, axis: StyleAxis) -> bool:
     """Return whether all parameters are sharded over the axis along the hidden features of the experts.
 
-    They are if they shard blocks of one size: `up` and `down` the hidden features, `[gate; up]` two blocks of them. A
-    plan may shard `[gate; up]` as one block. Then the local halves of a rank are not its gates and ups, so that the
-    module cannot run on local tensors.
+    They are if they shard blocks of one size: `up` and `down` one block of hidden features, `[gate; up]` two. A plan
+    may also shard `[gate; up]` as one block. Then the two halves of a local shard are not gates and ups, and the module
+    cannot run on local tensors.
     """
     sizes: set[int] = set()
     for parameter in module.parameters():
@@ -132,8 +132,8 @@ class _LocalExperts:
 class _Local:
     """How the inputs and parameters of experts become local, and the output distributed.
 
-    Over the style's axis, inputs are replicated and their gradients Partial: each rank sees the experts' features that
-    it holds. Over the other axes of the mesh nothing changes: local tensors are distributed over them.
+    Over the style's axis, inputs are replicated and their gradients Partial, since a rank computes with its features
+    only. Over the other axes of the mesh nothing changes: local tensors are distributed over them.
     """
 
     def __init__(self, axis: StyleAxis) -> None:
@@ -150,9 +150,9 @@ class _Local:
 
 
 class _LocalTokens(_Local):
-    """Local inputs and parameters for tokens that are sharded over other axes: each rank computes its own tokens.
+    """The same for tokens that may be sharded over the other axes: they become local there, too.
 
-    Tokens do not depend on each other, so that nothing need be known of those of other ranks.
+    Experts compute each token on its own, so a rank needs only its own tokens.
     """
 
     def __init__(self, axis: StyleAxis, tokens: DTensor) -> None:
@@ -182,6 +182,6 @@ class _LocalTokens(_Local):
 
 
 def _local_inputs(axis: StyleAxis, tensors: list[DTensor]) -> _Local:
-    """Return how to make these inputs local: token by token if they come with the indices of experts."""
+    """Return how to make these inputs local: over all axes if they are tokens with the indices of their experts."""
     routed = any(not t.is_floating_point() for t in tensors) and len({t.shape[:1] for t in tensors}) == 1
     return _LocalTokens(axis, tensors[0]) if routed and not axis.is_only_axis else _Local(axis)

@@ -4,8 +4,8 @@ With 8 query heads, 2 key heads and 4 ranks, a rank has 2 query heads, and the k
 half heads. So each key head is repeated for the 2 ranks that need it. A rank's local output is then one key head, for
 both of its query heads; the attention module, which expands key heads for groups of 4, gets a group size of 2.
 
-This concerns attention modules as model hubs write them, with the attributes `head_dim` and `num_key_value_groups`, on
-local tensors. Distributed outputs need no such care.
+This is for attention modules of model hubs, with the attributes `head_dim` and `num_key_value_groups`, that run on
+local tensors. On distributed outputs they need nothing of this.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class AttentionHeads:
 
     def __init__(self) -> None:
         self._groups: dict[nn.Module, int] = {}
-        """The groups that each attention module had before it was changed."""
+        """The `num_key_value_groups` of each attention module before it was changed."""
 
     def style_for(self, module: nn.Module, attention: nn.Module, name: str, ranks: int) -> ColwiseParallel | None:
         """Return the style for a column-wise projection with a local output; None if the usual one will do."""
@@ -84,7 +84,8 @@ class AttentionHeads:
         queries = count if name in _QUERIES else count * groups
         if queries % ranks:
             raise InputError(
-                f"local outputs of an attention with {queries} heads: they cannot be divided among {ranks} ranks",
+                f"the {queries} query heads of a {type(attention).__name__} cannot be divided among {ranks} ranks, as "
+                "local outputs need it",
                 "keep outputs distributed: hub_plan(plan, use_local_output=False)",
             )
         times = ranks // count if ranks % count == 0 else groups

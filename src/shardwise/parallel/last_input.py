@@ -1,11 +1,12 @@
 """One-entry cache of the last prepared module input.
 
 Several modules often take the same input: q, k and v of an attention. One redistribution then serves all of them, and
-one reduction in the backward. The entry ends with a write to either tensor, and is dropped with the input.
+one reduction in the backward pass. A write to the input or to the result invalidates the entry; it is dropped with the
+input.
 
-A plain input is in the user's hands and may be written without a trace, by a kernel that has its address. So what was
-made from it is kept only if it shares its memory, as a replicated input does: then every write is seen. Data that was
-gathered from a plain input is gathered again.
+A kernel may write a plain input through its address, which no version counts. So a result is cached only if it shares
+the memory of the plain input, as a replicated input does: then it sees every write. Data that was gathered from a plain
+input is gathered again.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ LAST_INPUT = WorldState(LastInput)
 def _watched(source: Tensor, result: Tensor) -> list[tuple[Watch, Tensor]] | None:
     """Return the local shards to watch for writes; None if results for this tensor are not cached.
 
-    What is made from a parameter should not outlive the call, writes to inference tensors are not counted, and what
-    is traced belongs to one graph.
+    They are not for parameters, whose result should not outlive the call, for inference tensors, whose writes are not
+    counted, and while tracing, since a traced tensor belongs to one graph.
     """
-    # Asking a tensor whether it is a parameter takes a call in Python; one of the class Tensor itself is not.
+    # The type is compared first, since isinstance with Parameter calls Python code.
     if (type(source) is not Tensor and isinstance(source, nn.Parameter)) or source.is_inference() or is_traced():
         return None
     if not isinstance(source, DTensorBase):
@@ -81,7 +82,7 @@ def _watched(source: Tensor, result: Tensor) -> list[tuple[Watch, Tensor]] | Non
 
 
 def _share_memory(source: Tensor, result: Tensor) -> bool:
-    """Whether a result is the memory of a plain tensor, on every rank."""
+    """Return whether the local shard of a result shares the memory of a plain tensor, on every rank."""
     local = result._local_shard if isinstance(result, DTensorBase) else result
     if type(source) is type(local) is Tensor:
         return source.untyped_storage() is local.untyped_storage()

@@ -1,8 +1,8 @@
 """Run a module on local tensors: during its forward, its distributed parameters are replaced by local ones.
 
-Between a column-wise and a row-wise module, activations are local shards. A norm of query heads, or a vector with an
-element for each head, then meets local tensors of other ranks' heads on every rank. The parameter stays distributed:
-`to_local` says what its local gradients are, so the gradient of a replicated one is summed over the ranks.
+Between a column-wise and a row-wise module, activations are local shards, e.g. other heads on every rank. A norm of
+heads, or a parameter with an element for each head, must then be local as well. The parameter of the model stays
+distributed: `to_local` sets the placements of local gradients, so that those of a replicated one are summed over ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ToLocal = Callable[[DTensor], Tensor]
 
 
 class LocalParameters:
-    """Replaces parameters of a module, named by their paths below it, while its forward runs."""
+    """Replaces parameters of a module, by their paths in it, while its forward runs."""
 
     def __init__(self, to_local: Mapping[str, ToLocal]) -> None:
         self._to_local = dict(to_local)

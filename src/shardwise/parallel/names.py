@@ -1,7 +1,7 @@
 """Styles by the names that model hubs give them: `{"layers.*.attn.q_proj": "colwise"}`.
 
-Hub plans name modules, and parameters that a module owns itself, such as the weights of all experts. A name that is
-known for both means the same for both: `colwise` shards output features.
+Hub plans name modules, and also parameters, such as the stacked weights of experts. A style name for both means the
+same for both: `colwise` shards output features.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .styles import (
 
 
 class Unchanged(ParallelStyle):
-    """Leave a module unchanged. A router that numbers the experts of all ranks is one: nothing depends on the rank."""
+    """Leave a module unchanged, e.g. a router over the experts of all ranks, which computes the same on every rank."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return module
@@ -47,7 +47,7 @@ NAMED: dict[str, Callable[[bool], ParallelStyle]] = {
     "embedding_colwise": lambda local: ColwiseParallel(output_layouts=Replicate(), use_local_output=local),
     "vocab_parallel_rowwise": lambda local: RowwiseParallel(use_local_output=local),
     "local_colwise": lambda local: ColwiseParallel(use_local_output=local),
-    # An outer module with "gather" or "all_reduce" sums it.
+    # The Partial output is summed by an outer module with "gather" or "all_reduce".
     "local_rowwise": lambda local: RowwiseParallel(output_layouts=Partial(), use_local_output=local),
     "gather": lambda local: SummedParallel(use_local_output=local),
     "all_reduce": lambda local: SummedParallel(use_local_output=local),
@@ -61,7 +61,7 @@ NAMED: dict[str, Callable[[bool], ParallelStyle]] = {
     "ep_router": lambda local: Unchanged(),
 }
 
-# The dim of a parameter that each name shards, given its number of dims; a vector has output features alone.
+# The placement of a parameter by its number of dims. A vector has only output features.
 _OUTPUTS: Callable[[int], Placement] = lambda ndim: Shard(max(ndim - 2, 0))  # noqa: E731
 _INPUTS: Callable[[int], Placement] = lambda ndim: Shard(ndim - 1) if ndim > 1 else Replicate()  # noqa: E731
 
@@ -79,7 +79,7 @@ PARAMETERS: dict[str, Callable[[int], Placement]] = {
 
 
 class NamedStyle(ParallelStyle):
-    """The style that a hub calls by this name: for a module, or for a parameter."""
+    """The style of a hub's plan by its name, for a module or a parameter."""
 
     def __init__(self, name: str, use_local_output: bool = True) -> None:
         known = {**NAMED, **PARAMETERS}
@@ -88,15 +88,15 @@ class NamedStyle(ParallelStyle):
         self.name, self.use_local_output = name, use_local_output
 
     def for_module(self, parent: nn.Module | None = None) -> ParallelStyle:
-        """Return the style for a module, which `parent` has as a child."""
+        """Return the style for a module that is a child of `parent`."""
         if self.name not in NAMED:
             raise InputError(f"the style {self.name!r} is for parameters", f"for modules use one of {', '.join(NAMED)}")
         shared = getattr(parent, "qk_rope_head_dim", None)
         if self.name == "mla_kv_a_proj" and self.use_local_output:
             if not isinstance(shared, int):
                 raise InputError(
-                    f"the style {self.name!r} for a child of a {type(parent).__name__} without qk_rope_head_dim, the "
-                    "number of features that all heads share",
+                    f"the style {self.name!r} needs the attribute qk_rope_head_dim, the number of features that all "
+                    f"heads share, on the module around its own, a {type(parent).__name__}",
                     "keep outputs distributed: hub_plan(plan, use_local_output=False)",
                 )
             style: ParallelStyle = SharedKeyProjection(shared)
@@ -118,10 +118,10 @@ class NamedStyle(ParallelStyle):
 
 
 def hub_plan(plan: Mapping[str, str], *, use_local_output: bool = True) -> dict[str, ParallelStyle | str]:
-    """Return the plan of a model hub, as `parallelize_module` takes it, with distributed outputs if asked for.
+    """Return the plan of a model hub with styles for its names.
 
-    The names of a hub stand for styles with local outputs. With `use_local_output=False` all activations are DTensors,
-    and what is computed equals the one-device result, whatever the plan.
+    By default the styles return local outputs, as the hub's models expect them. With `use_local_output=False` all
+    activations are DTensors, and results equal those of one device, whatever the plan.
 
     >>> parallelize_module(model, mesh, hub_plan(model.tp_plan, use_local_output=False))
     """

@@ -9,8 +9,8 @@
 | MultiheadAttention | by heads: input projections column-wise, the output projection row-wise | |
 
 Any module with `in_features`, `out_features` and a weight of that shape counts as a Linear. One with `nf` output
-features and a weight `[inputs, nf]` is a transposed Linear, as GPT-2 has it. A module around another, its `base_layer`,
-as adapters have it, is partitioned like that one: of the low-rank matrices that are added, one is sharded with it.
+features and a weight `[inputs, nf]` is a transposed Linear, as in GPT-2. An adapter around a `base_layer` is
+partitioned like that layer, and with it one of the two low-rank matrices that the adapter adds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTr
 
 
 class Partition(NamedTuple):
-    """The placements of the parameters that are sharded, by name, and the layouts of inputs and outputs."""
+    """The placements of the sharded parameters, by name, and the layouts of input and output."""
 
     parameters: dict[str, Placement]
     input: Placement
@@ -90,13 +90,13 @@ def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def is_transposed_linear(module: nn.Module) -> bool:
-    """Return whether a module has a number `nf` of output features and a weight whose last dim they are."""
+    """Return whether a module has `nf` output features and a weight `[inputs, nf]`."""
     weight = own_tensors(module).get("weight")
     return isinstance(weight, nn.Parameter) and weight.dim() == 2 and getattr(module, "nf", None) == weight.shape[1]
 
 
 def packed(partition: Partition, blocks: int = 2) -> Partition:
-    """Return a partition in which each of `blocks` equal blocks of a sharded dim is sharded."""
+    """Return the partition with each sharded dim made of `blocks` equal blocks, each of them sharded."""
 
     def interleaved(placement: Placement) -> Placement:
         return InterleavedShard(placement.dim, blocks) if isinstance(placement, AnyShard) else placement
@@ -119,7 +119,7 @@ def _adapted(
     partition: Callable[[nn.Module], Partition],
     parameters: dict[str, Placement],
 ) -> Partition:
-    """Return the partition of a module around another: `adapters` are partitioned alike, and `parameters` sharded."""
+    """Return the partition of an adapter: its modules `adapters` by `partition`, and its `parameters` as given."""
     found = {f"base_layer.{name}": placement for name, placement in base.parameters.items()}
     for name in adapters:
         for key, adapter in (getattr(module, name, None) or nn.ModuleDict()).items():
@@ -146,7 +146,7 @@ def _by_heads(module: nn.MultiheadAttention) -> Partition:
 
 
 def _channel_dim(module: Convolution) -> int:
-    """Return the dim of the channels, counted from the end: inputs may lack a batch dim."""
+    """Return the dim of the channels, counted from the end since inputs may lack a batch dim."""
     return -1 - len(module.kernel_size)
 
 

@@ -86,7 +86,7 @@ def _as_style(style: object, pattern: str) -> ParallelStyle:
 def _of_module(
     style: ParallelStyle, root: nn.Module, path: str, module: nn.Module, mesh: DeviceMesh, heads: AttentionHeads
 ) -> ParallelStyle:
-    """Return the style for a module: a name's meaning may depend on the module around it."""
+    """Return the style for a module. That of a name may depend on the module around it."""
     if not isinstance(style, NamedStyle):
         return style
     above, _, name = path.rpartition(".")
@@ -108,7 +108,7 @@ def _apply(style: ParallelStyle, module: nn.Module, mesh: DeviceMesh, src_data_r
 
 @contextmanager
 def _named(kind: str, path: str) -> Iterator[None]:
-    """Name the module or parameter in errors."""
+    """Add the module or parameter to the text of errors that are raised inside."""
     try:
         yield
     except ShardwiseError as error:
@@ -116,7 +116,7 @@ def _named(kind: str, path: str) -> Iterator[None]:
 
 
 class OwnedParameters:
-    """Shards parameters that a plan names, and lets the modules that own them run on local tensors."""
+    """Shards parameters that a plan names, and makes the modules that own them run on local shards."""
 
     def __init__(self, mesh: DeviceMesh, src_data_rank: int | None) -> None:
         self.mesh, self.src_data_rank = mesh, src_data_rank

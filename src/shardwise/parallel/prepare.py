@@ -75,7 +75,7 @@ class PrepareModuleInput(ParallelStyle):
         return module
 
     def _hook(self, axis: StyleAxis) -> Callable[[nn.Module, Args, Kwargs], tuple[Args, Kwargs]]:
-        """Return the hook that does what the methods do, with the converters made once."""
+        """Return a hook that does the same as the methods, with converters that are made once."""
         converters = self._converters(axis, self.input_layouts or (), self.desired_input_layouts or ())
         named = self._converters(axis, self.input_kwarg_layouts.values(), self.desired_input_kwarg_layouts.values())
         by_name = dict(zip(self.input_kwarg_layouts, named, strict=True))
@@ -118,7 +118,7 @@ class PrepareModuleInput(ParallelStyle):
     def _check_count(self, args: Args) -> None:
         if len(args) != len(self.input_layouts or ()):
             raise InputError(
-                f"{len(args)} positional arguments for input_layouts={self.input_layouts}",
+                f"the module got {len(args)} positional arguments for input_layouts={self.input_layouts}",
                 "give one layout for each positional argument, None for those to leave unchanged",
             )
 
@@ -179,7 +179,7 @@ class PrepareModuleOutput(ParallelStyle):
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         if len(outputs) != len(converters):
             raise InputError(
-                f"{len(outputs)} outputs for output_layouts={self.output_layouts}",
+                f"the module returned {len(outputs)} outputs for output_layouts={self.output_layouts}",
                 "give one layout for each output, None for those to leave unchanged",
             )
         done = [_converted(value, by) for by, value in zip(converters, outputs, strict=True)]
@@ -222,7 +222,7 @@ class PrepareModuleInputOutput(ParallelStyle):
 
 
 def _converted(value: object, by: InputConverter | OutputConverter | None) -> object:
-    """The value, converted if it is a tensor and there is a converter."""
+    """Return the value, converted if it is a tensor and there is a converter."""
     if by is None or not isinstance(value, Tensor):
         return value
     return convert_input(by, value) if isinstance(by, InputConverter) else convert_output(by, value)
@@ -237,4 +237,7 @@ def _as_tuple(layouts: Layouts) -> tuple[Placement | None, ...] | None:
 
 def _check_pairs(name: str, layouts: Layouts, desired: Layouts) -> None:
     if not isinstance(layouts, tuple) or not isinstance(desired, tuple) or len(layouts) != len(desired):
-        raise InputError(f"{name}={layouts} and desired_{name}={desired}", "give both, with one layout for each tensor")
+        raise InputError(
+            f"{name}={layouts} and desired_{name}={desired} do not match",
+            "give both, with as many layouts, one for each tensor",
+        )

@@ -25,7 +25,7 @@ from .local_parameters import LocalParameters, owner_of
 
 
 class Default(tuple[Placement, ...]):
-    """The layouts of a style that was given none: those of an nn.Linear. Other modules have their own."""
+    """Layouts that were not given: those of an nn.Linear, until the style is applied to a module with other ones."""
 
     __slots__ = ()
 
@@ -38,7 +38,7 @@ def _layouts(given: Placement | None, default: Placement) -> Layouts:
 
 
 def _of_module(layouts: Layouts, own: Placement) -> Layouts:
-    """Return the layouts for a module whose own placement is given, if the style was given none."""
+    """Return `own`, the module's placement, as layouts, unless the style was given layouts."""
     return Default((own,)) if isinstance(layouts, Default) else layouts
 
 
@@ -112,7 +112,7 @@ class _ShardingStyle(ParallelStyle):
         inputs: tuple[object, ...],
         device_mesh: DeviceMesh,
     ) -> object:
-        """Return the input that the module gets for the first of these."""
+        """Return the module's first argument, converted."""
         layout, desired = input_layouts[0], desired_input_layouts[0]
         features = mod.in_features if layout == Shard(-1) and partition.is_linear(mod) else None
         return input_converter(device_mesh, layout, desired, dim_size=features)(inputs[0])
@@ -128,7 +128,7 @@ class _ShardingStyle(ParallelStyle):
 class ColwiseParallel(_ShardingStyle):
     """Shard a module column-wise: each rank computes a shard of the output features.
 
-    A plain input is taken to have `input_layouts` (default: replicated), and is replicated before use. The output has
+    A plain input has the layout `input_layouts` (default: replicated), and is replicated before use. The output has
     `output_layouts` (default: sharded in the last dim, for a convolution in the channels). It is a local tensor, or a
     DTensor with `use_local_output=False`.
 
@@ -142,8 +142,8 @@ class ColwiseParallel(_ShardingStyle):
 class RowwiseParallel(_ShardingStyle):
     """Shard a module row-wise: each rank reads a shard of the input features, and the results are summed.
 
-    A plain input is taken to have `input_layouts` (default: sharded in the last dim; replicated for an embedding), and
-    is redistributed to that default before use. The output has `output_layouts` (default: replicated); `Shard(1)` sums
+    A plain input has the layout `input_layouts` (default: sharded in the last dim; replicated for an embedding), and is
+    redistributed to that default before use. The output has `output_layouts` (default: replicated); `Shard(1)` sums
     with a reduce-scatter. It is a local tensor, or a DTensor with `use_local_output=False`.
     """
 
@@ -159,7 +159,7 @@ class PackedColwiseParallel(_ShardingStyle):
 
 
 class PackedRowwiseParallel(_ShardingStyle):
-    """Row-wise for an input of two blocks, both of them sharded."""
+    """Row-wise for an input of two blocks: each of them is sharded."""
 
     _partition = staticmethod(lambda module: partition.packed(partition.rowwise(module)))
     _linear = (InterleavedShard(-1, 2), Replicate())
@@ -168,8 +168,8 @@ class PackedRowwiseParallel(_ShardingStyle):
 class SequenceParallel(ParallelStyle):
     """Replicate a module's parameters and run it on inputs that are sharded in the sequence dim.
 
-    For norms, dropout and other modules that treat the elements of a sequence one by one. A plain input is taken to be
-    sharded in that dim, and so is the output: a DTensor, or a local tensor with `use_local_output=True`.
+    For norms, dropout and other modules that treat the elements of a sequence one by one. A plain input is a shard in
+    that dim, and so is the output: a DTensor, or a local tensor with `use_local_output=True`.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
@@ -196,7 +196,7 @@ class SequenceParallel(ParallelStyle):
     def _prepare_input_fn(
         sequence_sharding: Layouts, mod: nn.Module, inputs: tuple[object, ...], device_mesh: DeviceMesh
     ) -> object:
-        """Return the input that the module gets for the first of these."""
+        """Return the module's first argument, converted."""
         return input_converter(device_mesh, sequence_sharding[0], sequence_sharding[0])(inputs[0])
 
     @staticmethod
@@ -220,7 +220,7 @@ class ReplicateParallel(ParallelStyle):
 
 
 class ReplicatedOnShards(ParallelStyle):
-    """Replicate the parameters of a module that gets other data on every rank, such as a norm of each rank's heads.
+    """Replicate the parameters of a module whose inputs differ between ranks, such as a norm of each rank's heads.
 
     The gradients of the parameters are summed over the ranks. Inputs and outputs are unchanged: local tensors, or
     DTensors with `use_local_output=False`.
@@ -241,8 +241,8 @@ class ReplicatedOnShards(ParallelStyle):
 class SharedKeyProjection(ParallelStyle):
     """Replicate a projection whose last `shared` output features every rank uses for its own heads.
 
-    So it is with the rotary part of the keys in multi-head latent attention. The gradient of these features is summed
-    over the ranks; that of the others, which go on to a column-wise projection, is summed there.
+    An example is the rotary part of the keys in multi-head latent attention. The gradient of these features is summed
+    over the ranks. The other features go to a column-wise projection, which sums their gradient.
     """
 
     def __init__(self, shared: int) -> None:

@@ -1,11 +1,11 @@
-"""Routed tokens, differentiable: to the ranks of their experts, and back.
+"""Send tokens to the ranks of their experts, and results back, with gradients.
 
     route = route_rows(index.flatten(), axis)
     outputs = experts(to_experts(tokens, route, k), route.counts)
     combined = weighted_sum(to_tokens(outputs, route), weights)
 
-The gradient of `to_experts` is `to_tokens` of the gradients and the reverse, so that a backward pass sends the same
-rows over the same route and reads nothing on the host.
+`to_experts` and `to_tokens` are each other's gradients, so a backward pass uses the same route and reads nothing on the
+host.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ..comm.token_route import TokenRoute
 
 
 def to_experts(tokens: Tensor, route: TokenRoute, choices: int = 1) -> Tensor:
-    """Return the rows of this rank's experts, by expert: `route.counts` says how many each has.
+    """Return the rows for this rank's experts, sorted by expert: `route.counts` are their numbers.
 
-    `tokens` is `[tokens, features]`, and the route that of `tokens * choices` rows: each token goes to `choices`
-    experts.
+    `tokens` is `[tokens, features]`. Each token goes to `choices` experts, so the route is that of `tokens * choices`
+    rows.
     """
     moved: Tensor = _ToExperts.apply(tokens, route, choices)
     return moved
@@ -35,7 +35,10 @@ def to_tokens(rows: Tensor, route: TokenRoute) -> Tensor:
 
 
 def weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
-    """Return the sum of each token's results, times its weights: `[tokens, features]` from `[tokens, choices]`."""
+    """Return the weighted sum of each token's results.
+
+    `[tokens, features]` from rows `[tokens * choices, features]` and weights `[tokens, choices]`.
+    """
     return (rows.unflatten(0, (-1, weights.shape[-1])) * weights.unsqueeze(-1)).sum(-2).to(rows.dtype)
 
 

@@ -14,7 +14,7 @@ __all__ = ["clip_by_norm", "norm_of_all"]
 
 
 def norm_of_all(gradients: Iterable[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of all gradients together, as a plain tensor. They may be on several meshes."""
+    """Return the total norm of gradients, which may be on several meshes, as a plain tensor."""
     by_mesh: dict[object, list[Tensor]] = {}
     for gradient in gradients:
         by_mesh.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
@@ -27,7 +27,7 @@ def norm_of_all(gradients: Iterable[Tensor], norm_type: float) -> Tensor:
 
 
 def clip_by_norm(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scale gradients in place by `max_norm / norm` where that is below 1."""
+    """Scale gradients in place by `max_norm / norm` if that is below 1."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:

@@ -41,13 +41,13 @@ class Pipeline(nn.Module):
     >>> model.clip_grad_norm_(1.0)
     >>> optimizer.step()
 
-    All ranks make it with all stages, and call its methods with the same arguments. A process keeps its own stages,
-    stage s being on rank s % n of the axis, and drops the others; a simulated world keeps all. Its parameters, state
-    dict and gradients are those of the stages it keeps: `0.weight` is `weight` of stage 0.
+    All ranks create it with all stages, and call its methods with the same arguments. Stage s is on rank s % n of the
+    axis, which has n ranks. A process keeps its own stages and drops the others; a simulated world keeps all. The
+    parameters, state dict and gradients are those of the stages in this process: `0.weight` is `weight` of stage 0.
 
-    `parallelize(stage, submesh)` is called for the stages that are kept. `placements` are those of batches on the mesh
-    of a stage; None passes plain tensors. `schedule` is "gpipe" or "1f1b"; with several stages a rank, "1f1b" is
-    interleaved. A stage's outputs are the next one's arguments.
+    `parallelize(stage, submesh)` is called for each stage in this process. `placements` are those of batches on the
+    mesh of a stage; None passes plain tensors. `schedule` is "gpipe" or "1f1b"; with several stages on a rank, "1f1b"
+    is interleaved. A stage's outputs are the arguments of the next stage.
 
     Stages may share parameters (`head.weight = words.weight`). Each stage then has a copy, and `step` gives all copies
     the sum of their gradients.
@@ -88,7 +88,7 @@ class Pipeline(nn.Module):
         """Run the batch forward and backward, and return its loss on every rank.
 
         Gradients are added to `.grad`, as by `loss.backward()`. The batch is split along dim 0 into microbatches, whose
-        losses count by their rows: if `loss_fn` is a mean over rows, the result is the mean over the batch.
+        losses are weighted by their rows: if `loss_fn` is a mean over rows, the result is the mean over the batch.
         """
         return _Step(self, args, target, loss_kwargs).run(train=True)
 
@@ -107,7 +107,7 @@ class Pipeline(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all stages so that their common norm is at most `max_norm`; return the norm."""
         parameters = [parameter for parameter in self.parameters() if parameter.grad is not None]
-        copies = {id(parameter) for parameter in self.ties.copies()}  # one device counts a shared parameter once
+        copies = {id(parameter) for parameter in self.ties.copies()}  # a shared parameter counts once, as on one device
         norm = norm_of_all([p.grad for p in parameters if p.grad is not None and id(p) not in copies], norm_type)
         if not self.simulated:
             group = self.courier.groups[False]  # type: ignore[union-attr]
@@ -134,7 +134,8 @@ class _Step:
         rows = [len(pytree.tree_leaves(each)[0]) for each in self.args]
         self.weights = [count / sum(rows) for count in rows]
         self.keys = [tuple(tuple(leaf.shape) for leaf in pytree.tree_leaves(each)) for each in self.args]
-        self.kept: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
+        self.for_backward: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
+        """By stage and microbatch, the inputs and outputs that require gradients."""
         self.losses: list[Tensor] = []
 
     def run(self, train: bool) -> Tensor:
@@ -170,7 +171,7 @@ class _Step:
             outputs = without_partial(outputs)
             self.courier.send(Action(False, stage + 1, microbatch), outputs, key)
         if torch.is_grad_enabled():
-            self.kept[stage, microbatch] = _with_grad(inputs), _with_grad(outputs)
+            self.for_backward[stage, microbatch] = _with_grad(inputs), _with_grad(outputs)
 
     def loss_fn(self, outputs: object, target: object) -> Tensor:
         if target is None:
@@ -179,7 +180,7 @@ class _Step:
 
     def _backward(self, action: Action) -> None:
         _, stage, microbatch = action
-        inputs, outputs = self.kept.pop((stage, microbatch))
+        inputs, outputs = self.for_backward.pop((stage, microbatch))
         self._reduce_gradients_of(stage, last=microbatch == self.pipeline.microbatches - 1)
         if stage == self.last:
             outputs[0].backward()
@@ -191,10 +192,10 @@ class _Step:
             self.courier.send_gradients(Action(True, stage - 1, microbatch), found)
 
     def _reduce_gradients_of(self, stage: int, last: bool) -> None:
-        """Reduce the gradients of all microbatches at once, if the module of a stage can defer that."""
-        put_off = getattr(self.pipeline.get_submodule(str(stage)), "set_requires_gradient_sync", None)
-        if put_off is not None:
-            put_off(last)
+        """Reduce the gradients of all microbatches with the last one, if the module of the stage can defer that."""
+        set_sync = getattr(self.pipeline.get_submodule(str(stage)), "set_requires_gradient_sync", None)
+        if set_sync is not None:
+            set_sync(last)
 
     def _placed(self, value: T, stage: int) -> T:
         placements, mesh = self.pipeline.placements, self.pipeline.mesh_of(stage)
@@ -228,7 +229,8 @@ def _split(value: T, count: int) -> list[T]:
     for leaf in leaves:
         if isinstance(leaf, DTensor) or (isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.shape[0] < count)):
             raise InputError(
-                f"a {type(leaf).__name__} of shape {list(leaf.shape)} as a batch of {count} microbatches",
+                f"a Pipeline got a {type(leaf).__name__} of shape {list(leaf.shape)} as a batch of {count} "
+                "microbatches, and splits plain tensors along dim 0",
                 f"pass the global batch as a plain tensor of {count} rows or more, and `placements` to the Pipeline",
             )
         pieces.append(leaf.tensor_split(count) if isinstance(leaf, Tensor) else [leaf] * count)

@@ -3,8 +3,8 @@
 >>> schedule("1f1b", ranks=2, stages=2, microbatches=3)
 [F0.0, F0.1, F1.0, B1.0, B0.0, F1.1, F0.2, B1.1, B0.1, F1.2, B1.2, B0.2]
 
-`F1.0` is the forward pass of stage 1 on microbatch 0. Stage s is on rank s % ranks of the pipeline's axis. Run in this
-order, every action finds what it needs; each rank runs its own actions in this order, and ranks run at the same time.
+`F1.0` is the forward pass of stage 1 on microbatch 0. Stage s is on rank s % ranks of the pipeline's axis. Every action
+comes after those it depends on. Each rank runs its own actions in this order, and ranks run at the same time.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def schedule(kind: str, *, ranks: int, stages: int, microbatches: int) -> list[A
     """Return all actions of a step, in an order in which each comes after those it depends on.
 
     `"gpipe"`: all forward passes, then all backward passes. `"1f1b"`: a rank runs a backward pass as soon as it can, so
-    that it holds the activations of few microbatches; with several stages a rank it is the interleaved schedule.
+    that it holds the activations of few microbatches; with several stages on a rank it is the interleaved schedule.
     """
     if kind not in SCHEDULES:
         raise InputError(f"there is no pipeline schedule {kind!r}", f"use one of {', '.join(SCHEDULES)}")
     if stages % ranks or stages < ranks:
         raise InputError(
             f"{stages} stages cannot be divided among {ranks} ranks of the pipeline",
-            f"pass {ranks} stages, or a multiple of it",
+            f"pass {ranks} stages, or a multiple of {ranks}",
         )
     queues = [_Rank(kind, rank, ranks, stages, microbatches) for rank in range(ranks)]
     done: dict[Action, int] = {}
@@ -49,7 +49,7 @@ def schedule(kind: str, *, ranks: int, stages: int, microbatches: int) -> list[A
     tick = 0
     while len(order) < 2 * stages * microbatches:
         chosen = [queue.take(done, stages) for queue in queues]
-        if not any(chosen):  # every rank waits for one that holds back: let the first forward pass go
+        if not any(chosen):  # all ranks wait for one that has reached its limit: run one forward pass over the limit
             chosen = [next(filter(None, (queue.take(done, stages, patient=False) for queue in queues)))]
         for action in filter(None, chosen):
             done[action] = tick
@@ -65,15 +65,14 @@ class _Rank:
         chunks = stages // ranks
         self.forward = list(_in_turns(rank, ranks, range(chunks), microbatches, backward=False))
         self.backward = list(_in_turns(rank, ranks, range(chunks - 1, -1, -1), microbatches, backward=True))
-        # How many forward passes may run before the first backward pass: as many as it takes until its gradient
-        # arrives.
+        # Forward passes that may be in flight: as many as run until the first gradient arrives.
         waiting = ranks - rank if chunks == 1 else 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1
         self.limit = len(self.forward) if kind == "gpipe" else waiting
         self.forward_first = kind == "gpipe"
         self.in_flight = 0
 
     def take(self, done: dict[Action, int], stages: int, patient: bool = True) -> Action | None:
-        """Remove and return the next action whose inputs are ready, or None."""
+        """Remove and return the next action whose inputs are ready, or None; with `patient`, only within the limit."""
         queues = [self.backward, self.forward]
         for queue in reversed(queues) if self.forward_first else queues:
             if not queue or not all(need in done for need in _needs(queue[0], stages)):
@@ -88,7 +87,7 @@ class _Rank:
 
 
 def _in_turns(rank: int, ranks: int, chunks: range, microbatches: int, *, backward: bool) -> Iterator[Action]:
-    """Return the actions of a rank in one direction: groups of as many microbatches as ranks, stage by stage."""
+    """Yield the actions of a rank in one direction: stage by stage for each group of `ranks` microbatches."""
     for first in range(0, microbatches, ranks):
         for chunk in chunks:
             for microbatch in range(first, min(first + ranks, microbatches)):

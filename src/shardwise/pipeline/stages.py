@@ -20,19 +20,22 @@ def stage_meshes(mesh: DeviceMesh, axis: str = "pp") -> list[DeviceMesh]:
     >>> [stage.mesh.tolist() for stage in stage_meshes(mesh)]
     [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
-    All ranks call it. On a process, the mesh of its own stage is `mesh["dp", "tp"]`; it is in none of the others, and
-    holds nothing of tensors on them.
+    All ranks call it. On a process, the mesh of its own stage is `mesh["dp", "tp"]`; it is in none of the other meshes,
+    and holds no data of tensors on them.
     """
-    info = adopt(mesh)  # now, when all ranks do: the stages use its process groups
+    info = adopt(mesh)  # here, where all ranks do: the stages use its process groups
     index = info.axis_index(axis)
     names = tuple(name for name in info.names if name != axis)
     if not names or mesh.mesh_dim_names is None:
         raise MeshError(
-            f"the stages of a pipeline over {axis!r} of {info!r}: no other axes are left for the stages",
-            'give them one of size 1: init_device_mesh("cpu", (4, 1), mesh_dim_names=("pp", "tp"))',
+            f"the stages of a pipeline over {axis!r} of {info!r} have no mesh: it has no other axes, or no names",
+            'add an axis of size 1: init_device_mesh("cpu", (4, 1), mesh_dim_names=("pp", "tp"))',
         )
     if info.instances.shape[0] > 1:
-        raise MeshError(f"the stages of {info!r}, which is a submesh", "pass the mesh that it was sliced from")
+        raise MeshError(
+            f"stage_meshes got {info!r}, a submesh, whose stages would not cover the mesh it was sliced from",
+            "pass the mesh that it was sliced from",
+        )
     ranks = info.instances[0]
     others = [MeshOfOthers(mesh.device_type, ranks.select(index, i)[None], names) for i in range(ranks.shape[index])]
     here = dist.get_rank()

@@ -1,7 +1,7 @@
 """Parameters that several stages share: an embedding in the first stage, and the output head in the last.
 
-Each stage has a copy on its own mesh, with its own placements. Copies begin equal, and get the same gradient, the sum
-over the stages; so an optimizer that works element by element keeps them equal.
+Each stage has a copy on its own mesh, with its own placements. Copies are equal at first, and get the same gradient,
+the sum over the stages; so an optimizer that works element by element keeps them equal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Ties", "separate", "ties_between"]
 
 
 class Place(NamedTuple):
-    """The place of a shared parameter in a stage."""
+    """A stage that has a shared parameter, and the name of the parameter there."""
 
     stage: int
     name: str
@@ -42,7 +42,7 @@ def ties_between(stages: Sequence[nn.Module]) -> list[list[Place]]:
 
 
 def separate(stages: Sequence[nn.Module], ties: list[list[Place]]) -> None:
-    """Give each stage its own copy of the parameters that it shares: they will be on different meshes."""
+    """Give each stage its own copy of the parameters that it shares, since stages are on different meshes."""
     for first, *others in ties:
         shared = stages[first.stage].get_parameter(first.name)
         for place in others:
@@ -72,16 +72,16 @@ class Ties:
 
     def begin(self) -> None:
         """Set aside gradients of earlier steps, which are summed already."""
-        for place, parameter in self._kept():
+        for place, parameter in self._copies_here():
             self._earlier[place], parameter.grad = parameter.grad, None
 
     def sum_gradients(self, first_number: int) -> None:
         """Set the gradient of each copy to the sum over all copies, plus the gradients set aside.
 
-        `first_number` is the first microbatch number that no message uses; ties use those from there on.
+        Messages carry the number of a microbatch. `first_number` is the first one that is not in use.
         """
         for index, tie in enumerate(self.ties):
-            own = {place: parameter for place, parameter in self._kept() if place in tie}
+            own = {place: parameter for place, parameter in self._copies_here() if place in tie}
             if not own:
                 continue
             shares = {(to, to): _gradient(parameter) for to, parameter in own.items()}
@@ -99,7 +99,7 @@ class Ties:
         shares: dict[tuple[Place, Place], Tensor],
         number: int,
     ) -> None:
-        """Exchange the gradients of two copies; the earlier stage sends first."""
+        """Exchange the gradients of two copies, so that `shares[target, source]` is the one of `source` at `target`."""
         for source, target in ((one, other), (other, one)):
             action, key = Action(True, target.stage, number), ("tied", source, target)
             across = source.stage - target.stage
@@ -113,7 +113,7 @@ class Ties:
             if target in own:
                 shares[target, source] = _placed_as(own[target], shares[target, source])
 
-    def _kept(self) -> Iterator[tuple[Place, nn.Parameter]]:
+    def _copies_here(self) -> Iterator[tuple[Place, nn.Parameter]]:
         for place in itertools.chain(*self.ties):
             parameter = self._parameter(place)
             if parameter is not None:
@@ -141,8 +141,8 @@ def _placed_as(parameter: Tensor, gradient: Tensor) -> Tensor:
     """Return the gradient of another stage's copy with the placements of this one."""
     if isinstance(parameter, DTensor) != isinstance(gradient, DTensor):
         raise InputError(
-            f"a parameter of shape {list(parameter.shape)} that is a DTensor in one of the stages that share it, and "
-            "plain in another",
+            f"stages share a parameter of shape {list(parameter.shape)} that is a DTensor in one of them and plain in "
+            "another",
             "distribute it in both: distribute_module(stage, mesh)",
         )
     if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
@@ -152,7 +152,7 @@ def _placed_as(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _sum(gradients: Sequence[Tensor], earlier: Tensor | None) -> Tensor:
-    """Return the sum in the order of the stages, bitwise equal for all copies."""
+    """Return the sum in the order of the stages, so that it is bitwise equal for all copies."""
     total = gradients[0] + gradients[1]
     for gradient in gradients[2:]:
         total = total + gradient

@@ -1,7 +1,7 @@
 """Transfers between stages: activations forward, gradients backward, from each rank to its counterpart.
 
-Stages have meshes of one shape. A distributed tensor goes over as the local shards of its ranks, to the ranks at the
-same coordinates, and is there the same tensor on the mesh of the other stage.
+Stages have meshes of one shape. Each rank sends its local shard of a distributed tensor to the rank at the same
+coordinate in the other stage, where the shards are the same tensor on the mesh of that stage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..sharding.placement import Partial, Placement, Replicate
 from ..tensor.dtensor import DTensor
 from .schedule import Action
 
-_LENGTH, _TEXT = 254, 255  # in the place of the number of a tensor: what it takes to receive them
+_LENGTH, _TEXT = 254, 255  # message indices, beyond those of tensors, for the metadata that the receiver needs first
 
 __all__ = ["Courier", "Mailbox", "is_of_backward", "without_partial"]
 
@@ -33,20 +33,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Described:
-    """The metadata of a tensor that the receiver of its local shard needs."""
+    """The metadata that the receiver of a local shard needs."""
 
     shape: tuple[int, ...]
-    """Of the local tensor, as are stride and dtype."""
+    """The shape of the local tensor."""
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
     placements: tuple[Placement, ...] | None
-    """Of a distributed tensor, and its global shape and stride."""
+    """The placements of a distributed tensor; None for a plain one."""
     global_shape: tuple[int, ...] = ()
     global_stride: tuple[int, ...] = ()
 
     def wrapped(self, local: Tensor, mesh: DeviceMesh) -> Tensor:
-        """Return the tensor with this metadata and a local tensor on the mesh of a stage."""
+        """Return the tensor on the mesh of a stage with this metadata and local tensor."""
         if self.placements is not None:
             given = {"shape": self.global_shape, "stride": self.global_stride}
             local = DTensor.from_local(local, mesh, self.placements, **given)  # type: ignore[arg-type]
@@ -84,9 +84,9 @@ _receive = new_op("receive(Tensor local, str group, int tag) -> ()", lambda loca
 
 
 class Mailbox:
-    """Hands tensors from stage to stage in a simulated world, where one process runs all stages.
+    """Passes tensors from stage to stage in a simulated world, where one process runs all stages.
 
-    Each tensor goes through two ops of our own, which stand for send and receive, so that modes that count
+    Each tensor is passed through two ops, `shardwise::send` and `shardwise::receive`, so that modes that count
     communication see them.
     """
 
@@ -97,7 +97,7 @@ class Mailbox:
         self.group = info.groups[info.axis_index(axis),]
 
     def send(self, to: Action, value: object, key: object) -> None:
-        """Store the input of an action of another stage."""
+        """Store the input of another stage's action."""
         mesh, tag = self.mesh_of(to.stage), _tag(to, 0)
 
         def sent(tensor: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class Mailbox:
         return self.mesh_of(stage) is not self.mesh_of(other)
 
     def receive(self, to: Action, key: object, came_from: int = -1) -> Any:
-        """Return the input of an action, from the stage at this distance."""
+        """Return the input of an action; `came_from` is the distance to the stage that sent it."""
         found = self.held.pop(to)
         for leaf in pytree.tree_leaves(found):
             if isinstance(leaf, Tensor):
@@ -134,8 +134,8 @@ class Courier:
     """Sends tensors from stage to stage between processes, and receives them.
 
     Sends are waited for at the end of a step. Metadata is sent once for each `key`, the shapes of a microbatch, and
-    cached. Forward and backward have a process group each, so that
-    communicators that run in order (NCCL) do not wait for each other in a circle.
+    cached. With NCCL, forward and backward have separate process groups: in one group, operations run in order, and
+    ranks would wait for each other in a circle.
     """
 
     def __init__(self, mesh_of: Callable[[int], DeviceMesh], mesh: DeviceMesh, axis: str) -> None:
@@ -143,7 +143,7 @@ class Courier:
         info = mesh_info_of(mesh)
         lines = info.rank_groups((info.axis_index(axis),))
         self.line = next(ranks for ranks in lines if dist.get_rank() in ranks)
-        # Not the mesh's own: of equal meshes, the first one's groups are used everywhere.
+        # Not mesh.get_group(): equal meshes share a MeshInfo, with the groups of the first of them.
         forward = backward = group_named(info.groups[info.axis_index(axis),])
         if dist.get_backend(forward) == "nccl":
             made = [dist.new_group(ranks) for ranks in lines]
@@ -154,10 +154,10 @@ class Courier:
         self.under_way: list[tuple[Any, Tensor]] = []
 
     def send(self, to: Action, value: object, key: object) -> None:
-        """Start to send the input of an action of another stage."""
+        """Start to send the input of another stage's action."""
         if (to.stage, key) not in self.known:
             about = self.known[to.stage, key] = pytree.tree_map_only(Tensor, described, value)
-            # Not by send_object_list: it waits, and two ranks that send to each other would wait for ever.
+            # Not by send_object_list, which waits: two ranks that send to each other would wait forever.
             text = torch.frombuffer(bytearray(pickle.dumps(about)), dtype=torch.uint8).to(self.device)
             self._send_one(to, torch.tensor([text.numel()], device=self.device), _LENGTH)
             self._send_one(to, text, _TEXT)
@@ -168,7 +168,7 @@ class Courier:
         return (stage - other) % len(self.line) != 0
 
     def receive(self, to: Action, key: object, came_from: int = -1) -> Any:
-        """Receive the input of an action, from the stage at this distance."""
+        """Receive the input of an action; `came_from` is the distance to the stage that sends it."""
         if (to.stage, key) not in self.known:
             length = torch.empty(1, dtype=torch.int64, device=self.device)
             self._receive_one(to, length, came_from, _LENGTH).wait()
@@ -231,7 +231,7 @@ def _tag(to: Action, index: int) -> int:
     """Return a tag that is unique among the messages between two ranks."""
     if to.stage >= 1 << 10 or to.microbatch >= 1 << 12 or index > _TEXT:
         raise InputError(
-            f"{to!r} with {index + 1} tensors in a pipeline",
+            f"a pipeline cannot number the messages of {to!r} with {index + 1} tensors",
             f"use at most {1 << 10} stages, {1 << 12} microbatches and {_LENGTH} tensors between stages",
         )
     return ((to.microbatch * 2 + to.backward) << 18) | (to.stage << 8) | index

@@ -1,4 +1,4 @@
-"""Moving a model's state from one mesh to another, such as from a trainer's ranks to a generator's.
+"""Move a model's state from one mesh to another, such as from a trainer's ranks to a generator's.
 
 api             `transfer`, and `plan_transfer`, which returns its plan
 naming          names in the result: tensors are renamed, left out, or concatenated

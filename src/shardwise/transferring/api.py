@@ -45,16 +45,17 @@ def transfer(
     Each rank receives exactly what it lacks. Tensors are sent in buckets, with at most `bucket_bytes` of buffers on a
     rank. All ranks of both meshes call this, with the same arguments; others need not.
 
-    `placements` are one list for all tensors, a mapping from names, or a function of a tensor's name and shape. Names
-    and shapes are those of the result: `convert` returns the name of a tensor there, None to leave it out, or a `Part`
-    to concatenate several tensors: `("layers.0.qkv.weight", 0)` for q, and so on. `dtype` is the dtype of all
-    floating-point tensors, or a function of the name; tensors are cast before they are sent if that is smaller.
+    `placements` are one list for all tensors, a mapping from names, or a function of a tensor's name and shape, both
+    those of the result. `convert` maps a name in the state dict to the name in the result, to None to leave the tensor
+    out, or to a `Part` to concatenate several tensors: `("layers.0.qkv.weight", 0)` for q, and so on. `dtype` is the
+    dtype of all floating-point tensors, or a function of the name; tensors are cast before they are sent if it is
+    smaller.
 
     With `into`, the result is written to the tensors of that state dict, with their mesh and placements.
 
     Ranks outside the source mesh need not have the state dict if all ranks pass its mesh as `source`: they pass None,
-    and names, shapes and placements are sent to them. Plain tensors count as replicated over the source mesh. Other
-    values are returned unchanged.
+    and receive names, shapes and placements. Plain tensors count as replicated over the source mesh. Other values are
+    returned unchanged.
     """
     if into is not None and mesh is None:
         mesh = next((tensor.device_mesh for tensor in into.values()), None)
@@ -85,7 +86,7 @@ def plan_transfer(
 def _known(
     state_dict: Mapping[str, object] | None, mesh: DeviceMesh | None, source: DeviceMesh | None
 ) -> tuple[dict[str, DTensorSpec], dict[str, object]]:
-    """Return the specs of the tensors of the source, and the values that are no tensors."""
+    """Return the specs of the tensors in the source's state dict, and the values that are not tensors."""
     if source is not None and mesh is not None:
         return described(state_dict, adopt(source), adopt(mesh))
     if state_dict is None:
@@ -128,9 +129,9 @@ def _target(
         given = placements.get(name)
         if given is None:
             raise InputError(
-                f"a transfer of {name!r}, for which there are no placements",
+                f"transfer got no placements for {name!r}",
                 f"add it to placements, which has {len(placements)} names such as {next(iter(placements), None)!r}, "
-                "or leave it out by convert=",
+                "or let convert= return None for it",
             )
     wanted = dtype(name) if callable(dtype) else dtype if made.dtype.is_floating_point else None
     return DTensorSpec(mesh_info.mesh, given, contiguous_meta(made.shape, wanted or made.dtype))
@@ -141,8 +142,8 @@ def _existing(name: str, made: Made, into: Mapping[str, DTensor]) -> DTensorSpec
     if not isinstance(found, DTensor) or found.shape != made.shape:
         what = "is not in `into`" if found is None else f"is {type(found).__name__} {list(found.shape)} in `into`"
         raise InputError(
-            f"a transfer of {name!r} of shape {list(made.shape)}, which {what}",
-            "give a DTensor of that shape for each tensor, or leave it out by convert=",
+            f"transfer cannot write {name!r} of shape {list(made.shape)}, which {what}",
+            "give a DTensor of that shape for each tensor, or let convert= return None for it",
         )
     return found._spec
 

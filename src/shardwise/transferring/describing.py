@@ -23,7 +23,7 @@ __all__ = ["described", "specs_of"]
 
 
 def specs_of(state: Mapping[str, object], mesh_info: MeshInfo | None) -> dict[str, DTensorSpec]:
-    """Return the specs of all tensors. Plain ones count as replicated over the mesh of the distributed ones."""
+    """Return the specs of all tensors. Plain ones count as replicated over the mesh, by default that of a DTensor."""
     for value in state.values():
         mesh_info = mesh_info or getattr(value if isinstance(value, DTensorSpec) else _spec(value), "mesh_info", None)
     found = {}
@@ -32,8 +32,8 @@ def specs_of(state: Mapping[str, object], mesh_info: MeshInfo | None) -> dict[st
         if spec is None and isinstance(value, Tensor):
             if mesh_info is None:
                 raise InputError(
-                    "a transfer of plain tensors alone, so that the mesh that they come from is unknown",
-                    "pass source=mesh, or distribute the tensors",
+                    "transfer got only plain tensors, so that it does not know the mesh they are on",
+                    "pass source=mesh, or distribute the tensors: distribute_tensor(x, mesh, placements)",
                 )
             shape = value.shards[0].shape if isinstance(value, RankTensor) else value.shape
             everywhere = [Replicate()] * len(mesh_info.sizes)
@@ -66,7 +66,7 @@ def described(
 def _own(state: Mapping[str, object] | None, source: MeshInfo) -> tuple[dict[str, DTensorSpec], dict[str, object]]:
     if state is None:
         raise InputError(
-            f"a transfer without a state dict on a rank of {source!r}, the mesh that it comes from",
+            f"transfer got no state dict on a rank of the source, {source!r}",
             "pass the state dict on all ranks of that mesh",
         )
     others = {name: value for name, value in state.items() if not isinstance(value, (Tensor, DTensorSpec))}

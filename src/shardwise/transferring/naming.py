@@ -20,8 +20,8 @@ class Part:
 
     >>> Part("layers.0.qkv.weight", 1)                # rows of k, after those of q (part 0), before those of v (part 2)
 
-    With `groups`, the parts are divided into as many pieces, and concatenated piece by piece: with as many groups as tp
-    has ranks, `Shard(0)` over tp gives each rank its rows of q, k and v, also if these have different numbers of rows.
+    With `groups=2`, parts are divided into halves, and the result is `[q0; k0; v0; q1; k1; v1]`. With as many groups as
+    tp has ranks, `Shard(0)` over tp gives each rank its rows of q, k and v, also if their numbers of rows differ.
     """
 
     name: str
@@ -31,18 +31,18 @@ class Part:
 
 
 Convert = Callable[[str], "str | Part | tuple[str, int] | None"]
-"""From the name of a source tensor to that of a target tensor, or to a part of one; None leaves the tensor out."""
+"""Maps the name of a source tensor to that of a target tensor, or to a part of it; None leaves the tensor out."""
 
 
 class Piece(NamedTuple):
-    """A source tensor, and its segment of the target tensor (None: all of it)."""
+    """A source tensor, and the segment that it and the target tensor have in common (None: all of both)."""
 
     source: str
     segment: Segment | None
 
 
 class Made(NamedTuple):
-    """A tensor of the target: its shape and dtype, and the source tensors it consists of."""
+    """A tensor of the target: its shape and dtype, and the pieces of source tensors that it consists of."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -96,12 +96,20 @@ def _joined(
     dim, groups = parts[0].dim, parts[0].groups
     texts = ", ".join(f"{source} {list(shape)}" for source, shape in zip(sources, shapes, strict=True))
     if {(part.dim, part.groups) for part in parts} != {(dim, groups)} or not 0 <= dim < len(first):
-        raise InputError(f"the parts of {name!r} ({texts}): {list(parts)}", "give all of them one dim and one `groups`")
+        raise InputError(
+            f"the parts of {name!r} ({texts}) cannot be concatenated as {list(parts)}",
+            "give all of them the same `groups`, and the same `dim`, which their tensors have",
+        )
     if any((*shape[:dim], *shape[dim + 1 :]) != (*first[:dim], *first[dim + 1 :]) for shape in shapes):
-        raise ShapeError(f"the parts of {name!r} along dim {dim}: {texts}", "they may differ in that dim alone")
+        raise ShapeError(
+            f"the parts of {name!r} along dim {dim} cannot be concatenated: {texts}", "they may differ only in that dim"
+        )
     sizes = [shape[dim] for shape in shapes]
     if any(size % groups for size in sizes):
-        raise ShapeError(f"the parts of {name!r} in {groups} groups: {texts}", f"dim {dim} must be a multiple of it")
+        raise ShapeError(
+            f"the parts of {name!r} cannot be divided into {groups} groups: {texts}",
+            f"use a number of groups that divides the size of dim {dim} of each",
+        )
     total = sum(sizes)
     shape = torch.Size((*first[:dim], total, *first[dim + 1 :]))
     return Made(shape, dtype, tuple(_pieces(sources, sizes, dim, groups)))

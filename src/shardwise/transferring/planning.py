@@ -22,14 +22,14 @@ __all__ = ["Bucket", "Shipment", "TransferPlan", "buckets_of", "shipments_of"]
 
 @dataclass(frozen=True)
 class Shipment:
-    """A piece of a target tensor: its source, and its route."""
+    """A piece of a target tensor, and its route."""
 
     name: str
     piece: Piece
     pair: MeshPair
     route: Route
     wire: torch.dtype
-    """The dtype in which it is sent: the smaller one of source and target."""
+    """The dtype in which it is sent: that of source or target, whichever is smaller."""
 
 
 @dataclass
@@ -40,11 +40,11 @@ class Bucket:
     wire: torch.dtype
     shipments: list[Shipment] = field(default_factory=list)
     staged: dict[int, int] = field(default_factory=dict)
-    """The elements that each rank sends and receives."""
+    """The number of elements that each rank sends and receives."""
     rounds: int = 1
 
     def add(self, shipment: Shipment, limit: int) -> bool:
-        """Put a shipment into the bucket, unless a rank would then send and receive more than `limit` elements."""
+        """Add a shipment, and return True, unless a rank would then send and receive more than `limit` elements."""
         before = self.staged.get
         staged = {rank: before(rank, 0) + count for rank, count in shipment.route.staged.items()}
         if self.shipments and max(staged.values()) > limit:
@@ -61,13 +61,13 @@ class TransferPlan:
     sources: dict[str, DTensorSpec]
     targets: dict[str, DTensorSpec]
     shipments: tuple[Shipment, ...]
-    """All pieces, including those that no rank has to receive."""
+    """The shipments of all pieces, also of those that no rank receives."""
     buckets: tuple[Bucket, ...]
     bucket_bytes: int
 
     @cached_property
     def received_by(self) -> dict[int, int]:
-        """The bytes that each rank receives: those of the elements that it lacks."""
+        """The bytes that each rank receives, which are those that it lacks."""
         totals: dict[int, int] = {}
         for shipment in self.shipments:
             for rank, count in shipment.route.received.items():
@@ -81,7 +81,7 @@ class TransferPlan:
 
     @cached_property
     def seconds(self) -> float:
-        """The modelled time."""
+        """The modelled seconds of all buckets."""
         return sum(
             exchange_seconds(
                 bucket.pair, [shipment.route for shipment in bucket.shipments], bucket.wire.itemsize, bucket.rounds
@@ -111,7 +111,9 @@ def shipments_of(
             source = sources[piece.source]
             pair = mesh_pair(source.mesh_info, target.mesh_info)
             if target.layout.partial:
-                raise CommunicationError(f"a transfer of {name!r} to {target!r}", "use Shard and Replicate placements")
+                raise CommunicationError(
+                    f"transfer of {name!r} to {target!r}, which is Partial", "use Shard and Replicate placements"
+                )
             key = RouteKey(source.layout.without_partial(), target.layout, segment=piece.segment)
             smaller = source.dtype.itemsize < target.dtype.itemsize
             yield Shipment(name, piece, pair, route_of(pair, key), source.dtype if smaller else target.dtype)

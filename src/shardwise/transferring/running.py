@@ -27,7 +27,7 @@ def run(plan: TransferPlan, state: Mapping[str, Tensor], into: Mapping[str, DTen
 
 
 class TransferRun:
-    """One transfer: the local shards of source and target that this process has."""
+    """One transfer, with the local shards of source and target that this process holds."""
 
     def __init__(self, plan: TransferPlan, state: Mapping[str, Tensor], into: Mapping[str, DTensor]) -> None:
         self.plan, self.state, self.into = plan, state, into
@@ -37,7 +37,7 @@ class TransferRun:
 
     def run(self) -> dict[str, DTensor]:
         for shipment in self.plan.shipments:
-            if not shipment.route.sent:  # no rank has to receive any of it
+            if not shipment.route.sent:  # in no bucket: no rank receives any of it
                 copy_own(self._load(shipment))
         under_way: list[Callable[[], None]] = []
         for bucket in self.plan.buckets:
@@ -47,7 +47,7 @@ class TransferRun:
         return {name: self._wrapped(name, spec) for name, spec in self.plan.targets.items()}
 
     def _send(self, bucket: Bucket, under_way: list[Callable[[], None]]) -> None:
-        """Start the rounds of a bucket. The next round is packed while one is in flight; at most two are in flight."""
+        """Run the rounds of a bucket. A round is packed while the last one is in flight; at most two are in flight."""
         loads = [self._load(shipment) for shipment in bucket.shipments]
         self.reduced.clear()
         for load in loads:
@@ -69,7 +69,7 @@ class TransferRun:
         tensor = self.state.get(name)
         if tensor is None or not places_here(spec.mesh_info):
             return {}
-        if not isinstance(tensor, DTensor):  # the same on all ranks
+        if not isinstance(tensor, DTensor):  # replicated
             shards = tensor.shards if isinstance(tensor, RankTensor) else [tensor] * len(places_here(spec.mesh_info))
             return {rank: shard for (rank, _), shard in zip(places_here(spec.mesh_info), shards, strict=True)}
         if spec.layout.partial:

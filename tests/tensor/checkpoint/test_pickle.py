@@ -166,5 +166,5 @@ def test_a_world_of_another_size() -> None:
         pickle.loads(data).full_tensor()
     assert str(caught.value) == (
         "mesh(dp=4) has the ranks [0, 1, 2, 3], but this world has 2: "
-        "use a mesh of ranks that exist; torch.distributed.checkpoint brings a saved tensor to another mesh"
+        "use a mesh of ranks that exist; shardwise.checkpoint loads a saved tensor onto another mesh"
     )

@@ -1,11 +1,11 @@
 """Passes over a recording. Each takes the graph, changes it, and returns how many nodes it removed, joined or moved.
 
-dead        ops whose results nobody reads
-duplicates  ops that compute again what is there
-views       views of views, and views that change nothing
-copies      copies of what nobody reads again, and copies of copies
-overlap     collectives start where their inputs are ready, and are waited for where their results are read
-buckets     small all-reduces of one group become one
+dead        remove ops whose results are not read
+duplicates  remove ops whose result an earlier op has computed
+views       merge views of views, and remove views that change nothing
+copies      remove copies of memory that is not read again, and merge copies of copies
+overlap     start collectives where their inputs are ready, and wait for them where their results are read
+buckets     join small all-reduces of one group
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small all-reduces of one group, joined: the gradients of replicated parameters arrive one by one."""
+"""Join small all-reduces of one group, e.g. of the gradients of replicated parameters, which arrive one by one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ...tensor.gradient_buckets import DEFAULT_SIZE
 from ..effects import Memory, is_barrier
 
 BUCKET_BYTES = DEFAULT_SIZE
-"""How much one all-reduce joins at most."""
+"""The largest size of a joined all-reduce in bytes. A larger tensor is reduced alone."""
 
 
 def join_reductions(graph: fx.Graph) -> int:
-    """Join all-reduces of one group and reduction until a result of theirs is read. Returns how many were joined."""
+    """Join all-reduces of one group and reduction op that come before the first use of a result. Return how many."""
     joined = 0
     memory = Memory(graph)
     open_buckets: dict[object, list[fx.Node]] = {}
@@ -42,7 +42,7 @@ def join_reductions(graph: fx.Graph) -> int:
 
 
 def _stopped_by(node: fx.Node, buckets: dict[object, list[fx.Node]], memory: Memory) -> set[object]:
-    """The buckets that must be sent before a node: it waits for a result, or writes what is to be sent."""
+    """Return the buckets that must be sent before a node, which uses a result or writes an input of theirs."""
     found = set()
     for key, members in buckets.items():
         for member in members:
@@ -53,7 +53,7 @@ def _stopped_by(node: fx.Node, buckets: dict[object, list[fx.Node]], memory: Mem
 
 
 def _join(graph: fx.Graph, bucket: list[fx.Node]) -> None:
-    """Put one all-reduce of all the members' inputs in the place of the last member."""
+    """Replace all-reduces by one at the place of the last of them."""
     last = bucket[-1]
     with graph.inserting_before(last):
         start = graph.call_function(all_reduce_coalesced, ([member.args[0] for member in bucket], *last.args[1:]))

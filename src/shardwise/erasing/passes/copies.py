@@ -11,7 +11,7 @@ from ..effects import Memory, is_op, starts_collective
 
 
 def merge_copies(graph: fx.Graph) -> int:
-    """Remove copies of memory that is not read later, and copy what a copy was made from. Returns how many."""
+    """Remove copies of memory that is not read later, and copies of copies. Return how many."""
     return _Copies(graph).run()
 
 
@@ -23,7 +23,7 @@ class _Copies:
         self.order = {node: index for index, node in enumerate(graph.nodes)}
         self.last_use = self.memory.last_uses(self.order)
         self.merged: dict[fx.Node, frozenset[fx.Node]] = {}
-        """The memory of copies that were removed: that of what they copied."""
+        """For each removed copy, the roots of the memory that its users read now."""
 
     def run(self) -> int:
         changed = 0
@@ -49,7 +49,7 @@ class _Copies:
         return frozenset().union(*found)
 
     def _ends_with(self, node: fx.Node, source: fx.Node) -> bool:
-        """Whether what is copied lies in memory as the copy does, was made by an op, and is not read later."""
+        """Return whether the source has the copy's shape and strides, was made by an op, and is not read later."""
         one, other = node.meta.get("tensor"), source.meta.get("tensor")
         if one is None or one != other:
             return False
@@ -59,11 +59,11 @@ class _Copies:
         made = root.meta.get("tensor")
         if not is_op(root) or starts_collective(root) or made is None:
             return False
-        same_size = math.prod(made.shape) == math.prod(copy.shape)  # type: ignore[attr-defined]  # or it would stay longer
+        same_size = math.prod(made.shape) == math.prod(copy.shape)  # type: ignore[attr-defined]  # else more memory is held for longer
         return same_size and self.last_use[root] <= at
 
     def _copies_a_copy(self, node: fx.Node, source: fx.Node) -> bool:
-        """Whether a row-major copy is made of a copy that nobody else reads, whose source is not written before."""
+        """Return whether `node` is a row-major copy of a copy that has no other user, and could copy its source."""
         if source.target not in COPIES or list(source.users) != [node] or not node.kwargs.get("memory_format"):
             return False
         base = source.args[0]

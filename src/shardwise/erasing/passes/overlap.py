@@ -1,7 +1,7 @@
-"""Collectives and computation at the same time: starts move up, waits move down. Starts keep their order.
+"""Overlap collectives with computation: starts move up, waits move down. Starts keep their order.
 
-A start moves up to the wait before it at most: then no more than two results are there before they are read. Where
-parameters are gathered, their inputs are ready from the beginning, and all gathers would otherwise run at once.
+A start moves up at most to the wait before it, so that no more than two results are in memory before they are read.
+Otherwise all gathers of parameters, whose inputs are ready from the beginning, would run at once.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ from ..effects import Memory, is_barrier, is_wait, starts_collective
 
 
 def overlap(graph: fx.Graph) -> int:
-    """Start collectives where their inputs are ready, wait where their results are read. Returns how many moved."""
-    memory = Memory(graph)  # which moving does not change
+    """Start collectives where their inputs are ready, and wait where their results are read. Return how many moved."""
+    memory = Memory(graph)  # stays valid: moving nodes does not change it
     moved = sum(_start_early(node, memory) for node in list(graph.nodes) if starts_collective(node))
     return moved + sum(_wait_late(node, memory) for node in reversed(list(graph.nodes)) if is_wait(node))
 
 
 def _start_early(start: fx.Node, memory: Memory) -> int:
-    """Move a start up to its inputs, to the last write to them, or to the collective or wait before it."""
+    """Move a start up to its inputs, the last write to them, or the collective or wait before it.
+
+    Return 1 if it moved, else 0.
+    """
     needed = set(start.all_input_nodes)
     for argument in start.all_input_nodes:
         for root in memory.roots(argument):
@@ -38,7 +41,10 @@ def _stops(node: fx.Node) -> bool:
 
 
 def _wait_late(wait: fx.Node, memory: Memory) -> int:
-    """Move a wait down to the first node that reads its result, or writes what the collective reads or fills."""
+    """Move a wait down to the first node that reads its result, or writes what the collective reads or fills.
+
+    Return 1 if it moved, else 0.
+    """
     watched = set(memory.roots(wait))
     for root in list(watched):
         if starts_collective(root):

@@ -10,7 +10,7 @@ from ..effects import Memory, has_effects, is_op, written_by
 
 
 def remove_dead(graph: fx.Graph) -> int:
-    """Remove ops whose results are not read."""
+    """Remove ops whose results are not read. Return how many."""
     removed = 0
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not has_effects(node):
@@ -20,9 +20,9 @@ def remove_dead(graph: fx.Graph) -> int:
 
 
 def remove_duplicates(graph: fx.Graph) -> int:
-    """Take the result of an earlier op where it had the same arguments, and they were not written since.
+    """Replace ops by earlier ones with the same arguments, if these were not written since. Return how many.
 
-    Only if that result is there anyway: keeping it for longer would cost memory.
+    Only if the earlier result is still needed anyway: holding it for longer would cost memory.
     """
     memory, removed = Memory(graph), 0
     order = {node: index for index, node in enumerate(graph.nodes)}
@@ -49,9 +49,9 @@ def remove_duplicates(graph: fx.Graph) -> int:
 
 
 def simplify_views(graph: fx.Graph) -> int:
-    """Remove views that change nothing, and reshape what a reshape was made from."""
+    """Remove views that change nothing, and merge reshapes of reshapes. Return how many views changed."""
     if any(node.target in CHANGES_SHAPE for node in graph.nodes):
-        return 0  # another name of a tensor then has a shape of its own
+        return 0  # an alias may then have another shape than its source
     changed = 0
     for node in list(graph.nodes):
         if not is_op(node) or not node.args or not isinstance(node.args[0], fx.Node):
@@ -72,7 +72,7 @@ def simplify_views(graph: fx.Graph) -> int:
 
 
 def _is_same(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a view has the shape and strides of what it is a view of."""
+    """Return whether a view has the shape and strides of its source."""
     if node.target not in MAY_CHANGE_NOTHING:
         return False
     one, other = node.meta.get("tensor"), source.meta.get("tensor")
@@ -80,7 +80,7 @@ def _is_same(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _can_view(base: object, node: fx.Node) -> bool:
-    """Whether a tensor without gaps is viewed, which can have any shape of its size."""
+    """Return whether the base is contiguous, so that it can be viewed in any shape of its size."""
     meta = base.meta.get("tensor") if isinstance(base, fx.Node) else None
     if meta is None or not all(isinstance(size, int) for size in (*meta.shape, *meta.stride)):
         return False
@@ -97,7 +97,7 @@ def _is_written(node: fx.Node, memory: Memory) -> bool:
 
 
 def _key(node: fx.Node, memory: Memory, versions: dict[fx.Node, int]) -> object:
-    """What the result of an op depends on; None where that cannot be compared."""
+    """Return what the result of an op depends on; None if that cannot be compared."""
     state = [
         sorted((root.name, versions.get(root, 0)) for root in memory.roots(argument))
         for argument in node.all_input_nodes
@@ -111,7 +111,7 @@ def _key(node: fx.Node, memory: Memory, versions: dict[fx.Node, int]) -> object:
 
 
 def _holds_objects(value: object) -> bool:
-    """Whether an argument is something whose text does not say what it is."""
+    """Return whether an argument contains an object that its `repr` does not identify."""
     if isinstance(value, dict):
         return any(map(_holds_objects, value.values()))
     if isinstance(value, (list, tuple)):
