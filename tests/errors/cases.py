@@ -368,7 +368,7 @@ ROWS: dict[str, Row] = {
             "aten.add.Tensor on tensors of different meshes: f32[6@dp, 4] on mesh(dp=2, tp=2), "
             "f32[6@all, 4] on mesh(all=4)"
         ),
-        "bring them to one mesh first",
+        "bring them to one mesh first: x.redistribute(mesh, placements)",
     ),
     # ---- tensors
     "a list of numbers": Row(

@@ -1,8 +1,9 @@
 """Make local results have the strides of their specs.
 
-The strides of a spec are those of PyTorch's meta kernel for the global tensors. What runs on the local shards may lay
-its results out otherwise: a kernel of ours, or an op whose meta kernel and real kernel differ. The first run of a plan
-shows it, and then all runs of this plan put their results into the order of the spec. Other plans cost nothing more.
+The strides of a spec are those of PyTorch's meta kernel for the global tensors. The code that runs on the local shards
+may return other strides: a kernel of ours, or an op whose meta kernel and real kernel differ. The first run of a plan
+shows it, and all later runs of that plan then copy their results into the order of the spec. Other plans cost nothing
+more.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class FirstRun:
         self.plan = plan
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Run on local arguments."""
+        """Return the results of the local code with the strides of their specs."""
         result = self.plan.run_local(*args, **kwargs)
         specs = self.plan.results
         if type(specs) is DTensorSpec:

@@ -135,8 +135,8 @@ class Layout:
         """The same layout with Partial axes replicated."""
         return Layout.make(self.mesh_sizes, self.dims) if self.partial else self
 
-    def at_hand(self) -> Layout:
-        """The same layout with the sizes at hand in the place of symbols."""
+    def hinted(self) -> Layout:
+        """The same layout with the hints of symbolic sizes in their place."""
         dims = hinted(self.dims)
         return self if dims is self.dims else Layout.make(self.mesh_sizes, dims, self.partial)
 
