@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..sharding.memory_order import lies_as
+from ..sharding.memory_order import has_memory_order_of
 from ..sharding.spec import DTensorSpec
 from ..world import RankTensor
 from .call_plan import CallPlan
@@ -28,12 +28,12 @@ class FirstRun:
         result = self.plan.run_local(*args, **kwargs)
         specs = self.plan.results
         if type(specs) is DTensorSpec:
-            if _lies_as(result, specs):
+            if _has_memory_order_of(result, specs):
                 return result
             specs = [specs]
         else:
             specs = [spec for spec in specs or () if isinstance(spec, DTensorSpec)]
-            if all(map(_lies_as, tensors_in(result), specs)):
+            if all(map(_has_memory_order_of, tensors_in(result), specs)):
                 return result
         self.plan = self.plan._replace(run_local=ordered_as(specs, self.plan.run_local))
         return ordered_as(specs, lambda: result)()
@@ -44,7 +44,7 @@ def makes_results(plan: CallPlan) -> bool:
     return not plan.writes and not plan.local_view
 
 
-def _lies_as(local: Tensor, spec: DTensorSpec) -> bool:
+def _has_memory_order_of(local: Tensor, spec: DTensorSpec) -> bool:
     if isinstance(local, RankTensor):
-        return all(lies_as(shard, spec.tensor_meta) for shard in local.shards)
-    return lies_as(local, spec.tensor_meta)
+        return all(has_memory_order_of(shard, spec.tensor_meta) for shard in local.shards)
+    return has_memory_order_of(local, spec.tensor_meta)
