@@ -80,7 +80,7 @@ def _run_on_gathered(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTen
     written = written_arguments(op, args, kwargs)
     for tensor in written:
         if not isinstance(tensor, DTensorBase):
-            raise plain_target_error(op.func, tensor.shape)
+            raise plain_target_error(op.func, getattr(tensor, "shape", ()))
     if modes.explicit:
         refuse_gathering(op, args, kwargs)
     tensors = distributed(args, kwargs)
