@@ -1,7 +1,7 @@
-"""The errors shardwise raises, one class for each kind of mistake.
+"""The errors that shardwise raises, one class for each kind of mistake.
 
-Each also derives from the built-in type that plain PyTorch would raise, so programs that catch `ValueError`
-or `RuntimeError` keep working. A message says what was asked, why it is impossible, and what to write instead.
+Each also derives from the built-in type that plain PyTorch would raise, so programs that catch `ValueError` or
+`RuntimeError` keep working. A message contains the call, why it is impossible, and what to write instead.
 
 >>> raise PlacementError("Shard(dim=3) on a tensor of 2 dims", "use a dim in [-2, 1]")
 Traceback (most recent call last):
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 
 class ShardwiseError(Exception):
-    """The base class of all errors: `problem` says what is impossible and why, `fix` what to write instead."""
+    """The base class of all errors: `problem` is what is impossible and why, `fix` what to write instead."""
 
     def __init__(self, problem: str, fix: str = "") -> None:
         self.problem = problem
@@ -50,9 +50,9 @@ class WorldError(ShardwiseError, RuntimeError):
 
 
 class WatchError(WorldError):
-    """Found by `debug.watch`, and raised on all ranks: ranks that do different things, raise, wait forever, or die.
+    """Ranks that do different things, raise, wait forever or die. `debug.watch` raises this on all ranks.
 
-    `ranks` are those that differ from most ranks, raised, or are gone.
+    `ranks` are those that differ from most ranks, have raised an error, or have died.
     """
 
     def __init__(self, problem: str, fix: str = "", ranks: tuple[int, ...] = ()) -> None:
@@ -61,15 +61,15 @@ class WatchError(WorldError):
 
 
 class EraseError(ShardwiseError, RuntimeError):
-    """A step that cannot be recorded: its Python code depends on data, or keeps what a replay would not make."""
+    """A step that cannot be recorded: its Python code depends on data, or stores what a replay would not make."""
 
 
 class CommunicationError(ShardwiseError, RuntimeError):
-    """Communication that is impossible or was not allowed."""
+    """Communication that is impossible or not allowed."""
 
 
 class BudgetError(ShardwiseError, AssertionError):
-    """More communication than a `shardwise.debug.budget` allows: `fix` explains all that counted."""
+    """More communication than `shardwise.debug.budget` allows; `fix` lists all that was counted."""
 
     def __init__(self, problem: str, explanation: str) -> None:
         super().__init__(problem, explanation)
@@ -77,7 +77,7 @@ class BudgetError(ShardwiseError, AssertionError):
 
 
 class SavedTensorError(ShardwiseError, RuntimeError):
-    """A change to a tensor that a backward pass needs as it was."""
+    """A change to a tensor that a backward pass needs unchanged."""
 
 
 class CheckpointError(ShardwiseError, RuntimeError):

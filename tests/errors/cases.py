@@ -121,7 +121,7 @@ ROWS: dict[str, Row] = {
         lambda w: w.x.redistribute(),
         errors.InputError,
         "redistribute got no placements",
-        "give one placement for each mesh axis, or P(...)",
+        "pass one placement for each mesh axis, e.g. placements=[Replicate(), ...], or P(...)",
     ),
     "a class": Row(
         lambda w: distribute_tensor(w.whole, w.mesh, [Replicate(), Shard]),
@@ -212,7 +212,7 @@ ROWS: dict[str, Row] = {
         lambda w: distribute_tensor(w.whole, w.mesh, P("dp", "dp")),
         errors.PlacementError,
         "P('dp', 'dp') uses the axis 'dp' twice",
-        "an axis does one thing to a tensor",
+        "name each axis once: it shards one dim, or is partial",
     ),
     "an axis twice on a dim": Row(
         lambda w: distribute_tensor(w.whole, w.mesh, P(("dp", "dp"))),
@@ -224,13 +224,13 @@ ROWS: dict[str, Row] = {
         lambda w: distribute_tensor(w.whole, w.mesh, P("dp", partial={"dp": "sum"})),
         errors.PlacementError,
         "P('dp', partial={'dp': 'sum'}) uses the axis 'dp' twice",
-        "an axis does one thing to a tensor",
+        "name each axis once: it shards one dim, or is partial",
     ),
     "more entries than dims": Row(
         lambda w: distribute_tensor(w.whole, w.mesh, P("dp", None, "tp")),
         errors.PlacementError,
         "P('dp', None, 'tp') names 3 dims of a tensor that has 2",
-        "give at most one entry a dim",
+        "give at most one entry for each dim",
     ),
     "an unknown reduction in P": Row(
         lambda w: distribute_tensor(w.whole, w.mesh, P("dp", partial={"tp": "total"})),
@@ -338,9 +338,9 @@ ROWS: dict[str, Row] = {
     "gradients from the instances of a submesh": Row(
         lambda w: w.leaf.redistribute(w.mesh["tp"], [Shard(0)]),
         errors.MeshError,
-        "redistribute of f32[6@dp, 4] with gradients to mesh(tp=2), a submesh with 2 parallel instances: each has a "
-        "gradient of its own",
-        "redistribute to the mesh that it was sliced from, and say there how gradients come back: "
+        "redistribute of f32[6@dp, 4] with gradients to mesh(tp=2), a submesh with 2 parallel instances: each would "
+        "have a gradient of its own",
+        "redistribute to the mesh that it was sliced from, and state there how local gradients are combined: "
         "to_local(grad_placements=[Partial(), ...])",
     ),
     "placements for another mesh": Row(
@@ -368,7 +368,7 @@ ROWS: dict[str, Row] = {
             "aten.add.Tensor on tensors of different meshes: f32[6@dp, 4] on mesh(dp=2, tp=2), "
             "f32[6@all, 4] on mesh(all=4)"
         ),
-        "bring them to one mesh first",
+        "bring them to one mesh first: x.redistribute(mesh, placements)",
     ),
     # ---- tensors
     "a list of numbers": Row(
@@ -398,14 +398,14 @@ ROWS: dict[str, Row] = {
     "a new sparse tensor": Row(
         lambda w: shardwise.zeros(4, layout=torch.sparse_coo, device_mesh=w.line, placements=[Shard(0)]),
         errors.InputError,
-        "a distributed tensor of layout torch.sparse_coo",
+        "a DTensor cannot have layout=torch.sparse_coo",
         "only torch.strided tensors can be distributed",
     ),
     "a negative size": Row(
         lambda w: shardwise.zeros(-4, device_mesh=w.line, placements=[Shard(0)]),
         errors.ShapeError,
-        "a distributed tensor of shape [-4]",
-        "sizes are 0 or more",
+        "a DTensor cannot have the shape [-4]",
+        "use sizes that are 0 or more",
     ),
     "a DTensor for a local tensor": Row(
         lambda w: DTensor.from_local(w.x, w.mesh, [Shard(0), Replicate()]),
@@ -429,7 +429,7 @@ ROWS: dict[str, Row] = {
         lambda w: distribute_tensor(w.x, w.line, [Shard(0)]),
         errors.PlacementError,
         "distribute_tensor got f32[6@dp, 4], which is on mesh(dp=2, tp=2), not on mesh(all=4)",
-        "use full_tensor() first to bring it to another mesh",
+        "use x.redistribute(mesh, placements) to bring it to another mesh",
     ),
     "a computed tensor": Row(
         lambda w: distribute_tensor(w.whole.clone().requires_grad_() * 2, w.line, [Shard(0)]),
@@ -440,20 +440,20 @@ ROWS: dict[str, Row] = {
     "a source that is not there": Row(
         lambda w: distribute_tensor(w.whole, w.mesh, [Shard(0), Replicate()], src_data_rank=2),
         errors.PlacementError,
-        "src_data_rank=2 on mesh(dp=2, tp=2)",
-        "it is an index on every axis, in [0, 1]",
+        "distribute_tensor got src_data_rank=2, which is no index on every axis of mesh(dp=2, tp=2)",
+        "use an index in [0, 1]",
     ),
     "a negative source": Row(
         lambda w: distribute_tensor(w.whole, w.mesh, [Shard(0), Replicate()], src_data_rank=-1),
         errors.PlacementError,
-        "src_data_rank=-1 on mesh(dp=2, tp=2)",
-        "it is an index on every axis, in [0, 1]",
+        "distribute_tensor got src_data_rank=-1, which is no index on every axis of mesh(dp=2, tp=2)",
+        "use an index in [0, 1]",
     ),
     "a text for a source": Row(
         lambda w: distribute_tensor(w.whole, w.mesh, [Shard(0), Replicate()], src_data_rank="0"),
         errors.InputError,
-        "src_data_rank='0'",
-        "it is an index on every mesh axis, or None",
+        "distribute_tensor got src_data_rank='0'",
+        "pass an index on every mesh axis, e.g. 0, or None to shard each rank's own tensor",
     ),
     # ---- shapes
     "a stride without a shape": Row(
@@ -465,14 +465,14 @@ ROWS: dict[str, Row] = {
     "a shape of other dims": Row(
         lambda w: DTensor.from_local(w.whole, w.line, [Shard(0)], shape=(24,)),
         errors.ShapeError,
-        "a local tensor of 2 dims for a tensor of shape [24]",
-        "give one size for each dim",
+        "from_local got shape=[24] for a local tensor of 2 dims",
+        "give one size for each dim, e.g. shape=(8, 16)",
     ),
     "a stride of other dims": Row(
         lambda w: DTensor.from_local(w.whole, w.line, [Shard(0)], shape=(24, 4), stride=(1,)),
         errors.ShapeError,
-        "a stride [1] for a tensor of 2 dims",
-        "give one stride for each dim",
+        "from_local got stride=[1] for a local tensor of 2 dims",
+        "give one stride for each dim, e.g. stride=(16, 1)",
     ),
     "a bare placement with a shape": Row(
         lambda w: DTensor.from_local(w.whole, w.line, Shard(0), shape=(24, 4)),
@@ -516,8 +516,8 @@ ROWS: dict[str, Row] = {
     "a copy of a computed tensor": Row(
         lambda w: copy.deepcopy(w.leaf.redistribute(placements=[Shard(0), Shard(1)])),
         errors.InputError,
-        "deepcopy of a DTensor that is not a leaf",
-        "detach it, or copy what it was made from",
+        "deepcopy of a DTensor that is not a leaf: its grad_fn cannot be copied",
+        "detach it first: copy.deepcopy(x.detach())",
     ),
     "saving a Partial": Row(
         lambda w: w.partial.__create_write_items__("x", w.partial),

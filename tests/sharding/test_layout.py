@@ -8,7 +8,7 @@ import torch
 
 from shardwise import InterleavedShard, Replicate, Shard, ShardOrderEntry
 from shardwise.errors import LayoutError
-from shardwise.sharding.from_placements import cutting_sequence, default_order, from_placements, to_placements
+from shardwise.sharding.from_placements import default_order, from_placements, sharding_sequence, to_placements
 from shardwise.sharding.layout import chunk_range
 from shardwise.sharding.placement import AnyShard
 
@@ -39,7 +39,7 @@ def check_every_rank(mesh, shape, placements, order=None):
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     numels = []
     for at in itertools.product(*map(range, mesh)):
-        shard = cut_by_hand(whole, mesh, placements, cutting_sequence(len(mesh), order), at)
+        shard = cut_by_hand(whole, mesh, placements, sharding_sequence(len(mesh), order), at)
         assert layout.local_shape(at) == shard.shape
         held = whole
         for dim, runs in enumerate(layout.runs(at)):

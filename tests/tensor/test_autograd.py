@@ -226,7 +226,7 @@ def test_from_local(mesh, shape, placements):
 
 def test_from_local_takes_shards_for_even(mesh):
     local = local_parts(numbers((5, 4)), mesh, [Shard(0), Shard(1)])
-    with pytest.raises(ShapeError, match=r"takes the shards of all ranks to be alike.*pass shape=.*run_check=True"):
+    with pytest.raises(ShapeError, match=r"assumes shards of equal shape.*pass shape=.*run_check=True"):
         DTensor.from_local(local, mesh, [Shard(0), Shard(1)])
 
 

@@ -12,7 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor, init_device_mesh
-from shardwise.sharding.memory_order import contiguous_meta, in_memory_order, lies_as, memory_order, overlaps
+from shardwise.sharding.memory_order import (
+    contiguous_meta,
+    has_memory_order_of,
+    in_memory_order,
+    memory_order,
+    overlaps,
+)
 from shardwise.sharding.spec import TensorMeta
 from shardwise.testing import assemble, make_dtensor
 from shardwise.testing.values import check_strides
@@ -262,9 +268,9 @@ def meta(shape: Sequence[int], stride: Sequence[int]) -> TensorMeta:
         (((2, 1, 2), (3, 3, 2)), ((2, 2, 2), (6, 3, 2)), True),  # windows with gaps, in which another dim lies
     ],
 )
-def test_lies_as(local: Any, spec: Any, lies: bool) -> None:
+def test_has_memory_order_of(local: Any, spec: Any, lies: bool) -> None:
     shard = torch.empty(1).as_strided((0,), (1,)) if 0 in local[0] else torch.empty_strided(*local)
-    assert lies_as(shard, meta(*spec)) is lies
+    assert has_memory_order_of(shard, meta(*spec)) is lies
 
 
 def test_memory_order() -> None:
@@ -274,7 +280,7 @@ def test_memory_order() -> None:
         source = torch.arange(24.0)[: torch.Size(shape).numel()].as_strided(shape, stride)
         found = in_memory_order(source.contiguous(), memory_order(wanted))
         assert torch.equal(found, source)
-        assert lies_as(found, wanted)
+        assert has_memory_order_of(found, wanted)
     found_overlaps = [overlaps(meta(*each)) for each in (((2, 3), (0, 1)), ((3, 3), (1, 1)), ((2, 3), (7, 2)))]
     assert found_overlaps == [True, True, False]
 
@@ -290,7 +296,7 @@ def test_distributing_keeps_the_strides_of_a_tensor_without_gaps(
     with mesh_of(4) as mesh:
         x = distribute_tensor(value, mesh, [placement], src_data_rank=source).requires_grad_()
         assert x.stride() == expected.stride()
-        assert all(lies_as(shard, x._spec.tensor_meta) for shard in x._local_tensor.shards)
+        assert all(has_memory_order_of(shard, x._spec.tensor_meta) for shard in x._local_tensor.shards)
         torch.testing.assert_close(assemble(x), value)
         (x * 2).sum().backward()
         assert x.grad.stride() == x.stride()

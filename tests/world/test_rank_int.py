@@ -42,7 +42,7 @@ def test_branches() -> None:
     for branch in (lambda: n > 2, lambda: n == 3, lambda: int(n), lambda: range(n)):
         with pytest.raises(WorldError, match=r"\| "):
             bool(branch())
-    with pytest.raises(WorldError, match="3 ranks meet sizes of 2"):
+    with pytest.raises(WorldError, match="3 ranks and sizes of 2"):
         _ = n + rank_int([1, 2])
 
 

@@ -80,7 +80,7 @@ def test_nested() -> None:
             assert current_world() is inner
             assert dist.get_world_size() == 2
             assert dist.group.WORLD.group_name != outer_name
-            with pytest.raises(WorldError, match="no simulated mesh"):
+            with pytest.raises(WorldError, match="no mesh of the running simulated world"):
                 groups_of(outer_name)
             init_device_mesh("cpu", (2,))
         assert current_world() is outer

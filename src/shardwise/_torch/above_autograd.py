@@ -1,7 +1,7 @@
 """Kernels that run above autograd: they see a call before autograd records it, or decomposes it into other ops.
 
 A kernel is registered at the dispatch key `PythonTLSSnapshot`, which tensor subclasses have and plain tensors lack, so
-plain tensors pay nothing. It sees calls with tensors of any subclass, and passes on those that are not its own:
+plain tensors pay nothing. It sees calls with tensors of any subclass, and forwards those that it does not handle:
 
 >>> linear = torch.ops.aten.linear.default
 >>> overrides = Overrides()
@@ -27,11 +27,11 @@ _PYTHON = DispatchKey.Python
 _transforms_active = torch._C._are_functorch_transforms_active
 
 Keys = DispatchKeySet
-"""The dispatch keys of a call; those that its kernel passes on."""
+"""The dispatch keys of a call, with which its kernel calls the original op."""
 
 
 class Overrides:
-    """Kernels above autograd that are removed together. An op may have one."""
+    """Kernels above autograd that are removed together. An op has at most one."""
 
     def __init__(self) -> None:
         self._libraries: dict[str, torch.library.Library] = {}
@@ -42,7 +42,7 @@ class Overrides:
     def add(self, func: OpOverload, kernel: Callable[..., object], key: str = _KEY.name) -> None:
         """Run `kernel(keys, *args, **kwargs)` in the place of an op if a tensor subclass is among its arguments.
 
-        With another dispatch key, where an op comes to that key.
+        With another dispatch `key`, when the dispatcher gets to that key.
         """
         space = func.namespace
         if space not in self._libraries:
@@ -52,14 +52,14 @@ class Overrides:
             self._libraries[space].impl(func.name(), kernel, key, with_keyset=True)
 
     def remove(self) -> None:
-        """Let all these ops run as before. Relies on `Library._destroy`, which takes back what a library registered."""
+        """Remove all these kernels. Relies on `Library._destroy`, which removes what a library registered."""
         for library in self._libraries.values():
             library._destroy()
         self._libraries.clear()
 
 
 def tensors_in(args: Iterable[object], kwargs: Mapping[str, object]) -> list[Tensor]:
-    """The tensors among the arguments of an op, which are values and lists of values."""
+    """Return the tensors among the arguments of an op, those in lists included."""
     found = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
@@ -70,11 +70,11 @@ def tensors_in(args: Iterable[object], kwargs: Mapping[str, object]) -> list[Ten
 
 
 _BELOW: dict[int, tuple[Keys, bool]] = {}
-"""What `_below` returns, by the bits of the keys: there are a few combinations."""
+"""The results of `_below`, by the bits of the keys, of which there are a few combinations."""
 
 
 def _below(keys: Keys) -> tuple[Keys, bool]:
-    """The keys that a kernel passes on, and whether the next one is the tensors' class."""
+    """Return the keys below a kernel, and whether the next of them is `__torch_dispatch__` of the tensors' class."""
     bits = keys.raw_repr()
     try:
         return _BELOW[bits]
@@ -86,8 +86,8 @@ def _below(keys: Keys) -> tuple[Keys, bool]:
 def call_from_python(func: OpOverload, tensor: Tensor, *args: object) -> object:
     """Call an op that has a derivative on a tensor of a subclass, without its kernel above autograd.
 
-    For methods of a class that do what the kernel does, without the way from Python to the kernel and back. Returns
-    NotImplemented where somebody else is to see the call first: modes, transforms, inference mode.
+    For methods of a class that do the same as the kernel, to save the time of dispatching to it. Returns NotImplemented
+    where something else must see the call first: modes, transforms, inference mode.
     """
     if _NEEDS_SNAPSHOT or count_modes() or _function_modes() or _transforms_active() or _is_excluded(_AUTOGRAD):
         return NotImplemented
@@ -104,7 +104,7 @@ def call_from_python(func: OpOverload, tensor: Tensor, *args: object) -> object:
 
 
 _FROM_AUTOGRAD: dict[int, Keys] = {}
-"""The keys of tensors from autograd on, by the bits of all their keys: there are a few combinations."""
+"""The keys of tensors from autograd on, by the bits of all their keys, of which there are a few combinations."""
 _AUTOGRAD = DispatchKey.AutogradFunctionality
 _is_excluded: Callable[[DispatchKey], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
@@ -121,14 +121,14 @@ def call_original(func: OpOverload, keys: Keys, *args: object, **kwargs: object)
 def call_with_autograd(func: OpOverload, keys: Keys, *args: object, **kwargs: object) -> object:
     """Call an op that has a derivative from its kernel as if it were not overridden: autograd records a node for it.
 
-    On its way to the tensors' class such a call needs a snapshot of PyTorch's dispatch state, which the fallback of the
-    overridden key takes; without it PyTorch 2.11 fails. There the call is made from inside an op of our own, which goes
-    through this fallback.
+    Before such a call gets to the tensors' class, it needs a snapshot of PyTorch's dispatch state, which the fallback
+    of the overridden key takes; without it PyTorch 2.11 fails. There the call is made from inside an op of our own,
+    which is dispatched through this fallback.
     """
     below, is_last = _below(keys)
     if is_last:
         return dispatch_to_subclass(func, args, kwargs)
-    if not _NEEDS_SNAPSHOT or _transforms_active():  # transforms dispatch anew what they have unwrapped
+    if not _NEEDS_SNAPSHOT or _transforms_active():  # transforms dispatch the unwrapped tensors again, from the top
         return func._handle.redispatch_boxed(below, *args, **kwargs)
     tensors = tensors_in(args, kwargs)
     entered = next((tensor for tensor in tensors if _dispatches(type(tensor))), tensors[0])
@@ -160,7 +160,7 @@ _with_snapshot = torch.ops.shardwise_dispatch.with_snapshot.default
 def dispatch_to_subclass(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Call `__torch_dispatch__` of the innermost dispatch mode, or of the most derived class among the arguments.
 
-    A kernel above autograd cannot leave this to PyTorch 2.11, which fails for want of a snapshot of its dispatch state.
+    A kernel above autograd cannot leave this to PyTorch 2.11, which fails without a snapshot of its dispatch state.
     """
     classes = dict.fromkeys(type(tensor) for tensor in tensors_in(args, kwargs))
     types = tuple(filter(_dispatches, classes))
@@ -174,5 +174,5 @@ def dispatch_to_subclass(func: OpOverload, args: tuple[object, ...], kwargs: dic
 
 
 def _dispatches(cls: type[Tensor]) -> bool:
-    """Whether ops on tensors of this class come to its `__torch_dispatch__`; a plain tensor takes no snapshot."""
+    """Whether the class has a `__torch_dispatch__` that ops are dispatched to."""
     return cls.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl

@@ -7,5 +7,5 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 
 def wait_for_data(tensor: Tensor) -> Tensor:
-    """Return the plain tensor, after waiting for the collective that fills it if there is one."""
+    """Return a plain tensor, after waiting for its data if this is the result of a functional collective."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor

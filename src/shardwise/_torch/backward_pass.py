@@ -1,4 +1,4 @@
-"""Autograd's state in this thread: which node runs, and which hooks are called on tensors that it saves."""
+"""Autograd's state in this thread: the node and the backward pass that run, and the hooks for saved tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 current_node: Callable[[], Node | None] = torch._C._current_autograd_node
 """The node that the backward pass of this thread evaluates; None outside of a backward pass.
 
-Relies on the engine naming a node as the current one from its first tensor hook to its last post hook.
+Relies on a node being the current one from its first tensor hook to its last post hook.
 """
 
 current_pass: Callable[[], int] = torch._C._current_graph_task_id
@@ -22,17 +22,17 @@ current_pass: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def metadata_of(node: Node) -> dict[str, Any]:
-    """The dict of a node, for anyone's notes; it lives as long as the node."""
+    """Return the metadata dict of a node, which anyone may write; it lives as long as the node."""
     found: Any = node.metadata
     return found
 
 
 def saved_tensor_hooks() -> tuple[Callable[[object], object], Callable[[object], object]] | None:
-    """The (pack, unpack) functions of the innermost `saved_tensors_hooks` block, if any is active in this thread."""
+    """Return the (pack, unpack) functions of the innermost `saved_tensors_hooks` block of this thread, if any."""
     found: tuple[Callable[[Any], object], Callable[[object], object]] | None = _top_hooks(False)
     return found
 
 
 def materialized(tensor: Tensor) -> Tensor:
-    """The tensor, with memory: derivative formulas may return zeros that have none."""
+    """Return the tensor, or zeros in its place if it has no memory: derivative formulas may return such zeros."""
     return torch.zeros_like(tensor) if tensor._is_zerotensor() else tensor

@@ -1,6 +1,6 @@
-"""Run ops below autograd, which costs half of what they cost above it."""
+"""Run ops below autograd, which takes half the time."""
 
 import torch
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
-"""A context manager: ops inside skip autograd's kernels. Unlike `no_grad`, they also skip the time these take."""
+"""A context manager: ops inside skip autograd's kernels, while under `no_grad` these still run, and take time."""

@@ -1,7 +1,7 @@
-"""The quickest ways into PyTorch from Python: the binding of an op, where it calls just that; an edge of autograd.
+"""The fastest callable of an op: a Python binding of PyTorch, if it calls just this op.
 
-An overload unpacks its arguments by its schema, a binding (`torch.add`, `Tensor.view`) in generated code. That
-saves up to two microseconds a call. Which op a binding calls depends on the types of its arguments, so it is tried.
+An overload parses its arguments by its schema, a binding (`torch.add`, `Tensor.view`) in generated code, which saves up
+to two microseconds a call. Which op a binding calls depends on the types of its arguments, so it is tried.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def binding(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object
 
 
 def types_key(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    """Return the key that the choice of a binding depends on."""
+    """Return a key of what the choice of a binding depends on: the types of arguments, and the values of kwargs."""
     return tuple(map(_kind, args)), tuple((name, str(value)) for name, value in kwargs.items())
 
 
@@ -68,7 +68,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down the ops that reach it."""
+    """Records the ops that are called."""
 
     def __init__(self) -> None:
         super().__init__()

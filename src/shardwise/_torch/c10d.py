@@ -1,7 +1,7 @@
 """Process groups: the tables in which torch.distributed keeps them, and the fake backend.
 
-torch.distributed keeps its groups in tables of one object (`_world`), its default group and a counter that names new
-groups beside them, and the name of each group a second time in C++, where the functional collectives look it up.
+torch.distributed stores its groups in tables of one object (`_world`), with the default group and the counter by which
+new groups are named. The name of each group is registered in C++, too, where functional collectives look it up.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SavedProcessGroups:
     def register_names(self) -> None:
         """Register the names of the saved groups in C++ again, where `destroy_process_group()` unregistered them.
 
-        It unregisters all names there are, not only those of the groups that it destroys.
+        It unregisters all names, not only those of the groups that it destroys.
         """
         for group, name in self._tables["pg_names"].items():
             try:
@@ -94,12 +94,12 @@ def start_fake_group(size: int) -> dist.ProcessGroup:
 
 
 def group_of_members(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-    """The group with this name of these ranks, in this order, made by its members alone.
+    """Return a new group with this name, of these ranks in this order. Only its members call this.
 
-    `dist.new_group` gives groups names that depend on how many groups a process is in, also with
-    `use_local_synchronization`, so that its members can wait for each other under different names. Where the default
-    group is bound to a device, it splits that group's communicator, for which ranks outside would have to be called,
-    too. Relies on `_new_process_group_helper`, and on its look at `bound_device_id`.
+    `dist.new_group` makes names from the number of groups that a process is in, also with `use_local_synchronization`,
+    so that members could wait for each other under different names. If the default group is bound to a device, it
+    splits that group's communicator, which ranks outside would have to join. Relies on `_new_process_group_helper`,
+    and on it reading `bound_device_id`.
     """
     world = _c10d._world
     default = _c10d._get_default_group()
@@ -118,5 +118,5 @@ def group_of_members(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
 
 
 def finished_work() -> ScriptObject:
-    """The handle of a finished communication, in the form that the ops of `torch.ops.c10d` return."""
+    """Return the handle of a finished communication, as the ops of `torch.ops.c10d` return it."""
     return FakeWork().boxed()

@@ -1,4 +1,4 @@
-"""Find the caller of an op, through PyTorch's own functions between it and the tensor class."""
+"""Recognize PyTorch's own functions between the caller of an op and the tensor class."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CALL_OP = getattr(OpOverload.__call__, "__code__", None)
 
 
 def passes_ops_on(code: CodeType) -> bool:
-    """Whether a function passes an op on: `OpOverload.__call__`, and a dispatch mode with what is wrapped around it.
+    """Whether a function only forwards an op: `OpOverload.__call__`, dispatch modes, and the wrappers around these.
 
     Relies on `_compile.py` and `_dynamo/eval_frame.py` being the files of the wrappers.
     """

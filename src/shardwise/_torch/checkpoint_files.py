@@ -35,7 +35,10 @@ _ADMITTED: dict[tuple[str, str], object] = {
 
 
 def metadata_global(module: str, name: str) -> object:
-    """Return a global that a `.metadata` file may name, or None: the classes of metadata, sizes, dtypes and paths."""
+    """Return the class or object that a `.metadata` file names, or None unless it is one that such files need.
+
+    These are the classes of metadata, sizes, dtypes and paths.
+    """
     found = _ADMITTED.get((module, name))
     if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
         return getattr(torch, name)
@@ -43,7 +46,7 @@ def metadata_global(module: str, name: str) -> object:
 
 
 def place_in_file(file: str, offset: int, length: int) -> filesystem._StorageInfo:
-    """Where PyTorch's reader finds one tensor or object: the values of `Metadata.storage_data`."""
+    """Return where PyTorch's reader finds one tensor or object, as a value of `Metadata.storage_data`."""
     return filesystem._StorageInfo(file, offset, length)
 
 

@@ -1,4 +1,4 @@
-"""Clipping of gradients: the norm that they are clipped by."""
+"""The total norm by which `clip_grad_norm_` clips gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["watching_clipping"]
 
 @contextmanager
 def watching_clipping(seen: Callable[[Tensor], None]) -> Iterator[None]:
-    """Call `seen` with the total norm whenever gradients are about to be clipped by it.
+    """Inside, call `seen` with the total norm whenever gradients are about to be clipped by it.
 
     `clip_grad_norm_` and the public `clip_grads_with_norm_` both end in `clip_grad._clip_grads_with_norm_`; the first
     looks it up in its module, the second is that function under a public name.

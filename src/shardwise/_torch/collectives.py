@@ -20,7 +20,7 @@ all_gather = _ops.all_gather_into_tensor.default
 all_reduce = _ops.all_reduce.default
 """`all_reduce(input, op, group)`: the elementwise reduction of the inputs, on every rank."""
 all_reduce_ = _ops.all_reduce_.default
-"""`all_reduce_(input, op, group)`: the same, in the memory of the input."""
+"""`all_reduce_(input, op, group)`: `all_reduce` in the memory of the input."""
 reduce_scatter = _ops.reduce_scatter_tensor.default
 """`reduce_scatter(input, op, ranks, group)`: this rank's chunk along dim 0 of the reduction of the inputs."""
 all_to_all = _ops.all_to_all_single.default
@@ -28,12 +28,12 @@ all_to_all = _ops.all_to_all_single.default
 broadcast = _ops.broadcast.default
 """`broadcast(input, source, group)`: the input of the rank at this index of the group."""
 WAIT = _ops.wait_tensor.default
-"""The op that waits for a collective, as recorded programs name it."""
+"""The op that waits for a collective, as an overload: recorded programs refer to it."""
 wait = WAIT._op
 """`wait(tensor)`: the same tensor, once the collective that fills it is done. It has no Python frame around it."""
 
 all_reduce_coalesced = _ops.all_reduce_coalesced.default
-"""`all_reduce_coalesced(inputs, op, group)`: the same for a list of inputs, in one collective."""
+"""`all_reduce_coalesced(inputs, op, group)`: `all_reduce` of each tensor of a list, in one collective."""
 STARTS = frozenset([all_gather, all_reduce, all_reduce_coalesced, reduce_scatter, all_to_all, broadcast])
 """The ops that start a collective."""
 
@@ -41,12 +41,12 @@ _resolve: Callable[..., dist.ProcessGroup] = dist.distributed_c10d._resolve_proc
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """The process group of this rank with this name. Relies on `_resolve_process_group`."""
+    """Return the process group of this rank with this name. Relies on `_resolve_process_group`."""
     return _resolve(name)
 
 
 def group_is_registered(group: dist.ProcessGroup) -> bool:
-    """Whether a group is still known by its name, that is, has not been destroyed."""
+    """Whether a group is still registered under its name, so that it was not destroyed."""
     try:
         return group_named(group.group_name) is group
     except (RuntimeError, LookupError, ValueError):

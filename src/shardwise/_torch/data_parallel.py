@@ -1,4 +1,4 @@
-"""Names that DistributedDataParallel leaves out."""
+"""Parameters that DistributedDataParallel ignores."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import nn
 
 
 def ignored_names(module: nn.Module) -> Collection[str]:
-    """The names of parameters and buffers that `_set_params_and_buffers_to_ignore_for_model` lets the wrapper skip.
+    """Return the names of parameters and buffers set by `_set_params_and_buffers_to_ignore_for_model`.
 
-    They are kept in the attribute `_ddp_params_and_buffers_to_ignore` of the module.
+    Relies on the attribute `_ddp_params_and_buffers_to_ignore` of the module.
     """
     found: Collection[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     return found

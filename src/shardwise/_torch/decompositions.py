@@ -9,9 +9,9 @@ from .ops import OpOverload
 
 
 def pytorch_decomposition(func: OpOverload) -> Callable[..., object]:
-    """The function that PyTorch's table of decompositions (`torch._decomp`) holds for an op.
+    """Return PyTorch's decomposition of an op, from the table of `torch._decomp`.
 
-    The table takes a quarter of a second to import, so that happens when the function is first called.
+    The table takes a quarter of a second to import, so it is imported when the function is first called.
     """
 
     def decomposed(*args: object, **kwargs: object) -> object:
@@ -23,11 +23,11 @@ def pytorch_decomposition(func: OpOverload) -> Callable[..., object]:
 
 
 def registered_decomposition(func: OpOverload) -> Callable[..., object] | None:
-    """The decomposition that a program registered for an op of its own, with `torch._decomp.register_decomposition`.
+    """Return the decomposition that a program registered for its own op (`torch._decomp.register_decomposition`).
 
-    Ops of PyTorch have none here: its table is made for tracing, and holds functions that make plain tensors.
+    None if there is none, and for ops of PyTorch: its own decompositions are made for tracing, and make plain tensors.
     """
-    module = sys.modules.get("torch._decomp")  # nothing is registered before it is imported
+    module = sys.modules.get("torch._decomp")  # a program imports it to register a decomposition
     if module is None or func.namespace in ("aten", "prims"):
         return None
     found: Callable[..., object] | None = module.decomposition_table.get(func)

@@ -12,13 +12,13 @@ from .modes import without_modes
 
 
 def innermost_mesh() -> DeviceMesh | None:
-    """The mesh of the innermost `with mesh:` block, or None outside one. Relies on `_mesh_resources.mesh_stack`."""
+    """Return the mesh of the innermost `with mesh:` block, or None. Relies on `_mesh_resources.mesh_stack`."""
     stack = _mesh_resources.mesh_stack
     return stack[-1] if stack else None
 
 
 def parallel_instances(mesh: DeviceMesh) -> torch.Tensor:
-    """The ranks of every parallel instance of a mesh, of shape `(instances, *mesh.shape)`.
+    """Return the ranks of every parallel instance of a mesh, of shape `(instances, *mesh.shape)`.
 
     `mesh["tp"]` of a mesh of shape (2, 4) has 2 instances of 4 ranks. Relies on `_layout` and `_rank_map`.
     """
@@ -29,23 +29,23 @@ def parallel_instances(mesh: DeviceMesh) -> torch.Tensor:
 
 
 def listed(ranks: torch.Tensor) -> Any:
-    """The ranks of a mesh as lists. No mode sees it: one that records ops refuses reads of tensors."""
+    """Return the ranks of a mesh as nested lists. No mode sees this: modes that record ops refuse reads of tensors."""
     with without_modes(), torch._C.DisableTorchFunction():
         return ranks.tolist()
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that this one was sliced from, or itself. Relies on `_get_root_mesh`."""
+    """Return the mesh that this one was sliced from, or itself. Relies on `_get_root_mesh`."""
     return mesh._get_root_mesh()
 
 
 def flattened_meshes(mesh: DeviceMesh) -> list[DeviceMesh]:
-    """The one-axis meshes made by flattening axes of a mesh's root. Relies on `_flatten_mapping`."""
+    """Return the one-axis meshes made by flattening axes of a mesh's root. Relies on `_flatten_mapping`."""
     return list(root_mesh(mesh)._flatten_mapping.values())
 
 
 def mesh_without_groups(device_type: str, ranks: torch.Tensor, names: Sequence[str] | None, rank: int) -> DeviceMesh:
-    """A mesh for which no process groups are made. Relies on the arguments `_init_backend` and `_rank`."""
+    """Return a mesh without process groups. Relies on the arguments `_init_backend` and `_rank`."""
     name_tuple = None if names is None else tuple(names)
     return DeviceMesh(device_type, ranks, mesh_dim_names=name_tuple, _init_backend=False, _rank=rank)
 

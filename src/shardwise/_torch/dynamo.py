@@ -1,6 +1,6 @@
 """Dynamo, the frontend of `torch.compile`: what it must not trace, what it records as one call, and what is constant.
 
-Dynamo takes a second to import, so nothing here imports it: it is configured when a program imports it.
+Dynamo takes a second to import, so this module does not import it, and configures it when a program imports it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _NAME = "torch._dynamo"
 _waiting: list[Callable[[], None]] = []
 
 
-# ---- telling Dynamo when it is imported -----------------------------------------------------------------------------
+# ---- when Dynamo is imported ----------------------------------------------------------------------------------------
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds Dynamo as the other finders do, and lets a loader of ours import it. Removes itself then."""
+    """Finds Dynamo as the other finders do, but with a loader of ours; then removes itself."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -57,7 +57,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Imports Dynamo with its own loader, then runs what waits for it."""
+    """Imports Dynamo with its own loader, then calls the waiting callbacks."""
 
     def __init__(self, own: importlib.abc.Loader) -> None:
         self.own = own
@@ -75,7 +75,7 @@ class _Loader(importlib.abc.Loader):
 
 
 def _when_imported(callback: Callable[[], None]) -> None:
-    """Run this as soon as Dynamo is imported: now, if it is."""
+    """Call this as soon as Dynamo is imported: now, if it is already."""
     if hasattr(sys.modules.get(_NAME), "allow_in_graph"):
         callback()
         return
@@ -98,10 +98,10 @@ def in_graph(function: F) -> F:
 
 
 def never_traced(modules: Iterable[str]) -> None:
-    """Let Dynamo never trace code of these modules and packages: it breaks its graph at calls of it, and runs it.
+    """Let Dynamo never trace these modules and packages: it breaks its graph at calls of them, and runs them.
 
-    Relies on `torch._dynamo.trace_rules.add`. Dynamo looks at every frame that begins while it is on, also those of
-    `__torch_dispatch__`.
+    Relies on `torch._dynamo.trace_rules.add`. Without this, Dynamo would trace every frame that begins while it is on,
+    also those of `__torch_dispatch__`.
     """
 
     def callback() -> None:
@@ -116,8 +116,8 @@ def never_traced(modules: Iterable[str]) -> None:
 def constant_in_graphs(cls: C) -> C:
     """Let graphs hold objects of this class, which do not change, as constants. A copy of one is itself.
 
-    Relies on `register_opaque_type`. Dynamo reads attributes and calls methods of the object itself. PyTorch 2.11 takes
-    classes with a metaclass of its own alone, and breaks its graphs where these objects are arguments.
+    Relies on `register_opaque_type`. Dynamo reads attributes and calls methods of the object itself. PyTorch 2.11
+    accepts only classes with a metaclass of its own, and breaks its graphs where these objects are arguments.
     """
     try:
         from torch._library.opaque_object import MemberType, register_opaque_type
@@ -138,7 +138,7 @@ def constant_in_graphs(cls: C) -> C:
 
 
 def _fx_repr(self: object) -> tuple[str, dict[str, object]]:
-    """A name for the object, and the object: what the code of a graph says."""
+    """Return a name for the object in the code of a graph, and the object by this name."""
     name = f"{type(self).__name__}_{id(self):x}"
     return name, {name: self}
 
@@ -152,7 +152,10 @@ def _is_same(self: object, other: object) -> bool:
 
 
 def real_object(value: T) -> T:
-    """The object itself, for the stand-in that Dynamo and AOTAutograd trace a mesh by. Relies on `real_obj`."""
+    """Return the mesh for which Dynamo and AOTAutograd trace a stand-in; other values unchanged.
+
+    Relies on `real_obj`.
+    """
     return getattr(value, "real_obj", value)
 
 
@@ -162,10 +165,10 @@ def compiles() -> bool:
 
 
 def forget_last_trace() -> None:
-    """Drop what globals of PyTorch keep of the last trace until the next one: fake tensors, which lead to real meshes.
+    """Clear globals of PyTorch that hold fake tensors of the last trace until the next one: they refer to real meshes.
 
     Relies on `PhiloxStateTracker.reset`, which AOTAutograd calls before and after it traces, but while tensors are
-    fake, and on `_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT`, which has the nodes of an exported graph.
+    fake, and on `_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT`, which holds the nodes of an exported graph.
     """
     if compiles():
         return
@@ -178,7 +181,10 @@ def forget_last_trace() -> None:
 
 
 def break_graph(reason: str) -> None:
-    """Let Dynamo break its graph here, if it is tracing: what comes cannot be compiled. Relies on `unimplemented`."""
+    """Let Dynamo, if it is tracing, break its graph here, since what follows cannot be compiled.
+
+    Relies on `unimplemented`.
+    """
     if compiles():
         from torch._dynamo.exc import unimplemented
 
@@ -186,8 +192,11 @@ def break_graph(reason: str) -> None:
 
 
 def _meshes_in_graphs() -> None:
-    """Let graphs take meshes as inputs. Relies on `_register_distributed_opaque_types`, which PyTorch's DTensor calls
-    when it is imported; under take-over it never is."""
+    """Let graphs have meshes as inputs.
+
+    Relies on `_register_distributed_opaque_types`. PyTorch's DTensor calls it when it is imported, but it is not
+    imported after `shardwise.install()`.
+    """
     register = getattr(torch.distributed.device_mesh, "_register_distributed_opaque_types", None)
     if register is not None:
         register()

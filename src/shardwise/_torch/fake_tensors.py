@@ -1,4 +1,4 @@
-"""Fake tensors: tensors without data that say they are on a device, made and run by `FakeTensorMode`."""
+"""Fake tensors: tensors without data that report a real device, made and run by `FakeTensorMode`."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ STAND_INS = (FakeTensor, FunctionalTensor)
 
 
 def in_fake_mode() -> bool:
-    """Whether a `FakeTensorMode` is active in this thread: tensors that are made now have no data."""
+    """Whether a `FakeTensorMode` is active in this thread, so that new tensors have no data."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def is_traced() -> bool:
     """Whether ops are recorded in this thread (`torch.compile`, `make_fx`, `torch.export`) or run on fake tensors.
 
-    Values then cannot be read, and must not be: the recording would hold them for ever.
+    Values cannot be read then, and must not be: the recording would hold them as constants.
     """
     return count_modes() > 0 and (in_fake_mode() or is_recorded())
 
 
 def is_recorded() -> bool:
-    """Whether ops are being recorded in this thread, as opposed to run on fake tensors for their shapes alone."""
+    """Whether ops are being recorded in this thread, not only run on fake tensors for their shapes."""
     key = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(kind) is not None for kind in (key.PROXY, key.FUNCTIONAL))
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether this is a fake tensor, or stands for one that is being traced."""
+    """Whether this is a fake tensor, or ops are being traced in this thread."""
     return isinstance(tensor, FakeTensor) or is_traced()
 
 
 def has_readable_values(tensor: Tensor) -> bool:
-    """Whether the elements can be looked at without waiting for a device, as PyTorch's kernels for the CPU do to check
-    indices: a tensor on the CPU that has data."""
+    """Whether a tensor is on the CPU and has data, so that elements can be read without waiting for a device.
+
+    PyTorch's kernels for the CPU read indices to check them.
+    """
     return tensor.device.type == "cpu" and not is_fake(tensor)

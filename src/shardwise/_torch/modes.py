@@ -17,14 +17,14 @@ _NO_MODES: AbstractContextManager[object] = nullcontext()
 
 
 def without_modes() -> AbstractContextManager[object]:
-    """A context in which no mode sees ops; it costs nothing where there are none, as in eager programs."""
+    """Return a context in which no mode sees ops. It costs nothing if no mode is active, as in eager programs."""
     return _disable_modes() if count_modes() or _count_modes_before_dispatch() else _NO_MODES
 
 
 class OwnMode(TorchDispatchMode):
-    """A mode of shardwise. It sees ops as they run without it, those that are overridden above autograd included."""
+    """Base class of shardwise's modes. They see the ops that run without them, shardwise's own ops included."""
 
 
 def expects_pytorch_ops() -> bool:
-    """Whether a mode of someone else is active: one that counts or caches `aten.mm` must see it, not an op of ours."""
+    """Whether a mode of other code is active: if it counts or caches `aten.mm`, it must see that, not an op of ours."""
     return any(not isinstance(mode, OwnMode) for mode in _get_current_dispatch_mode_stack())

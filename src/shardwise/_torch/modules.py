@@ -3,8 +3,8 @@
 >>> list(parameters_of(nn.Linear(2, 3)))
 ['weight', 'bias']
 
-They are written where a tensor replaces a parameter for a while: `setattr` refuses a tensor that is not a `Parameter`.
-The value of a name may be None.
+They are written to replace a parameter by a tensor for a while: `setattr` refuses a tensor that is not a `Parameter`.
+Values may be None.
 """
 
 from __future__ import annotations

@@ -17,12 +17,13 @@ _NO_HANDLE = -1
 
 
 class HookRegistration:
-    """Replaces the function by which PyTorch adds a hook to those of a node.
+    """Replaces the function with which PyTorch adds a hook to a node.
 
-    A node calls its prehooks in the order in which they were registered. Those of programs would run after ours, as if
-    they were part of what ours begin; so they are wrapped. Our own hooks are added without a handle to remove them,
-    which takes longest to make. Relies on `Function._register_hook(hooks, hook)`, which gets the hooks of a node, None
-    if it has none yet, and returns them and a handle.
+    Our prehooks `beginnings` mark the beginning of something, such as a derivative formula. A node calls its prehooks
+    in the order in which they were registered, so prehooks of programs that run after ours would count as part of it:
+    they are wrapped by `wrap`. Our own hooks are added without a handle to remove them, which would take most of the
+    time. Relies on `Function._register_hook(hooks, hook)`, which gets the hooks of a node, None if it has none yet, and
+    returns them and a handle.
     """
 
     def __init__(self, beginnings: Set[Hook], others: Set[Hook], wrap: Callable[[Hook], Hook]) -> None:

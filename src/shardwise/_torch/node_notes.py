@@ -1,4 +1,4 @@
-"""Notes that autograd nodes get when they are made, by anyone: an op of PyTorch, a function, a write to a view.
+"""Notes on autograd nodes, made when a node is made: by an op of PyTorch, an autograd function, a write to a view.
 
 Relies on PyTorch's anomaly mode: while it is on, the constructor of every node stores what
 `torch.fx.traceback.format_stack()` returns under `traceback_` in the node's metadata. A list with one string, the note,
@@ -26,7 +26,7 @@ _CHECKPOINT = torch.utils.checkpoint.__file__
 
 @contextmanager
 def noting_nodes(note: Callable[[], str]) -> Iterator[None]:
-    """Inside, every autograd node that is made keeps what `note()` returns at that moment, see `note_of`."""
+    """Inside, every new autograd node stores what `note()` returns at that moment; `note_of` returns it."""
     enabled, checks_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     before = torch.fx.traceback.format_stack
     torch.fx.traceback.format_stack = lambda: [note()]
@@ -39,13 +39,13 @@ def noting_nodes(note: Callable[[], str]) -> Iterator[None]:
 
 
 def note_of(node: Node | None) -> str | None:
-    """The note that a node got when it was made, if it was made inside `noting_nodes`."""
+    """Return the note that a node got when it was made, if it was made inside `noting_nodes`."""
     found = metadata_of(node).get(_KEY) if node is not None else None
     return found[0] if found else None
 
 
 def runs_backward(frame: FrameType) -> bool:
-    """Whether a frame is the one in which a backward pass was begun."""
+    """Whether a frame is that of PyTorch's function that runs a backward pass."""
     return frame.f_code is _ENGINE
 
 

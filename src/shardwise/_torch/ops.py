@@ -33,7 +33,7 @@ def builtin_of(func: OpOverload) -> Callable[..., object]:
 
 
 def schema_of(func: OpOverload) -> FunctionSchema:
-    """Return the schema of an overload: its name, arguments and results, with what aliases what."""
+    """Return the schema of an overload: its name, arguments and results, and which of them are aliases."""
     return func._schema
 
 
@@ -48,13 +48,13 @@ def overload_name(func: OpOverload) -> str:
 
 
 class OpAttribute(Generic[T]):
-    """A value for each op, which is kept as an attribute of the op itself and computed when it is first read.
+    """A value for each op, stored as an attribute of the op itself and computed when it is first read.
 
     >>> arity = OpAttribute("arity", lambda func: len(schema_of(func).arguments))
     >>> arity(torch.ops.aten.mm.default)
     2
 
-    Overloads are ordinary Python objects that accept attributes, so that the value lives as long as the op.
+    Overloads are Python objects that accept attributes, so the value lives as long as the op.
     """
 
     def __init__(self, name: str, compute: Callable[[OpOverload], T]) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers: the classes of tensors that their fast paths, and the clipping of gradients, take."""
+"""Optimizers: the tensor classes for which they, and the clipping of gradients, use their fast paths."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch.utils._foreach_utils import _foreach_supported_types as _clipped
 
 
 def accept_class(cls: type[Tensor]) -> None:
-    """Let foreach and fused optimizers, and `clip_grad_norm_`, take tensors of this class in their lists.
+    """Let optimizers and `clip_grad_norm_` use ops on lists, such as foreach ops, for tensors of this class.
 
-    It relies on two lists of classes that PyTorch consults (`_foreach_supported_types`), which others extend as well.
+    Relies on two lists of classes that PyTorch reads (`_foreach_supported_types`), and that others extend, too.
     """
     for classes in (_optimized, _clipped):
         if cls not in classes:

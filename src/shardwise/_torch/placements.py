@@ -8,10 +8,10 @@ _MODULE = "torch.distributed.tensor.placement_types"
 
 
 def torch_placement(value: object) -> tuple[object, ...] | None:
-    """The kind and fields of a placement of PyTorch, as `("Shard", dim)`; None for anything else.
+    """Return the kind and fields of a placement of PyTorch, as `("Shard", dim)`; None for anything else.
 
-    Imports nothing: where PyTorch's module was not imported, there are none of its placements. Relies on the attributes
-    `dim`, `reduce_op` and `split_factor`, and on the private name `_StridedShard`.
+    Does not import PyTorch's module: if nothing has, none of its placements exist. Relies on the attributes `dim`,
+    `reduce_op` and `split_factor`, and on the private name `_StridedShard`.
     """
     theirs = sys.modules.get(_MODULE)
     kind = type(value)

@@ -1,4 +1,4 @@
-"""Graphs that `make_fx` records: tensors that they know, and calls of Python functions in them."""
+"""Graphs that `make_fx` records: calls of Python functions as nodes of them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 def call_in_graph(function: Callable[[D], T], tensor: D) -> T:
-    """Call a function of one tensor; a graph that is recording that tensor holds the call as one node.
+    """Return `function(tensor)`, and record the call as one node of the graph that is recording that tensor.
 
-    NotImplemented if there is no such graph. A graph of local tensors, as AOTAutograd records it, does not know the
-    distributed tensor that wraps one. Relies on `get_proxy_slot`, `track_tensor_tree` and
+    Return NotImplemented if there is no such graph. A graph of local tensors, as AOTAutograd records it, does not
+    record the distributed tensors that wrap them. Relies on `get_proxy_slot`, `track_tensor_tree` and
     `disable_proxy_modes_tracing`. The function needs a `__name__` and a `__module__`.
     """
     if not count_modes():

@@ -24,9 +24,9 @@ class Place(NamedTuple):
 
 
 def functions_that_make_tensors() -> list[Place]:
-    """Where PyTorch keeps its functions in Python that make tensors from sizes and numbers alone.
+    """Return the places of PyTorch's Python functions that make tensors from sizes and numbers alone.
 
-    An initial state of zeros, a count of elements, offsets of bags, a causal mask to compare with.
+    Examples are an initial state of zeros, a count of elements, offsets of bags, a causal mask to compare with.
     """
     from torch import _lowrank
     from torch.masked import _ops as masked
@@ -50,9 +50,9 @@ def functions_that_make_tensors() -> list[Place]:
 
 
 def holders(function: Function) -> list[Place]:
-    """The variables of modules that hold a function: those of programs that imported it by name, too.
+    """Return all module variables that hold a function, also in programs that imported it by name.
 
-    Relies on nothing private: it looks through the modules that are loaded.
+    Relies on nothing private: it searches the modules that are loaded.
     """
     return [
         Place(module, name)
@@ -64,7 +64,7 @@ def holders(function: Function) -> list[Place]:
 
 
 def disguised(wrapper: Function, original: Function) -> Function:
-    """The wrapper with the name, the signature and, for `torch.jit.script`, the source and the globals of the original.
+    """Return the wrapper with the name, signature and, for `torch.jit.script`, source and globals of the original.
 
     The script compiler reads the source of the function that was wrapped, and looks up names in the globals and the
     closure of the wrapper. It finds functions with two signatures in a table.

@@ -1,4 +1,4 @@
-"""Nested tuples, lists and dicts, as PyTorch's own code takes them apart and puts them together again."""
+"""Functions that flatten, map and unflatten nested tuples, lists and dicts."""
 
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 

@@ -1,4 +1,4 @@
-"""The table of all ops: their schemas by name, and which of them PyTorch composes of others."""
+"""The table of all ops: look-up by name, and which of them PyTorch composes of others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .ops import OpOverload
 
 
 def find_overload(name: str) -> OpOverload | None:
-    """The overload of this name, such as `aten::add.Tensor`; None where this PyTorch has none."""
+    """Return the overload of this name, such as `aten::add.Tensor`; None if this version of PyTorch has none."""
     space, _, op = name.partition("::")
     packet, _, overload = op.partition(".")
     return getattr(getattr(getattr(torch.ops, space), packet, None), overload or "default", None)
@@ -23,9 +23,9 @@ def is_composite(func: OpOverload) -> bool:
 
 
 def is_dispatched(func: OpOverload) -> bool:
-    """Whether the dispatcher knows an op. `torch.ops` has functions of TorchScript, too, such as `aten::__getitem__`.
+    """Whether the dispatcher has an op: `torch.ops` has functions of TorchScript, too, such as `aten::__getitem__`.
 
-    Relies on the RuntimeError by which the dispatcher's table answers after other names.
+    Relies on the RuntimeError that the dispatcher's table raises for other names.
     """
     try:
         is_composite(func)
@@ -35,7 +35,7 @@ def is_dispatched(func: OpOverload) -> bool:
 
 
 def composites_with_out() -> Iterator[OpOverload]:
-    """The ATen ops with `out=` arguments that are composed of other ops."""
+    """Yield the ATen ops with `out=` arguments that are composed of other ops."""
     for schema in torch._C._jit_get_all_schemas():
         if "out" not in schema.overload_name or not schema.name.startswith("aten::"):  # most of them
             continue

@@ -1,4 +1,4 @@
-"""PyTorch's functions that gather and distribute state dicts. They know distributed tensors by their class."""
+"""PyTorch's functions that gather and distribute state dicts. They test for PyTorch's own class of DTensors."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from .python_functions import Place
 
 
 def gathering_functions() -> list[Place]:
-    """Where `_gather_state_dict(state_dict, **options)` is looked up.
+    """Return the places of `_gather_state_dict(state_dict, **options)`.
 
-    It returns a dict of the same keys with full tensors, or an empty one on ranks that `ranks_only` leaves out.
+    It returns a dict of the same keys with full tensors, or an empty one on ranks that are not in `ranks_only`.
     """
     from torch.distributed import _state_dict_utils
     from torch.distributed.checkpoint import state_dict
@@ -19,11 +19,11 @@ def gathering_functions() -> list[Place]:
 
 
 def distributing_functions() -> list[Place]:
-    """Where functions `(full, local, ...)` are looked up that put the values of `full`, by key, into `local`.
+    """Return the places of functions `(full, local, ...)` that store the values of `full`, by key, in `local`.
 
-    A value of `local` that is PyTorch's DTensor is replaced by one that is sharded like it, others by a full tensor.
-    `_distribute_state_dict` takes all keys at once, from full tensors that every rank has. `_broadcast_tensors` takes
-    the keys that it is given, from the first rank.
+    They replace a value of `local` that is PyTorch's DTensor by one that is sharded like it, others by a full tensor.
+    `_distribute_state_dict` stores all keys, from full tensors that every rank has, and `_broadcast_tensors` the keys
+    that it is given, from tensors of the first rank.
     """
     from torch.distributed import _state_dict_utils
     from torch.distributed.checkpoint import state_dict
@@ -36,5 +36,5 @@ def distributing_functions() -> list[Place]:
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """The names of a module's own buffers that its state dict leaves out."""
+    """Return the names of a module's own buffers that are not in its state dict."""
     return set(module._non_persistent_buffers_set)

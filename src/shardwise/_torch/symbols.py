@@ -1,10 +1,10 @@
 """Sizes that the compiler holds as symbols, so that one graph serves many batch sizes.
 
 A `SymbolicSize` is PyTorch's `SymInt` with a hash, so that layouts, specs and plans, which are looked up by value, may
-hold it. Arithmetic gives another one. A question about it (`size % 4 == 0`) is answered for the size at hand, and
-PyTorch guards the graph by the answer: a batch for which it is another one is compiled again.
+hold it. Arithmetic returns another one. A comparison (`size % 4 == 0`) is answered for the hint, the size that is being
+traced, and PyTorch adds a guard to the graph: a batch with another answer is compiled again.
 
->>> (rows,) = symbolic(tensor.shape[:1])     # s0, 8 at hand
+>>> (rows,) = symbolic(tensor.shape[:1])     # s0, with the hint 8
 >>> rows * 2, rows % 2 == 0, hint(rows)      # the second adds a guard to the graph
 (2*s0, True, 8)
 """
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class SymbolicSize(torch.SymInt):
-    """A size as an expression of symbols, equal to another if the expressions of one compilation are.
+    """A size as an expression of the symbols of a compilation. Two sizes are equal if their expressions are.
 
     It refers weakly to the compilation (a `ShapeEnv`): caches that outlive it may hold sizes. Relies on PyTorch reading
     the attribute `node` of a `SymInt`, and on `SymNode`.
@@ -59,11 +59,11 @@ class SymbolicSize(torch.SymInt):
 
     @property
     def node(self) -> SymNode:
-        """What PyTorch computes with."""
+        """The node with which PyTorch computes."""
         recorded = _recorded_node(self)
         if recorded is not None:
             self._last = ref(recorded)
-        # While the recording of an op looks at its arguments, no recording is active: the node is the one before.
+        # While the recorder of an op reads its arguments, no recording is active: the last node is used.
         return recorded or (self._last and self._last()) or self._new_node()
 
     def _new_node(self) -> SymNode:
@@ -108,8 +108,8 @@ class SymbolicSize(torch.SymInt):
 def _recorded_node(size: SymbolicSize) -> SymNode | None:
     """Return the node of a size in the graph that is being recorded; None if there is no such graph.
 
-    Relies on `sympy_expr_tracker`, the symbols that the graph has as inputs. The size is computed from them, op by op:
-    PyTorch itself leaves out factors where it writes a product of three from its expression.
+    Relies on `sympy_expr_tracker`, the symbols that the graph has as inputs. The size is computed from them op by op,
+    since PyTorch drops factors when it makes code for a product of three from an expression.
     """
     mode: ProxyTorchDispatchMode | None = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     symbols = None if mode is None else getattr(mode.tracer, "sympy_expr_tracker", None)
@@ -118,18 +118,18 @@ def _recorded_node(size: SymbolicSize) -> SymNode | None:
     nodes = _NODES.setdefault(mode.tracer, {})
     if size._expression not in nodes:
         built = _built(size._expression, symbols)
-        if built is None:  # the graph does not know some symbol, or there is no op for some function
+        if built is None:  # some symbol is no input of the graph, or some function has no op
             built = int(torch.SymInt(size._new_node()))
         nodes[size._expression] = built.node if isinstance(built, torch.SymInt) else size._new_node().wrap_int(built)
     return nodes[size._expression]
 
 
 _NODES: WeakKeyDictionary[TracerBase, dict[object, SymNode]] = WeakKeyDictionary()
-"""For each graph that is being recorded the nodes of the sizes that it has."""
+"""For each graph that is being recorded, its nodes by the expressions of sizes."""
 
 
 def _built(expression: Any, symbols: Mapping[object, object]) -> Any:
-    """An expression computed from the symbols of a graph; None where that is impossible."""
+    """Return an expression as computed from the symbols of a graph; None if that is impossible."""
     known = symbols.get(expression)
     if known is not None:
         return getattr(known, "value", None)
@@ -155,7 +155,7 @@ _OPERATORS: dict[str, Callable[..., object]] = {
 
 
 def _closed(name: str) -> Callable[..., object]:
-    """An operation of `SymInt` whose results are sizes with a hash, or the answer for the size at hand."""
+    """Return the operation of `SymInt` with this name, with results that are `SymbolicSize`s, or bools for the hint."""
     operation = getattr(torch.SymInt, name)
 
     def operate(self: SymbolicSize, *others: object) -> object:
@@ -163,7 +163,7 @@ def _closed(name: str) -> Callable[..., object]:
             result = operation(torch.SymInt(self.node), *map(_plain, others))
             result = bool(result) if isinstance(result, torch.SymBool) else symbolic(result)
         if isinstance(result, SymbolicSize):
-            result.node  # noqa: B018  # a recording that is active gets to know it now
+            result.node  # noqa: B018  # enters the size in the graph that is being recorded
         return result
 
     return operate
@@ -181,13 +181,13 @@ def _plain(value: object) -> object:
 # ---- sizes in values ------------------------------------------------------------------------------------------------
 
 _NO_SYMBOLS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout))
-"""Types of values that are no symbols and contain none: most lists hold nothing else, which is quickly seen."""
+"""Types of values that are no symbols and contain none. Most lists contain only these, and are skipped."""
 
 
 def symbolic(value: T) -> T:
-    """The value with the compiler's symbols, also in lists, as sizes with a hash; constants as numbers.
+    """Return the value with the compiler's symbols, also in lists, as `SymbolicSize`s; constants as numbers.
 
-    A size that depends on data has no value at hand to plan by: asking for it breaks the graph.
+    A size that depends on data has no hint to plan with: reading it breaks the graph.
     """
     made: Any = value
     if isinstance(value, (dict, list, tuple)):
@@ -206,9 +206,9 @@ def symbolic(value: T) -> T:
 
 
 def specialized(value: T) -> T:
-    """The value with the sizes that the compiler holds as symbols, also in lists, as numbers: its graph is for these.
+    """Return the value with the compiler's symbols, also in lists, as numbers. The graph is then valid for these alone.
 
-    Relies on `int(size)`, which adds a guard to the graph. Sizes that differ between simulated ranks stay as they are.
+    Relies on `int(size)`, which adds a guard to the graph. Sizes that differ between simulated ranks are unchanged.
     """
     made: Any = value
     if isinstance(value, (dict, list, tuple)):
@@ -219,18 +219,18 @@ def specialized(value: T) -> T:
 
 
 def hint(size: int) -> int:
-    """The size at hand, without a guard: for costs, which make no graph wrong."""
+    """Return the hint of a symbolic size, other sizes unchanged. Adds no guard: for costs, which need not be exact."""
     return int(size.node.hint) if isinstance(size, SymbolicSize) else size
 
 
 def hinted(value: T) -> T:
-    """The value with the sizes at hand in the place of symbols, also in lists."""
+    """Return the value with symbolic sizes, also in lists, replaced by their hints."""
     made: Any = _mapped(hinted, value) if isinstance(value, (dict, list, tuple)) else hint(value)  # type: ignore[arg-type]
     return made
 
 
 def _mapped(change: Callable[[object], object], values: Any) -> object:
-    """A dict, list, tuple, named tuple or `torch.Size` with changed elements; itself if nothing changes."""
+    """Return a dict, list, tuple, named tuple or `torch.Size` with changed elements; itself if nothing changes."""
     if isinstance(values, dict):
         return {name: change(value) for name, value in values.items()}
     if _NO_SYMBOLS.issuperset(map(type, values)):
@@ -242,11 +242,11 @@ def _mapped(change: Callable[[object], object], values: Any) -> object:
 
 
 def common_divisor(one: int, other: int) -> int:
-    """The greatest common divisor; of sizes that are symbols one that divides both whatever the symbols are."""
+    """Return the greatest common divisor; of symbolic sizes, one that divides both for all values of the symbols."""
     if not isinstance(one, SymbolicSize) and not isinstance(other, SymbolicSize):
         return math.gcd(one, other)
     expressions = [value._expression if isinstance(value, SymbolicSize) else value for value in (one, other)]
-    from sympy import gcd  # type: ignore[import-untyped]  # takes a while, and is there whenever sizes are symbols
+    from sympy import gcd  # type: ignore[import-untyped]  # slow to import, but imported already if sizes are symbols
 
     found = gcd(*expressions)
     size = one if isinstance(one, SymbolicSize) else other
@@ -254,7 +254,7 @@ def common_divisor(one: int, other: int) -> int:
 
 
 def has_symbols(value: object) -> bool:
-    """Whether this is a size that the compiler holds as a symbol, or a list that contains one."""
+    """Whether this is a symbolic size of the compiler, or a list that contains one."""
     if isinstance(value, (list, tuple)):
         return not _NO_SYMBOLS.issuperset(map(type, value)) and any(map(has_symbols, value))
     return isinstance(value, SymbolicSize) or is_symbol(value)
@@ -264,14 +264,14 @@ def has_symbols(value: object) -> bool:
 
 
 def active_fake_mode() -> TorchDispatchMode | None:
-    """The `FakeTensorMode` of this thread; None if there is none."""
+    """Return the `FakeTensorMode` of this thread; None if there is none."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 def shape_inference(*given: object) -> AbstractContextManager[object]:
-    """A context in which no mode records what is computed; tensors are fake where `given` has symbols.
+    """Return a context in which no mode records ops; tensors are fake if `given` contains symbolic sizes.
 
-    Relies on the fake mode that is active while a graph is traced: meta kernels take no symbols, fake tensors do.
+    Relies on the fake mode that is active while a graph is traced: meta kernels accept no symbols, fake tensors do.
     """
     mode = active_fake_mode() if has_symbols(given) else None
     return without_modes() if mode is None else _with_mode_alone(mode)

@@ -24,19 +24,19 @@ Number = int | float | bool
 
 
 def make_symint(node: NumberNode) -> torch.SymInt:
-    """The symbolic integer that this node stands behind."""
+    """Return the symbolic integer with this node."""
     return torch.SymInt(node)
 
 
 def node_of(number: object) -> object:
-    """The node of a symbolic number; None for anything else."""
+    """Return the node of a symbolic number; None for anything else."""
     if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return number.node
     return None
 
 
 def is_symbol(value: object) -> bool:
-    """Whether this is a size that the compiler holds as a symbol."""
+    """Whether this is a symbolic size of the compiler."""
     return isinstance(value, torch.SymInt) and not isinstance(value.node, NumberNode)
 
 
@@ -76,27 +76,27 @@ class NumberNode:
         raise NotImplementedError
 
     def maybe_as_int(self) -> int | None:
-        """The plain integer that this one equals; None if it does not."""
+        """Return the plain integer that this one equals; None if it does not."""
         raise NotImplementedError
 
     def wrap_int(self, number: int) -> NumberNode:
-        """The node of a plain number that is combined with this one."""
+        """Return the node of a plain number that is combined with this one."""
         raise NotImplementedError
 
     def apply(self, operation: Callable[..., Number]) -> NumberNode:
-        """The node of `operation(self)`."""
+        """Return the node of `operation(self)`."""
         raise NotImplementedError
 
     def combine(self, operation: Callable[..., Number], other: NumberNode) -> NumberNode:
-        """The node of `operation(self, other)`."""
+        """Return the node of `operation(self, other)`."""
         raise NotImplementedError
 
     def compare(self, operation: Callable[..., bool], other: NumberNode) -> NumberNode:
-        """The node of a comparison with another node."""
+        """Return the node of the comparison `operation(self, other)`."""
         raise NotImplementedError
 
     def value(self, what: str) -> Number:
-        """The plain number that the caller needs as `what`, or an error if there is none."""
+        """Return the plain number that the caller needs as `what`; raise an error if there is none."""
         raise NotImplementedError
 
     def always(self) -> bool:
@@ -112,7 +112,7 @@ class NumberNode:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        """The number as text."""
+        """Return the number as text."""
         raise NotImplementedError
 
     # ---- PyTorch calls these --------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """PyTorch's operator database, which ops have a CPU kernel, and a store between processes: for `shardwise.testing`.
 
-`torch.testing._internal` is what PyTorch tests itself with. It is imported on first use, which takes seconds.
-`FileStore` is public as `torch.distributed.FileStore`, but only its private name has type stubs.
+PyTorch tests itself with `torch.testing._internal`. It is imported on first use, which takes seconds. `FileStore` is
+public as `torch.distributed.FileStore`, but only its private name has type stubs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SampleInput(Protocol):
 
 
 class OpInfo(Protocol):
-    """An entry of the operator database, with what we use of it."""
+    """An entry of the operator database, with the attributes that shardwise uses."""
 
     name: str
     variant_test_name: str

@@ -1,4 +1,4 @@
-"""Values that belong to a thread, and to the threads in which autograd runs the backward passes it starts.
+"""Values of a thread, which the threads inherit in which autograd runs its backward passes.
 
 >>> strict = ThreadValue("strict", False)
 >>> strict.set(True)          # seen by this thread, and by its backward passes on any device; by no other thread
@@ -22,7 +22,7 @@ _has = torch._C._is_key_in_tls
 
 
 def _stash_takes_the_callers_reference() -> bool:
-    """Whether stashing an object does not count as a reference to it, but dropping it does: so in PyTorch 2.11."""
+    """Whether `_stash` takes over the caller's reference instead of adding one, as in PyTorch 2.11."""
     probe = object()
     count = sys.getrefcount(probe)
     _stash("shardwise.probe", probe)
@@ -50,12 +50,12 @@ class ThreadValue(Generic[T]):
         self._key, self._default = f"shardwise.{name}", default
 
     def get(self) -> T:
-        """The value of this thread, or the default where it has none."""
+        """Return the value of this thread, or the default if it has none."""
         found: T = _get(self._key) if _has(self._key) else self._default
         return found
 
     def set(self, value: T) -> None:
-        """Change the value for this thread, and for backward passes that it starts from now on."""
+        """Set the value for this thread, and for backward passes that it starts from now on."""
         if _TAKES_REFERENCE:
             _add_reference(value)
         _stash(self._key, value)

@@ -1,4 +1,4 @@
-"""PyTorch's tools that look at a program from outside: the profiler, and `DebugMode`.
+"""PyTorch's tools that observe a program: the profiler, and `DebugMode`.
 
 Both are notified of redistributions only while they are active. To avoid a check for each redistribution, the
 functions that turn them on and off are wrapped.
@@ -25,7 +25,7 @@ T = TypeVar("T")
 _OpCall: Callable[..., object] = _debug_mode._OpCall  # type: ignore[attr-defined]
 
 record_function = torch.autograd.profiler.record_function
-"""A context that the profiler shows under a name."""
+"""`with record_function(name):` is a context that the profiler shows under this name."""
 
 
 _profiler: Any = torch.autograd.profiler
@@ -33,9 +33,9 @@ _NOT_SHOWN: AbstractContextManager[object] = nullcontext()
 
 
 def shown_in_profile(name: str, *parts: object) -> AbstractContextManager[object]:
-    """A context that a profiler, if one is active, shows as `name.format(*parts)`. For code that communicates anyway.
+    """Return a context that a profiler, if one is active, shows as `name.format(*parts)`.
 
-    Relies on `_is_profiler_enabled`, which PyTorch keeps for such questions.
+    For code that communicates, which is slower than the check. Relies on `_is_profiler_enabled`.
     """
     return record_function(name.format(*parts)) if _profiler._is_profiler_enabled else _NOT_SHOWN
 
@@ -59,15 +59,15 @@ def call_while_debugging(begin: Callable[[DebugMode], None], end: Callable[[Debu
 def shows_redistribution(
     mode: DebugMode, local: Tensor, source: object, target: object, what: str
 ) -> AbstractContextManager[object]:
-    """A context in which a `DebugMode` shows a redistribution of a local tensor, with what happens inside."""
+    """Return a context in which a `DebugMode` shows a redistribution of a local tensor, with the ops inside."""
     return mode.record_redistribute_calls(local, source, target, what)
 
 
 @contextmanager
 def shows_op(mode: DebugMode, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> Iterator[None]:
-    """A context in which a `DebugMode` shows an op on distributed tensors, with the ops inside.
+    """Return a context in which a `DebugMode` shows an op on distributed tensors, with the ops inside.
 
-    A mode runs ops of classes that it does not know without itself. If it does see this one, it is left to it.
+    A `DebugMode` is inactive during ops on classes that it does not know. If it is active, it shows the op itself.
     """
     if get_active_debug_mode() is not None:
         yield

@@ -1,4 +1,4 @@
-"""What may treat an op in its own way before tensors see it: function transforms, forward derivatives, autocast."""
+"""Function transforms, forward-mode derivatives and autocast, which may change an op before tensor classes see it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from .ops import OpOverload
 
 outside_transforms = temporarily_clear_interpreter_stack
-"""`with outside_transforms():` runs code as if no transform were active. For tensors that no transform has wrapped."""
+"""`with outside_transforms():` runs code as if no transform were active, for tensors that no transform has wrapped."""
 
 is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether a tensor is the wrapper that a transform has put around another one. Such a wrapper is a plain `Tensor`."""
 
 
 def innermost(tensor: Tensor) -> Tensor:
-    """The tensor inside all wrappers of transforms."""
+    """Return the tensor inside all wrappers of transforms."""
     while is_wrapped(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
@@ -33,20 +33,20 @@ autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 BATCHED = "FuncTorchBatched"
-"""The dispatch key to which vmap brings an op on batched tensors."""
+"""The dispatch key of vmap's batching rules."""
 
 
 def batch_rule(func: OpOverload) -> Callable[..., object]:
-    """What PyTorch runs for an op under vmap: `rule(keys, *args)`, with the wrappers of batched tensors."""
+    """Return PyTorch's batching rule of an op, `rule(keys, *args)`, which takes the wrappers of batched tensors."""
     rule: Callable[..., object] = torch.library.get_kernel(func, BATCHED).call_boxed
     return rule
 
 
 def forward_derivative_active() -> bool:
-    """Whether a level of forward-mode differentiation is active."""
+    """Whether forward-mode differentiation is active."""
     return forward_ad._current_level >= 0
 
 
 def anything_transforms() -> bool:
-    """Whether transforms, autocast or a level of forward-mode differentiation is active."""
+    """Whether transforms, autocast or forward-mode differentiation is active."""
     return autocast_enabled() or transforms_active() or forward_ad._current_level >= 0

@@ -1,7 +1,7 @@
 """Autograd's record of a view: its base, and the calls that make it from the base.
 
-After a write PyTorch makes the views of a tensor subclass again from their base, to find the gradient functions that
-they have now. It repeats the calls that made them first.
+After a write PyTorch recomputes the views of a tensor subclass from their base, to find their new gradient functions.
+It repeats the calls that made them.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ T = TypeVar("T", bound=Tensor)
 _DEFAULT = torch._C._autograd.CreationMeta.DEFAULT
 _NO_GRAD_MODE = torch._C._autograd.CreationMeta.NO_GRAD_MODE
 _COUNTS_AUTOGRAD = torch.__version__ >= (2, 13)  # type: ignore[operator]  # PyTorch's versions compare with tuples
-"""Whether what autograd holds of a tensor counts as one reference to its Python object."""
+"""Whether a reference of autograd to a tensor counts as one reference to its Python object."""
 
 
 def views_recorded_as_ops() -> AbstractContextManager[object]:
-    """Inside, plain tensors are as subclasses: views are made again, after a write, by the calls that made them."""
+    """Return a context in which views of plain tensors are recomputed by their calls, too, after a write."""
     return _force_original_view_tracking(True)
 
 
 def views_of(base: Tensor, kinds: Collection[type[T]]) -> list[T]:
     """Return the views of a tensor that a program can reach, of these classes.
 
-    Nobody keeps a list of them, so this looks at all objects, unless `_use_count` says that only the Python object
-    holds the tensor: a view holds it, too. Views that only autograd holds are left out.
+    There is no list of views, so this searches all Python objects, unless nothing but the Python object holds the
+    tensor (`_use_count`): a view would hold it, too. Views that only autograd holds are left out.
     """
     if not is_held(base):
         return []
@@ -67,7 +67,7 @@ def _creation(view: Tensor) -> object:
 
 
 def remade(view: Tensor, base: Tensor) -> Tensor:
-    """Return the view that the calls which made `view` make of another base. Relies on `_view_func_unsafe`."""
+    """Return the view of another base that the calls which made `view` return. Relies on `_view_func_unsafe`."""
     made: Tensor = view._view_func_unsafe(base)
     return made
 
@@ -82,7 +82,7 @@ def copy_hooks(source: Tensor, target: Tensor) -> None:
 def become(view: Tensor, other: Tensor) -> None:
     """Give a view the autograd history of another view. Its Python object stays, with its attributes.
 
-    Relies on `_swap_tensor_impl`, which exchanges what two Python objects stand for. Nothing else may hold either.
+    Relies on `_swap_tensor_impl`, which swaps the tensors behind two Python objects. Nothing else may hold either.
     """
     retains_grad = view.retains_grad
     torch._C._swap_tensor_impl(view, other)

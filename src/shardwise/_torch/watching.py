@@ -1,4 +1,4 @@
-"""What a watch over the ranks needs of PyTorch: a store, the calls of collectives, and groups that stop waiting."""
+"""For `debug.watch`: a store with its own connection, hooks on calls of collectives, and groups that can be aborted."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = ["abort_group", "all_groups", "functional_collectives", "own_store", "
 _c10d: Any = distributed_c10d
 
 Before = Callable[[tuple[object, ...], dict[str, object]], None]
-"""Takes the arguments of a call that is about to be made."""
+"""A function that gets the arguments of a call before it is made."""
 
 
 def own_store() -> Store:
-    """The store of the default group, over a connection of its own where the store has connections.
+    """Return the store of the default group, with a connection of its own if the store uses connections.
 
-    A thread that waits for a key blocks all others on its connection. Relies on `_get_default_store`.
+    A thread that waits for a key blocks all others that use its connection. Relies on `_get_default_store`.
     """
     return _c10d._get_default_store().clone()
 
 
 def store_port() -> int | None:
-    """The port of the server of that store; None for a store without a server. Relies on `underlying_store`."""
+    """Return the port of the default store's server; None if it has no server. Relies on `underlying_store`."""
     store = _c10d._get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
@@ -38,17 +38,20 @@ def store_port() -> int | None:
 
 
 def all_groups() -> list[dist.ProcessGroup]:
-    """The process groups of this rank. Relies on the table `_world.pg_map`."""
+    """Return the process groups of this rank. Relies on the table `_world.pg_map`."""
     return [*_c10d._world.pg_map]
 
 
 def abort_group(group: dist.ProcessGroup) -> None:
-    """End what a group has under way, where its backend can: nccl can, gloo returns and goes on waiting."""
+    """End the collectives that a group is in. nccl ends them; gloo returns from this, and they go on waiting."""
     group.abort()
 
 
 def functional_collectives() -> list[OpOverload | OpOverloadPacket]:
-    """The functional collectives, as packets and as overloads: programs call either. Relies on `_c10d_functional`."""
+    """Return the functional collectives, as packets and overloads: programs call either.
+
+    Relies on `_c10d_functional`.
+    """
     found = []
     for name in (
         *("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
@@ -63,11 +66,11 @@ def functional_collectives() -> list[OpOverload | OpOverloadPacket]:
 
 _modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _passing: set[int] = set()
-"""The threads that are inside an op which dispatch modes have in their hands."""
+"""The threads that are inside a call of a wrapped op under dispatch modes, which call the op again."""
 
 
 class _Wrapped:
-    """What an op calls in the place of its C++ function. Ops are hashed by what they call, so it has the same hash."""
+    """Replaces the C++ function of an op, by which the op is hashed, so it has the same hash."""
 
     __slots__ = ("before", "original")
 
@@ -100,7 +103,7 @@ class _Wrapped:
 
 
 def wrap_op(op: OpOverload | OpOverloadPacket, before: Before) -> Callable[[], None]:
-    """Call a function before each call of an op from Python; returns a function that undoes this.
+    """Call `before` before each call of an op from Python; return a function that undoes this.
 
     Relies on `_op` and `_len_torch_dispatch_stack`.
     """

@@ -27,22 +27,22 @@ Sizes and strides may be symbolic. PyTorch sets no attribute of it and does not 
 """
 
 no_torch_function: Callable[..., object] = torch._C._disabled_torch_function_impl
-"""As the `__torch_function__` of a class: functions run as on plain tensors, and the results keep their own classes."""
+"""A `__torch_function__` with which functions run as on plain tensors, and results are not converted to the class."""
 
 no_torch_dispatch: Callable[..., object] = torch._C._disabled_torch_dispatch_impl
 """The `__torch_dispatch__` of classes that do not define one."""
 
 
 def outside_inference_mode() -> torch._C._InferenceMode:
-    """Return a context in which new tensors have version counters, although inference mode is on around it."""
+    """Return a context without inference mode, in which new tensors have version counters."""
     return torch._C._InferenceMode(False)
 
 
 def counted_as(wrapper: Tensor) -> Tensor:
-    """Return an alias of the plain tensor that a wrapper holds, writes to which count as writes to the wrapper.
+    """Return an alias of a wrapper's local tensor, writes to which count as writes to the wrapper.
 
-    The class returns that tensor for `aten::_values`, which serves sparse tensors alone. Autograd takes it for a view
-    of the wrapper that has no derivative, and gives it the wrapper's version counter.
+    Relies on `aten::_values`, an op for sparse tensors: the wrapper class returns its local tensor for it, and autograd
+    treats the result as a view of the wrapper without a derivative, with the same version counter.
     """
     return wrapper._values()
 
@@ -50,7 +50,7 @@ def counted_as(wrapper: Tensor) -> Tensor:
 def set_metadata(target: Tensor, source: Tensor) -> None:
     """Give a wrapper the sizes, strides, dtype and device of another one of its class.
 
-    Relies on the setter of `Tensor.data`, which swaps the tensor's implementation and leaves the Python object alone.
+    Relies on the setter of `Tensor.data`, which replaces the tensor's implementation, but not the Python object.
     """
     torch.Tensor.data.__set__(target, source)  # type: ignore[attr-defined]
 
@@ -62,7 +62,7 @@ class Placeholder(ModuleType):
 
     @property
     def DTensor(self) -> type[Tensor]:
-        """A class of no tensor."""
+        """A class that no tensor has."""
         self.was_read = True
 
         class NoTensor(Tensor):
@@ -72,10 +72,10 @@ class Placeholder(ModuleType):
 
 
 def settle_dtensor_class() -> None:
-    """Let PyTorch's dispatcher remember a class of no tensor as `torch.distributed.tensor.DTensor`.
+    """Make PyTorch's dispatcher cache a class that no tensor has as `torch.distributed.tensor.DTensor`.
 
-    It imports that module and reads the class when it first dispatches a tensor subclass, and never again. So a
-    `Placeholder` is in sys.modules under that name while this runs. Nothing happens if PyTorch has read it before.
+    It imports that module and reads the class when it first dispatches a tensor subclass, and never again. The caller
+    has put a `Placeholder` into sys.modules under that name. Nothing happens if PyTorch has read the class before.
     """
 
     class Nobody(Tensor):

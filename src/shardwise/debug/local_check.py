@@ -2,7 +2,7 @@
 
 >>> with check_local_tensors():
 ...     model(x)
-ShapeError: from_local without shape= takes the shards of all ranks to be alike, ...
+ShapeError: from_local without shape= assumes shards of equal shape, ...
 """
 
 from __future__ import annotations

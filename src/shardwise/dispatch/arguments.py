@@ -1,7 +1,8 @@
 """The arguments of a call: how planning sees them, and how a plan treats them.
 
-A plan says for each argument what to pass to the local call: the argument unchanged (None), its local shard (LOCALIZE),
-its local shard under another spec (a DTensorSpec), a value that the plan gives (a Constant), or a list of these.
+A plan has a treatment for each argument, which says what to pass to the local call: the argument unchanged (None), its
+local shard (LOCALIZE), its local shard under another spec (a DTensorSpec), a constant of the plan (a Constant), or a
+list of treatments.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from .._torch.above_autograd import tensors_in
 from .._torch.ops import OpOverload
 from .._torch.symbols import has_symbols
-from ..errors import MeshError
+from ..errors import InputError, MeshError
 from ..ops.call import Args as Args
 from ..ops.call import Kwargs as Kwargs
 from ..ops.resolve import ResolvedOp
@@ -83,12 +84,12 @@ def localize(value: Any, how: Treatment) -> Any:
 
 
 def distributed(args: Args, kwargs: Kwargs) -> list[DTensorBase]:
-    """The distributed tensors among the arguments, those in lists included."""
+    """Return the distributed tensors among the arguments, those in lists included."""
     return [tensor for tensor in tensors_in(args, kwargs) if isinstance(tensor, DTensorBase)]
 
 
 def specialize(tensors: Sequence[DTensorBase]) -> bool:
-    """Specialize symbolic sizes to numbers, for which the graph is then valid. Returns whether there were any."""
+    """Replace symbolic sizes by numbers: the graph is then valid for these alone. Return whether there were any."""
     found = [tensor for tensor in tensors if has_symbols(tensor._spec.tensor_meta)]
     for tensor in found:
         tensor._spec = tensor._spec.specialized()
@@ -100,19 +101,30 @@ def common_mesh(func: OpOverload, tensors: Sequence[DTensorBase]) -> MeshInfo:
     found = {tensor._spec.mesh_info: None for tensor in tensors}
     if len(found) > 1:
         specs = ", ".join(f"{tensor._spec!r} on {tensor._spec.mesh_info!r}" for tensor in tensors)
-        raise MeshError(f"{func} on tensors of different meshes: {specs}", "bring them to one mesh first")
+        raise MeshError(
+            f"{func} on tensors of different meshes: {specs}",
+            "bring them to one mesh first: x.redistribute(mesh, placements)",
+        )
     return next(iter(found))
 
 
 class Written(list[Any]):
-    """The tensors that a call writes. Membership is by identity: == on tensors compares values."""
+    """A list of tensors that a call writes. Membership is by identity: == on tensors compares values."""
 
     def __contains__(self, value: object) -> bool:
         return any(value is mine for mine in self)
 
 
+def plain_target_error(func: OpOverload, shape: Sequence[int]) -> InputError:
+    """Return the error for a distributed result that would be written into a plain tensor."""
+    return InputError(
+        f"{func} would write a distributed result into a plain tensor of shape {list(shape)}",
+        "write into a DTensor, or take the result's full_tensor()",
+    )
+
+
 def written_arguments(op: ResolvedOp, args: Args, kwargs: Kwargs) -> Written:
-    """The tensors that a call writes."""
+    """Return the tensors that a call writes."""
     written = Written()
     for position in op.writes:
         value = args[position] if position < len(args) else kwargs.get(op.names[position])
@@ -121,7 +133,7 @@ def written_arguments(op: ResolvedOp, args: Args, kwargs: Kwargs) -> Written:
 
 
 def named_tensors(op: ResolvedOp, args: Args, kwargs: Kwargs) -> Iterator[tuple[str, Tensor]]:
-    """The tensors among the arguments with their names in the schema; elements of lists with their index."""
+    """Yield the tensors among the arguments with their names in the schema: `("other", y)`, `("tensors[0]", x)`."""
     for name, value in [*zip(op.names, args, strict=False), *kwargs.items()]:
         if isinstance(value, Tensor):
             yield name, value
@@ -132,7 +144,7 @@ def named_tensors(op: ResolvedOp, args: Args, kwargs: Kwargs) -> Iterator[tuple[
 
 
 def replace_tensors(op: ResolvedOp, args: Args, kwargs: Kwargs, new: Mapping[str, Tensor]) -> tuple[Args, Kwargs]:
-    """Return the arguments with tensors replaced, by the names of `named_tensors`."""
+    """Return the arguments with the tensors in `new` in the place of those that `named_tensors` gives their names."""
 
     def replaced(name: str, value: object) -> object:
         if isinstance(value, (list, tuple)):

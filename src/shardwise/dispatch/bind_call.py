@@ -49,10 +49,10 @@ Metas = tuple[list[object], dict[str, object]]
 """The arguments of a call with a `TensorMeta` for each tensor."""
 
 NO_LISTS: frozenset[Where] = frozenset()
-
+"""The `lists` of a call that is no element of an op on lists (see `bind_call`)."""
 
 NUMBER = Argument(TensorMeta(torch.Size(), (), torch.float64), None)
-"""A number where the op takes a tensor."""
+"""What planning sees of a number that is passed where the op takes a tensor."""
 
 
 class BoundCall(NamedTuple):
@@ -68,7 +68,7 @@ class BoundCall(NamedTuple):
     places: list[Place]
     """One for each operand."""
     outputs: object
-    """The results of the op as tensors without data, in the structure in which it returns them."""
+    """The results of the op as meta tensors, in the structure in which it returns them."""
     results: list[Result]
     written: list[Where]
     """The arguments that the call writes."""
@@ -90,7 +90,8 @@ def bind_call(
 
 
 def operand_layout(resolved: ResolvedOp, argument: Argument, mesh_sizes: Sizes) -> Layout:
-    """Return the layout that an operand has before the call; a plain tensor is replicated."""
+    """Return the layout of an operand before the call. A plain tensor is replicated; for an op that reads only the
+    shapes of its operands, so is a Partial one."""
     if argument.spec is not None:
         layout = argument.spec.layout
         return layout.without_partial() if resolved.op.reads_shape_only else layout
@@ -100,7 +101,7 @@ def operand_layout(resolved: ResolvedOp, argument: Argument, mesh_sizes: Sizes) 
 def element_result(
     func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], lists: frozenset[Where]
 ) -> Tensor:
-    """Return what an op on lists returns for one element, as a tensor without data."""
+    """Return what an op on lists returns for one element, as a meta tensor."""
 
     def listed(where: Where, value: object) -> object:
         return value if where not in lists else [] if value is None else [value]
@@ -177,7 +178,7 @@ class _Binding:
     def _refuse_data_dependent(self) -> None:
         """Raise `NoRule` if the shapes of the results depend on data."""
         resolved = self.resolved
-        # Only a rule that sees the call can know that the results of this one do not.
+        # Only a rule that is computed from the call can tell that the results of this call do not.
         if resolved.needs_data and (not callable(resolved.op.rule) or resolved.rule(self.call) is None):
             raise NoRule(f"the result of {self.func} depends on data")
 
@@ -190,7 +191,7 @@ class _Binding:
         try:
             results = results_without_out(self.func, args, named)
         except Exception as error:
-            raise NoRule(f"{self.func} has an error of its own, out= or not") from error
+            raise NoRule(f"{self.func} raises an error for these arguments without out=, too") from error
         for where, result in zip(self.written, tensors_in(results), strict=False):
             target = self._at(where)
             if target.spec is None or (result.shape, result.dtype) != (target.meta.shape, target.meta.dtype):
@@ -207,12 +208,13 @@ class _Binding:
                 raise RuntimeError(f"output with {problem}")
 
     def _written(self) -> list[Where]:
-        """The arguments that are written, without those that were not passed."""
+        """Return the arguments that are written, without those that were not passed."""
         places = [p if p < len(self.args) else self.resolved.names[p] for p in self.resolved.writes]
         given = [(where, self._at(where)) for where in places]
         tensors = [(where, value) for where, value in given if isinstance(value, Argument)]
         if self.lists:
-            # Plain tensors beside the first list (counts of steps) are every rank's own, and written alike by all.
+            # Plain tensors in other lists than the first, such as an optimizer's step counts, stay plain: all ranks
+            # write the same values into them.
             tensors = [(where, value) for where, value in tensors if where == 0 or value.spec is not None]
         return [where for where, _ in tensors]
 
@@ -221,7 +223,7 @@ class _Binding:
 
     def _outputs(self) -> object:
         if self.written and not self.resolved.returns:
-            # An op that only writes yields what it writes; not all of them can run without data.
+            # The results of an op that returns nothing are what it writes; not all such ops have meta kernels.
             metas = [self._at(where).meta for where in self.written]
             return tuple(torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="meta") for m in metas)
         if self.lists and self.resolved.returns:
@@ -246,7 +248,8 @@ class _Binding:
         return bound._replace(reduced_first=reduced_first) if reduced_first else bound
 
     def _reduced_first(self) -> frozenset[int]:
-        """The operands whose sums are reduced before the call, since a result has a dtype that sums differently."""
+        """Return the operands whose Partial sums are reduced before the call: a result has a dtype in which the sum
+        would differ (`sums_alike`)."""
         results = {tensor.dtype for tensor in tensors_in(self.outputs)}
         found: set[int] = set()
         for position, value in enumerate(self.resolved.tensors(self.call)):
@@ -295,7 +298,8 @@ class _Binding:
         return results
 
     def _wanted(self) -> Layout | None:
-        """Return the layout that a gradient will be redistributed to: the cotangent of its tensor's."""
+        """Return the layout to which a gradient is redistributed later, that of its tensor's cotangent; None for
+        results that are no gradients."""
         name = self.resolved.op.gradient_of
         tensor = None if name is None else self._at(self.resolved.names.index(name))
         return tensor.spec.cotangent().layout if isinstance(tensor, Argument) and tensor.spec is not None else None
@@ -310,7 +314,7 @@ def _meta_of(value: object) -> object:
 
 
 def _shapes(value: Any) -> object:
-    """The shape of a tensor or number, the shapes of a list of them, None for a missing one."""
+    """Return the shape of a tensor or number, the shapes of a list of them, or None for a missing one."""
     if value is None:
         return None
     if isinstance(value, (int, float, complex, torch.SymInt, torch.SymFloat)):

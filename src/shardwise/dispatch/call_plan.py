@@ -15,7 +15,6 @@ from .._torch.ops import OpOverload
 from .._torch.symbols import has_symbols, hinted, symbolic
 from ..comm.cost import links_of
 from ..comm.redistribute import plan_redistribution
-from ..errors import InputError
 from ..notation import Bound, local_size
 from ..ops.resolve import ResolvedOp
 from ..sharding.layout import Coordinate, Layout
@@ -23,7 +22,7 @@ from ..sharding.memory_order import meta_of
 from ..sharding.mesh import MeshInfo
 from ..sharding.spec import DTensorSpec
 from ..world import rank_int
-from .arguments import LOCALIZE, Argument, Constant, Treatment, Where
+from .arguments import LOCALIZE, Argument, Constant, Treatment, Where, plain_target_error
 from .bind_call import NO_LISTS, BoundCall, Place, bind_call, operand_layout
 from .decision import Decision, KernelCost, Operand, Result
 from .local_call import tensors_in
@@ -46,11 +45,11 @@ class CallPlan(NamedTuple):
     """Whether the local op may write straight into the local shards of what it writes."""
     is_view: bool
     local_view: bool
-    """Whether views share memory with the local shard of what they view: then writes need no care."""
+    """Whether the views share memory with the local shard of their base, so that a write to either changes both."""
     offsets: tuple[int, ...]
-    """For each view how far, in its own elements, it begins behind the tensor it views."""
+    """For each view its storage offset relative to that of its base, in elements of the view's dtype."""
     communication: tuple[str, ...]
-    """What is communicated without being asked for, in words."""
+    """The communication that the call implies, as texts: `other: f32[8@tp, 8] -> f32[8, 8]`."""
 
 
 def plan_call(
@@ -78,7 +77,7 @@ def _propagator(
         if factor.handled_by_kernel:
             kernel = found.resolved.kernel(factor.name)
             kernels[index] = KernelCost(kernel.rounds, kernel.traffic, kernel.joint)
-    groups = frozenset(mesh_info.groups) if kernels else None  # what is redistributed is planned with them later
+    groups = frozenset(mesh_info.groups) if kernels else None  # only kernels need a group; others are planned later
     links = links_of(mesh_info)
 
     def propagator(bound: Bound, operands: Sequence[Operand], results: Sequence[Result]) -> ShardingPropagator:
@@ -92,11 +91,12 @@ def _choose(found: BoundCall, mesh_info: MeshInfo) -> Decision:
     chosen = propagator(found.bound, found.operands, found.results)
     if not has_symbols([factor.size for factor in found.bound.factors]):
         return chosen.choose()
-    # Sizes are symbols: what is tried would guard the graph. The choice is for the sizes at hand, what it needs guards.
-    operands = [hinted(operand)._replace(layout=operand.layout.at_hand()) for operand in found.operands]
+    # Sizes are symbols, and a comparison of prices would add guards to the graph. So the choice is made with the hints
+    # of the sizes, and only the layouts of that one choice add guards.
+    operands = [hinted(operand)._replace(layout=operand.layout.hinted()) for operand in found.operands]
     results = [
         hinted(result)._replace(
-            fixed=result.fixed and result.fixed.at_hand(), wanted=result.wanted and result.wanted.at_hand()
+            fixed=result.fixed and result.fixed.hinted(), wanted=result.wanted and result.wanted.hinted()
         )
         for result in found.results
     ]
@@ -206,7 +206,7 @@ class _PlanWriter:
         return tuple(map(symbolic, begins))
 
     def _structured(self, values: Sequence[object]) -> object:
-        """One value for each tensor result, in the structure of the results; None for the others."""
+        """Return these values, one for each tensor result, in the structure of the results; None for other results."""
         remaining, outputs = iter(values), self.found.outputs
         if isinstance(outputs, (tuple, list)):
             return type(outputs)(next(remaining) if isinstance(t, Tensor) else None for t in outputs)
@@ -215,7 +215,7 @@ class _PlanWriter:
     def _writes(
         self, specs: Sequence[DTensorSpec], args: Sequence[Treatment], kwargs: Mapping[str, Treatment]
     ) -> tuple[tuple[tuple[Where, int], ...], bool]:
-        """What is written, and whether that may be done in place as far as specs go."""
+        """Return `CallPlan.writes`, and whether the specs allow writing in place."""
         in_place = True
         for index, where in enumerate(self.found.written):
             spec, target = specs[index], self._written_spec(where)
@@ -230,8 +230,5 @@ class _PlanWriter:
         written = self.args[where] if isinstance(where, int) else self.kwargs[where]
         spec: DTensorSpec | None = written.spec
         if spec is None:
-            raise InputError(
-                f"{self.func} would write a distributed result into a plain tensor of shape {list(written.meta.shape)}",
-                "write into a DTensor, or take the result's full_tensor()",
-            )
+            raise plain_target_error(self.func, written.meta.shape)
         return spec

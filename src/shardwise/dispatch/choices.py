@@ -1,4 +1,4 @@
-"""What the propagator chose for a call, and what it rejected: derived again, whether or not the plan is cached.
+"""The choice that the propagator made for a call, and those it rejected. Computed anew, also if the plan is cached.
 
 >>> found = choices_of(op, args, kwargs)
 >>> found.chosen.moves
@@ -24,7 +24,7 @@ from .decision import Operand, Option, PriceParts
 from .propagate import ShardingPropagator
 from .result_meta import NoRule
 
-_MANY = 256  # combinations up to which all are priced
+_MANY = 256  # up to so many combinations of options, all are priced
 
 
 class OperandMove(NamedTuple):
@@ -36,22 +36,24 @@ class OperandMove(NamedTuple):
     after: DTensorSpec
     seconds: float
     lost: tuple[tuple[str, str], ...]
-    """Axis and what it did to the operand before, and does no more: the name of a factor that it sharded, or the op of
-    a Partial."""
+    """(axis, factor) for each axis that no longer shards the same dim, (axis, reduce op) for each that is no longer
+    Partial: `(("tp", "k"), ("dp", "sum"))`."""
 
 
 class PricedChoice(NamedTuple):
-    """What each mesh axis does in a choice, and what its price is made of."""
+    """What each mesh axis does in a choice, and the summands of its price."""
 
     axes: tuple[tuple[str, str], ...]
-    """Axis and what it does, in words; without axes that could do nothing else."""
+    """What each axis with several options does: `(("dp", "is not used"), ("tp", "shards k"))`."""
     moves: tuple[OperandMove, ...]
     kernel: float
+    """Seconds of the collectives inside the op."""
     later: float
+    """Seconds to reduce or redistribute the results later."""
 
     @property
     def seconds(self) -> float:
-        """The price."""
+        """The price of the choice."""
         return sum(move.seconds for move in self.moves) + self.kernel + self.later
 
 
@@ -79,20 +81,20 @@ def choices_of(op: ResolvedOp, args: Args, kwargs: Kwargs) -> CallChoices | None
     chosen = propagator.cheapest()
     free = [axis for axis in range(len(mesh_info.sizes)) if len(propagator.options_of(axis)) > 1]
 
-    def written(parts: PriceParts) -> PricedChoice:
+    def described(parts: PriceParts) -> PricedChoice:
         values = dict(zip([*range(len(arguments)), *named], [*arguments, *named.values()], strict=True))
-        return _written(parts, found, values, free, mesh_info)
+        return _described(parts, found, values, free, mesh_info)
 
     parts = propagator.parts(chosen)
     assert parts is not None
     others = sorted((p for p in _others(propagator, chosen) if p is not None), key=lambda p: p.seconds)
-    choices = [written(parts), *map(written, others)]
+    choices = [described(parts), *map(described, others)]
     distinct = list({(choice.moves, choice.kernel, choice.later): choice for choice in reversed(choices)}.values())
     return CallChoices(choices[0], tuple(c for c in reversed(distinct) if c is not choices[0]), str(found.bound))
 
 
 def _others(propagator: ShardingPropagator, chosen: tuple[Option, ...]) -> list[PriceParts | None]:
-    """Return all other choices if there are few, otherwise those that differ on one axis."""
+    """Return the prices of all other choices if there are few, otherwise of those that differ on one axis."""
     options = [propagator.options_of(axis) for axis in range(len(propagator.mesh_sizes))]
     if math.prod(map(len, options)) <= _MANY:
         others = list(itertools.product(*options))
@@ -102,7 +104,7 @@ def _others(propagator: ShardingPropagator, chosen: tuple[Option, ...]) -> list[
     return [propagator.parts(choice) for choice in others if choice != chosen]
 
 
-def _written(
+def _described(
     parts: PriceParts, found: BoundCall, values: Mapping[Where, object], free: Sequence[int], mesh_info: MeshInfo
 ) -> PricedChoice:
     moves = []
@@ -119,12 +121,11 @@ def _written(
 
 
 def _lost(operand: Operand, after: Layout, bound: Bound, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    now = {axis for dim in after.dims for factor in dim for axis in factor.axes}
     found = [(names[axis], op) for axis, op in operand.layout.partial if (axis, op) not in after.partial]
     for i, (dim, mine, new) in enumerate(zip(operand.layout.dims, operand.tensor.dims, after.dims, strict=True)):
         kept = {axis for factor in new for axis in factor.axes}
         name = " ".join(bound.factors[index].name for index in mine) or f"dim {i}"
-        found += [(names[axis], name) for factor in dim for axis in factor.axes if axis not in kept or axis not in now]
+        found += [(names[axis], name) for factor in dim for axis in factor.axes if axis not in kept]
     return tuple(found)
 
 
@@ -135,7 +136,7 @@ def _name(found: BoundCall, place: Place) -> str:
 
 
 def _action(option: Option, found: BoundCall) -> str:
-    """Return what an axis does, in words."""
+    """Return the text of what an axis does: `shards k`."""
     if option is None:
         return "is not used"
     if isinstance(option, Passing):

@@ -25,7 +25,7 @@ class Result(NamedTuple):
     """A tensor result: its output in the rule, its shape and factors, and its item size.
 
     `fixed` is the layout it must have after the call, for a result that is written into an argument. `wanted` is the
-    layout that it will be brought to later, for the gradient of an argument.
+    layout to which it will be redistributed later, for the gradient of an argument.
     """
 
     output: int
@@ -59,23 +59,25 @@ Option = int | Passing | None
 """What one axis does: shard a factor, leave operands Partial, or nothing."""
 
 Choice = tuple[Option, ...]
-"""What each axis does."""
+"""One option for each mesh axis."""
 
 Priced = tuple[Layout, float, float]
-"""The layout of a tensor in a choice, seconds of bringing it there, or of reducing it later, and bytes of its shard."""
+"""The layout of a tensor in a choice, the seconds to redistribute it to that layout (an operand) or to reduce it later
+(a result), and the bytes of its shard."""
 
 
 class PriceParts(NamedTuple):
-    """What the price of a choice is made of."""
+    """The summands of the price of a choice, in seconds."""
 
     options: Choice
     operands: tuple[tuple[Layout, float], ...]
-    """The layout of each operand in the local call, and the seconds of bringing it there."""
+    """The layout of each operand in the local call, and the seconds to redistribute it."""
     kernel: float
+    """For the collectives of kernels."""
     later: float
-    """Of reducing Partial results later, or bringing results to where they are written."""
+    """For reducing Partial results later, or redistributing results to the layouts that they need."""
 
     @property
     def seconds(self) -> float:
-        """The price."""
+        """The price of the choice."""
         return sum(price for _, price in self.operands) + self.kernel + self.later

@@ -1,8 +1,8 @@
 """From an op call on distributed tensors to its result.
 
-hot_path     the key of the call -> what is left to do, from a table
+hot_path     the key of the call -> a function that runs it, from a table
 dispatcher   a miss, or a call that communicates: find or make the plan, carry it out
-call_plan    once for each new key: bind the op's rule, choose, write down how to treat every argument
+call_plan    once for each new key: bind the op's rule, choose layouts, decide how to treat every argument
 run_call     redistribute what the plan says, run on local shards, wrap
 fallback     calls that no rule takes: decomposed, or run on gathered inputs
 """
@@ -44,10 +44,7 @@ from .storage import on_storage
 
 
 class Planned(NamedTuple):
-    """The plan of a call (None: no rule takes it), and what the hot path is given (None: it can never be hot).
-
-    A plan that is not `tried` has yet to show that its local results lie in memory as their specs say.
-    """
+    """The plan of a call (None: no rule takes it), and its hot-path entry (None: every call needs the dispatcher)."""
 
     op: ResolvedOp
     plan: CallPlan | ListPlan | None
@@ -55,7 +52,7 @@ class Planned(NamedTuple):
     outside: bool
     """Whether this rank is not in the mesh."""
     tried: bool = True
-    """Whether it is known that local results lie in memory as the plan says."""
+    """Whether it is known that local results have the strides of their specs; otherwise the first run finds out."""
 
 
 def _planned_bytes(key: Key, planned: Planned) -> int:
@@ -146,7 +143,7 @@ class OpDispatcher:
         try:
             plan = self.plan(op, args, kwargs)
         except Exception:
-            # Sizes that are symbols, where a rule needs numbers? Then the graph is for these sizes.
+            # The rule may need numbers where sizes are symbols. If so, the graph is specialized to these sizes.
             if not specialize(distributed(args, kwargs)) and not has_symbols((args, list(kwargs.values()))):
                 raise
             plan = self.plan(op, *specialized((args, kwargs)))
@@ -163,11 +160,11 @@ class OpDispatcher:
     def _try(self, planned: Planned, args: Args, kwargs: Kwargs, shared: Key, key: Key) -> object:
         """Run a plan for the first time, return the result, and make the plan ready for the hot path."""
         op, plan, _, outside, _ = planned
-        assert isinstance(plan, CallPlan), "ops on lists run element by element, as their ops do"
+        assert isinstance(plan, CallPlan), "plans of ops on lists count as tried"
         first = FirstRun(plan)
         result = run_call(plan._replace(run_local=first), args, kwargs, self.kind)
         if is_traced():
-            return result  # strides of fake tensors are those that PyTorch's meta kernels say
+            return result  # fake tensors have the strides of meta kernels, which prove nothing
         ready = ready_call(op, first.plan, args, kwargs, self.kind)
         self.plans[shared] = Planned(op, first.plan, ready, outside)
         if ready is not None:

@@ -1,6 +1,6 @@
 """Explicit mode: an op that needs communication is refused, with the redistribute calls that make it local.
 
-The calls that an error names were tried before: with them, this very op needs no communication.
+The redistributions that an error names were planned before: with them, this very call needs no communication.
 
 >>> redistributions([("self", spec)], [None], communicates)
 ['self = self.redistribute(placements=[Replicate()])']
@@ -42,10 +42,10 @@ def refuse_communication(
 def changes_for_local_call(
     op: ResolvedOp, args: Args, kwargs: Kwargs, plan: CallPlan | ListPlan | None, plan_again: Plan
 ) -> list[tuple[str, DTensorBase, str]] | None:
-    """The operands that must be redistributed for the call to need no communication: name, tensor, placements as code.
+    """Return the operands to redistribute so that a call needs no communication: (name, tensor, placements as code).
 
-    Tried before: with these placements, this very call is local. None if there are none. `plan` is None for a call that
-    runs on gathered inputs.
+    With these placements the call was planned again, and is local. Return None if no such placements were found. `plan`
+    is None for a call that runs on gathered inputs.
     """
     found = _local_specs(op, args, kwargs, plan, plan_again)
     if found is None:
@@ -58,7 +58,7 @@ def changes_for_local_call(
 def _local_specs(
     op: ResolvedOp, args: Args, kwargs: Kwargs, plan: CallPlan | ListPlan | None, plan_again: Plan
 ) -> Specs | None:
-    """Return specs of the distributed arguments with which a call needs no communication."""
+    """Return specs of the distributed arguments with which a call needs no communication; None if none are found."""
     specs = [spec for _, spec in _named_specs(op, args, kwargs)]
     wanted: list[DTensorSpec | None] = [spec.replicated() for spec in specs]
     if plan is not None:
@@ -110,7 +110,7 @@ def _named_specs(op: ResolvedOp, args: Args, kwargs: Kwargs) -> list[tuple[str, 
 
 
 def _of_tensors(args: Args, kwargs: Kwargs, treatments: Sequence[Treatment]) -> list[Treatment]:
-    """The treatments of the distributed arguments, in the order of `named_tensors`."""
+    """Return the treatments of the distributed arguments, in the order of `named_tensors`."""
     found: list[Treatment] = []
     for value, how in zip([*args, *kwargs.values()], treatments, strict=True):
         if isinstance(value, DTensorBase):
@@ -131,8 +131,8 @@ def redistributions(
 ) -> list[str]:
     """Return one statement for each tensor that has to be redistributed.
 
-    `given` are the names and specs of the tensors, `wanted` the specs that a plan would bring them to (None: leaves
-    them), `communicates` says whether the op would still communicate with other specs.
+    `given` are the names and specs of the tensors, `wanted` the specs to which a plan would redistribute them (None for
+    those that it leaves alone), and `communicates` returns whether the op would still communicate with given specs.
     """
     return _statements(given, _first_local([spec for _, spec in given], wanted, communicates))
 
@@ -146,7 +146,7 @@ def _first_local(
 
 def _statements(given: Sequence[tuple[str, DTensorSpec]], chosen: Specs | None) -> list[str]:
     if chosen is None:
-        return ["give the operands placements on which this op is local"]
+        return ["the operands, by x = x.redistribute(placements=[...]), to placements with which this op is local"]
     return [
         f"{name} = {name}.redistribute(placements={_text(new)})"
         for (name, old), new in zip(given, chosen, strict=True)
@@ -155,7 +155,7 @@ def _statements(given: Sequence[tuple[str, DTensorSpec]], chosen: Specs | None) 
 
 
 def _candidates(specs: Specs, wanted: Specs) -> Iterator[Specs]:
-    """Yield the specs that a plan wants, then the same with more and more axes replicated."""
+    """Yield the specs that a plan wants, with more and more axes replicated; then those of the operands likewise."""
     axes = range(len(specs[0].mesh_info.sizes))
     for start in (wanted, specs):
         for count in range(len(axes) + 1):

@@ -1,7 +1,7 @@
 """Calls without a rule: decomposed into other ops, or run on gathered inputs.
 
-On gathered inputs every rank computes the same result, and what the op wrote in place goes back to where it came from.
-That is always right and rarely fast, so the first such call of an op says so.
+On gathered inputs every rank computes the same result, and what the op writes in place is written back to the local
+shards. That is always right and rarely fast, so the first such call of an op warns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..ops.replicated import as_replicated
 from ..ops.resolve import ResolvedOp
 from ..ops.served import served_by
 from ..sharding.base import DTensorBase
-from .arguments import Args, Kwargs, Written, distributed, written_arguments
+from .arguments import Args, Kwargs, Written, distributed, plain_target_error, written_arguments
 from .explicit import refuse_gathering
 from .gather_cache import after_write
 from .into_out import run_into_out
@@ -33,7 +33,7 @@ class GatherWarning(UserWarning):
 
 
 def run_without_plan(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTensorBase], outside: bool) -> object:
-    """Return the result of a call without a rule. `outside`: on a rank that is not in the mesh."""
+    """Return the result of a call without a rule. `outside` is whether this rank is not in the mesh."""
     if outside and not returns_tensors(op):
         return run_outside(op, args, kwargs, kind)
     if op.decomposition is not None and (result := op.decomposition(*args, **kwargs)) is not NotImplemented:
@@ -78,8 +78,9 @@ def _warn_of_gathering(op: ResolvedOp) -> None:
 
 def _run_on_gathered(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> object:
     written = written_arguments(op, args, kwargs)
-    if not all(isinstance(tensor, DTensorBase) for tensor in written):
-        raise InputError(f"{op.func} would write a distributed result into a plain tensor", "write into a DTensor")
+    for tensor in written:
+        if not isinstance(tensor, DTensorBase):
+            raise plain_target_error(op.func, getattr(tensor, "shape", ()))
     if modes.explicit:
         refuse_gathering(op, args, kwargs)
     tensors = distributed(args, kwargs)
@@ -111,10 +112,13 @@ def _gathered(tensor: DTensorBase, writable: bool) -> Tensor:
 
 
 def _write_back(op: ResolvedOp, written: Written, gathered: dict[int, Tensor]) -> None:
-    """Write what the op has written to gathered inputs back to the shards of the arguments."""
+    """Write the gathered inputs that the op has written back to the local shards of the arguments."""
     for tensor in written:
         new, spec = gathered[id(tensor)], tensor._spec
         if new.shape != spec.shape:
-            raise InputError(f"{op.func} would change the shape of {spec!r}", "use the op that makes a new tensor")
+            raise InputError(
+                f"{op.func} would change the shape of {spec!r} to {list(new.shape)}",
+                "use the variant of the op that returns a new tensor",
+            )
         tensor._local_shard.copy_(redistribute_local(new, spec.replicated(), spec))
         after_write(tensor)

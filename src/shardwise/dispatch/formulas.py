@@ -1,10 +1,10 @@
 """Derivative formulas of PyTorch in which plain tensors are the same on all ranks.
 
 A formula makes tensors from sizes and numbers (cumprod fills in ones), or from a plain operand that its op has accepted
-as replicated in forward (a power computes the logarithm of its exponent). Only the formula may bring such tensors; a
-hook that the user puts on the same node of autograd may not. So the node is marked when it is recorded: its prehook,
-which runs after the user's tensor hooks, says that the formula begins, and its hook that it has ended. A plain gradient
-that the formula returns becomes a replicated one.
+as replicated in forward (a power computes the logarithm of its exponent). Only the formula may use such tensors with
+distributed ones; a hook that the user registers on the same node of autograd may not. So the node is marked when it is
+recorded: its prehook, which runs after the user's tensor hooks, notes that the formula begins, and its hook that it has
+ended. A plain gradient that the formula returns becomes a replicated one.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ _RUNNING = "shardwise: backward passes that are in the formula of this node"
 that failed in a formula must not count as running. With each pass, the hooks for saved tensors when it began."""
 
 _JOINS = "shardwise: the formula of this node is one call"
+"""The key in the metadata of a node whose formula takes plain tensors in one call only (see `mark_join`)."""
 _HIDDEN = "shardwise: this node was found behind a write to a view, and marked"
 
 
 def in_formula() -> bool:
     """Return whether the formula of a marked node runs in this thread.
 
-    Code that `torch.utils.checkpoint` recomputes is no part of the formula that asks for a saved tensor. It runs with
-    hooks of its own for the tensors that it saves.
+    Code that `torch.utils.checkpoint` recomputes is no part of the formula that reads a saved tensor. It is recognised
+    by the hooks for saved tensors with which it runs.
     """
     node = current_node()
     passes: Passes = {} if node is None else metadata_of(node).get(_RUNNING, {})
@@ -50,7 +51,7 @@ def in_formula() -> bool:
 
 @contextmanager
 def outside_formula() -> Iterator[None]:
-    """Inside, code that is no part of the running formula, such as a user's unpack hook, does not count as one."""
+    """Inside, `in_formula()` is False: for code that the running formula calls, such as a user's unpack hook."""
     if not in_formula():
         yield
         return
@@ -68,16 +69,17 @@ def mark_formula(node: Node) -> None:
 
 
 def mark_formula_of_plain(node: Node) -> None:
-    """The same for the node of a plain tensor, whose gradient is plain, into which distributed values were written."""
+    """Take plain tensors as replicated in the formula of a plain tensor's node, which a write of distributed values
+    recorded. Unlike `mark_formula`, plain gradients that arrive are not checked: the tensor's gradient is plain."""
     node.register_prehook(_enter_formula)
     node.register_hook(_end)
 
 
 def mark_join(node: Node) -> None:
-    """The same for the node of an op that returns the pieces of a tensor: its formula joins their gradients.
+    """Take plain tensors as replicated in the first call of this node's formula, if some gradient is missing.
 
-    With plain zeros for pieces that have none: that is one call. So the formula ends with it, and if no gradient is
-    missing it does not begin.
+    For an op that returns pieces of a tensor, such as `split`: its formula joins their gradients in one call, with
+    plain zeros for pieces that have none.
     """
     node.register_prehook(_begin_join)
 
@@ -102,7 +104,7 @@ def _mark_hidden(grad_inputs: Gradients, grad_outputs: Gradients) -> None:
     found = [grad.grad_fn for grad in grad_inputs if grad is not None]
     while found:
         function = found.pop()
-        if function is None or function in seen or not function.next_functions:  # without them, it is that of a leaf
+        if function is None or function in seen or not function.next_functions:  # a leaf's node has no next functions
             continue
         seen.add(function)
         found.extend(following for following, _ in function.next_functions)
@@ -127,9 +129,9 @@ def _begin_join(grad_outputs: Gradients) -> None:
 
 
 def _are_foreign(gradients: Gradients) -> bool:
-    """Return whether a function of the user has made some of these gradients of distributed tensors plain ones.
+    """Return whether some of these gradients of distributed tensors are plain and not zero.
 
-    Formulas of PyTorch may return plain zeros.
+    Formulas of PyTorch may return plain zeros. Other plain gradients come from functions of the user.
     """
     plain = [g for g in gradients if g is not None and not isinstance(g, DTensorBase) and g.dim()]
     return bool(plain) and any(bool(materialized(g.detach()).any()) for g in plain)
@@ -172,7 +174,7 @@ def _leave() -> None:
 
 
 class _Held(threading.local):
-    """Marks the nodes of the last call that accepted a plain tensor."""
+    """The function that marks the nodes of the last call that accepted a plain tensor, until it is called."""
 
     mark: Callable[[], None] | None = None
 
@@ -183,8 +185,8 @@ _held = _Held()
 def hold(mark: Callable[[], None]) -> None:
     """Call `mark` as soon as autograd has recorded the call that runs now.
 
-    Ops run below autograd, which records the node when they have returned. So this waits until the next one comes, or
-    until the block of code ends in which plain tensors are accepted.
+    Ops run below autograd, which records the node when they have returned. So `mark` is called at the next call that
+    accepts a plain tensor, or at the end of the formula or `implicit_replication` block that accepts them.
     """
     mark_held_result()
     _held.mark = mark
@@ -213,9 +215,9 @@ def mark_held_result() -> None:
 
 
 def nodes_since(tensor: Tensor, version: int) -> Iterator[Node]:
-    """The nodes of a tensor that had this version when a call returned: of the call, and of writes in place since.
+    """Yield the nodes that a call, and in-place writes since, recorded for a tensor that it returned at this version.
 
-    A write to a view is recorded on its base.
+    A write to a view is recorded on its base, whose nodes are included.
     """
     for written in (tensor,) if tensor._base is None else (tensor, tensor._base):
         node = written.grad_fn

@@ -3,8 +3,8 @@
 q, k and v of an attention read one input: one gather serves all three. The entry is dropped with the tensor it was made
 from, so that memory is not held for long, and is not used after a write to either of the two.
 
-Every write that goes through dispatch empties the cache. Local shards are watched (see `watch`): what is served never
-depends on which rank looked at its shard, because a rank that gathers alone would wait for ever.
+Every write that goes through dispatch empties the cache. Local shards are watched (see `watch`), so that whether the
+entry is used does not depend on which rank looked at its shard: a rank that gathers alone would wait for ever.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ def forget_gathered() -> None:
 
 
 def after_write(tensor: DTensorBase) -> None:
-    """Update state after a write to a tensor: the gather cache is stale, and a view writes its base."""
+    """Update state after a write to a tensor: empty the gather cache, and let a view write its base."""
     forget_gathered()
     if tensor._source is not None:
         tensor._source.write_back(tensor)
-        forget_gathered()  # writing what it views has gathered that, in its state before
+        forget_gathered()  # write_back may have gathered the base as it was before
     else:
         count_write(tensor._local_shard)
 
@@ -108,7 +108,7 @@ def after_write(tensor: DTensorBase) -> None:
 def after_list_write(tensors: Sequence[Tensor], local: Sequence[Tensor]) -> None:
     """Update state after a write to a list of tensors without sources."""
     forget_gathered()
-    increment_version(tensors)  # autograd does not count the writes of ops on lists; one device does, one by one
+    increment_version(tensors)  # autograd does not count the writes of list ops; on one device the ops do
     count_writes(local)
 
 
@@ -121,7 +121,7 @@ def after_source_writes(tensors: Sequence[Tensor]) -> None:
 
 
 def assign(tensor: DTensorBase, value: Tensor) -> None:
-    """Copy this value into the local shard; along expanded dims, the first index is copied."""
+    """Copy `value` into the local shard of `tensor`; along expanded dims, only its first index."""
     local, spec = tensor._local_shard, tensor._spec
     for dim, (size, stride) in enumerate(zip(spec.shape, spec.stride, strict=True)):
         if stride == 0 and size > 1:
@@ -139,5 +139,5 @@ def root_of(tensor: DTensorBase) -> DTensorBase:
 def is_weight(tensor: Tensor) -> bool:
     """Return whether a tensor is a weight, which is not cached: its gathered copy should not outlive the op, and a weak
     reference would keep modules from swapping weights when they are moved."""
-    # A view is not asked whether it is a leaf: it would look at what was written since.
+    # `is_leaf` of a view would make its grad_fn again after a write.
     return isinstance(tensor, torch.nn.Parameter) or (tensor._base is None and tensor.requires_grad and tensor.is_leaf)

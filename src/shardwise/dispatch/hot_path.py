@@ -1,7 +1,7 @@
 """The hot path: calls whose plan is cached and needs no communication.
 
-A table maps the key of a call to all that is left to do: run this on the local shards, wrap the result so. Calls that
-it does not hold go to the dispatcher, which enters them once they are planned.
+A table maps the key of a call to the function to run on the local shards, and the spec to wrap its result with. Calls
+that are not in it go to the dispatcher, which enters them once they are planned.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ Ready = tuple[Callable[..., Any], TensorMeta | None, DTensorSpec | None, int | N
 """The hot-path entry of a planned call: run, meta, spec, offset, finish. A plain tuple, which is unpacked quicker.
 
 run     takes the arguments with local shards in the place of distributed tensors
-meta    and spec of the one result; None where `finish` makes the results
-offset  how far a view begins behind the first argument; None for results that have memory of their own
-finish  makes results from local results and arguments; None where `meta` and `spec` say what the result is
+meta    the `TensorMeta` of the one result; None where `finish` makes the results
+spec    its spec, likewise
+offset  the storage offset of a view relative to the first argument; None for results that have memory of their own
+finish  makes results from local results and arguments; None where `meta` and `spec` describe the result
 """
 
 
@@ -50,13 +51,16 @@ HOT: WorldCache[Key, Ready] = WorldCache("hot calls", 32 << 20, lambda key, read
 
 
 def _with_hashes(args: Args, kwargs: Kwargs | None) -> tuple[Args, Kwargs | None]:
-    """The arguments with the compiler's symbols as sizes with a hash; in a simulated world as numbers."""
+    """Return the arguments with the compiler's symbolic sizes made hashable; in a simulated world, as numbers."""
     simulated = any(isinstance(v, DTensorBase) and v._spec.mesh_info.simulated for v in pytree.tree_leaves(args))
     return (specialized if simulated else symbolic)((tuple(args), kwargs))
 
 
 def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Callable[..., object]:
-    """`__torch_dispatch__` of a class of distributed tensors: one look-up, the op on the local shards, one wrapper."""
+    """Return the `__torch_dispatch__` of a class: one look-up, the op on the local shards, one wrapper.
+
+    Calls that are not in the table go to `plan_and_run(func, args, kwargs, key)`.
+    """
     argument_key, by_value = argument_keys(kind), BY_VALUE
     known: Lookup = {}.get
 
@@ -141,7 +145,7 @@ def hot_path(kind: type[DTensorBase], plan_and_run: Callable[..., object]) -> Ca
 
 
 RETURNING_SHARD: Ready = (lambda shard: shard, None, None, None, lambda shard, args: shard)
-"""The call of an op that returns the local shard itself."""
+"""The hot-path entry of an op that returns the local shard itself."""
 
 # ---- from plans -----------------------------------------------------------------------------------------------------
 
@@ -254,7 +258,7 @@ def _quickest(op: ResolvedOp, args: Args, kwargs: Kwargs) -> Callable[..., objec
 
 
 def _treating(treatments: tuple[Treatment, ...], run: Callable[..., object]) -> Callable[..., object] | None:
-    """Return a function that replaces lists and sizes by local ones, and runs the op on local shards."""
+    """Return `run` with lists and sizes replaced by local ones; None if other treatments are needed."""
     known = {i: how for i, how in enumerate(treatments) if how is not None and how is not LOCALIZE}
     if not known:
         return run
@@ -280,17 +284,17 @@ def _with_constants(run: Callable[..., object], constants: dict[int, object]) ->
 
 
 def _no_results(local: object, args: Args) -> None:
-    """Wrap the result of an op on lists that returns nothing."""
+    """Finish an op on lists that returns nothing: `run` has done all."""
 
 
 def _nothing(local: object, args: Args) -> None:
-    """Wrap the result of an op that returns nothing."""
+    """Finish an op that writes its first argument and returns nothing."""
     forget_gathered()
     count_write(args[0]._shard)
 
 
 def _first(local: object, args: Args) -> object:
-    """What was written in place is the result. Its shard was read from its slot, so that it has no source."""
+    """Return the first argument, which was written in place. Its shard was read from the slot, so it has no source."""
     forget_gathered()
     count_write(args[0]._shard)
     return args[0]
@@ -303,7 +307,7 @@ def _wrapping_views(specs: Any, offsets: Sequence[int], kind: type[DTensorBase])
     def finish(locals_: Any, args: Args) -> object:
         first, wrapped = args[0], []
         begin, device = first.storage_offset(), first._shard.device
-        for local, (spec, shape, stride, dtype, behind) in zip(locals_, views):  # noqa: B905  # as many: it takes time
+        for local, (spec, shape, stride, dtype, behind) in zip(locals_, views):  # noqa: B905  # strict=True takes time
             tensor = make_wrapper(kind, shape, stride, begin + behind or None, None, dtype, _strided, device)
             tensor._shard = local
             tensor._spec = spec
@@ -320,7 +324,7 @@ def _wrapping(specs: Any, kind: type[DTensorBase]) -> Callable[[object, Args], o
         wrapped = []
         for local, spec in zip(locals_, specs, strict=True):
             tensor = local
-            if spec is not None:  # as `wrap`, which would cost a call
+            if spec is not None:  # `kind.wrap(local, spec)`, without the cost of a call
                 shape, stride, dtype = spec.tensor_meta
                 tensor = make_wrapper(kind, shape, stride, None, None, dtype, _strided, local.device)
                 tensor._shard = local

@@ -1,4 +1,4 @@
-"""Calls with `out=` whose results do not fit the tensors given: these take the shape of the results, as on one device.
+"""Calls with `out=` tensors that the results do not fit: they are resized to the shapes of the results.
 
 >>> out = x.new_empty(0)
 >>> torch.add(x, y, out=out)             # out has the shape and placements of the sum now
@@ -22,13 +22,16 @@ from ..ops.resolve import ResolvedOp
 from ..ops.schema import has_functional_variant
 from ..sharding.base import DTensorBase
 from ..sharding.memory_order import contiguous_stride, meta_of
-from .arguments import Args, Kwargs
+from .arguments import Args, Kwargs, plain_target_error
 from .gather_cache import after_write
 from .result_meta import error_of_out
 
 
 def run_into_out(op: ResolvedOp, args: Args, kwargs: Kwargs) -> object:
-    """Run the op without `out=` and store its results; NotImplemented if it has no such variant."""
+    """Run the op without `out=`, store its results in the `out=` tensors, and return these.
+
+    Return NotImplemented if the op has no variant without `out=`.
+    """
     names = [op.names[position] for position in op.writes]
     if not has_functional_variant(op.func) or not all(name in kwargs for name in names):
         return NotImplemented
@@ -37,7 +40,7 @@ def run_into_out(op: ResolvedOp, args: Args, kwargs: Kwargs) -> object:
     if not any(isinstance(value, Tensor) for value in pytree.tree_leaves((args, given))):
         return _fill(op, args, given, outs[0])
     if "dtype" in op.names and given.get("dtype") is None and not op.name.endswith("norm"):
-        given["dtype"] = outs[0].dtype  # a sum is computed in the dtype that it is written in, a norm is not
+        given["dtype"] = outs[0].dtype  # a sum is computed in the dtype of `out`, a norm is not
     refuse_other_dtypes(op.func, args, kwargs, given)
     found = pytree.tree_leaves(op.func.overloadpacket(*args, **given))
     if len(found) != len(outs):
@@ -63,7 +66,10 @@ def refuse_other_dtypes(func: OpOverload, args: Args, kwargs: Kwargs, without_ou
 def _fill(op: ResolvedOp, args: Args, kwargs: Kwargs, out: Any) -> object:
     """Fill `out` by a factory, as in `torch.eye(8, out=out)`: every rank computes all of it, and keeps its shard."""
     if torch.Tag.nondeterministic_seeded in op.func.tags:  # each rank would draw numbers of its own
-        raise InputError(f"{op.func} with a distributed out=", "use an in-place op: out.uniform_(), out.normal_()")
+        raise InputError(
+            f"{op.func} cannot draw into the DTensor {out._spec!r} as out=: each rank would draw numbers of its own",
+            "use an in-place op, such as out.uniform_() or out.normal_()",
+        )
     made = op.func.overloadpacket(*args, **{**kwargs, "dtype": out.dtype, "device": out.device})
     store(op.func, as_replicated(made, out), out)
     return out
@@ -77,7 +83,7 @@ def store(func: OpOverload, result: Tensor, out: Tensor) -> None:
     if resized and out.numel():
         warnings.warn(
             f"{func} changes the shape of its out= tensor from {list(out.shape)} to {list(result.shape)}; "
-            "PyTorch will refuse this one day: resize it to zero elements first, out.resize_(0)",
+            "PyTorch will refuse this in future: resize it to zero elements first, out.resize_(0)",
             stacklevel=2,
         )
     if not isinstance(out, DTensorBase):
@@ -101,7 +107,7 @@ def _written_to_base(out: DTensorBase, result: Tensor) -> Tensor:
     count = min(result.numel(), base.numel() - begin)
     base.as_strided((count,), (1,), out.storage_offset()).copy_(result.reshape(-1)[:count])
     offset = int(out.storage_offset())
-    if count < result.numel():  # new memory, in which it begins where it did
+    if count < result.numel():  # in the new memory, `out` keeps its offset
         flat = result.reshape(-1)
         base = torch.cat([flat.new_zeros(offset), flat])
     view: Tensor = base.as_strided(result.shape, contiguous_stride(result.shape), offset)
@@ -110,10 +116,7 @@ def _written_to_base(out: DTensorBase, result: Tensor) -> Tensor:
 
 def _fill_plain(func: OpOverload, result: Any, out: Tensor) -> None:
     if out.numel():
-        raise InputError(
-            f"{func} would write a distributed result into a plain tensor of shape {list(out.shape)}",
-            "write into a DTensor, or take the result's full_tensor()",
-        )
+        raise plain_target_error(func, out.shape)
     spec = result._spec
     out.resize_(result.shape)
     out.copy_(redistribute_local(result._local_shard, spec, spec.replicated()))

@@ -1,12 +1,13 @@
 """The key of a call: what its plan depends on.
 
-The hot path builds it on every call, so it is short: the id of the op, then what `argument_keys` says of each argument:
-specs by identity, numbers by value, floats and generators by type; but 0, infinity and NaN, by which a Partial sum may
-not be multiplied or divided, have keys of their own. From it `plan_key` derives the key under which plans
-are shared, once for each new key:
+The hot path builds it on every call, so it is short: the id of the op, then the key of each argument. That is its spec
+for a distributed tensor, the value of an int, string or dtype, and the type of a float or generator. The floats 0,
+infinity and NaN, by which a Partial sum may not be multiplied or divided, have keys of their own.
 
-- a number whose value no rule reads counts by its type, so that `x * 2` and `x * 3` share a plan;
-- for the few ops whose rules do read numbers (the p of a norm), floats count by value after all.
+From it `plan_key` derives the key under which plans are shared, once for each new key:
+
+- a number whose value no rule reads is replaced by its type, so that `x * 2` and `x * 3` share a plan;
+- for the few ops whose rules do read numbers (the p of a norm), floats are represented by their values.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def argument_keys(kind: type[DTensorBase]) -> Callable[[object], object]:
     """Return the function that computes the key of an argument, for distributed tensors of this class."""
 
     def argument_key(value: Any) -> object:
-        """An argument in the key. Its type is fixed by the schema, but for numbers: 1 is not True, nor 1.0."""
+        """Return the key of an argument. The schema fixes its type, except for numbers: 1, True and 1.0 must differ."""
         its = type(value)
         if its in BY_VALUE:
             return value

@@ -1,8 +1,9 @@
 """Plans of ops on lists of tensors: the optimizers' foreach and fused ops.
 
 Such an op does to every element what another op does to one tensor. Each distinct element is planned once, like a
-call of its own; the op then runs once on the local lists, whatever meshes their elements are on. An element that cannot
-join (a reduction of an empty shard) is run apart. Some ops communicate once for a whole list (`Op.list_kernel`).
+call of its own; the op then runs once on the local lists, whatever meshes their elements are on. An element that needs
+other local code (a reduction of an empty shard) runs separately. Some ops communicate once for the list
+(`Op.list_kernel`).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class ListPlan(NamedTuple):
     writes: tuple[Where, ...]
     moved: tuple[Moved, ...]
     groups: tuple[tuple[tuple[int, ...], LocalRun], ...]
-    """What runs on which elements."""
+    """(elements, what runs on their local lists): one group for most ops."""
     communication: tuple[str, ...]
 
 
@@ -71,7 +72,10 @@ class _Lists:
         self.lists = frozenset(w for w in places if "List[" in types[op.names[w] if isinstance(w, int) else w])
         lengths = {len(places[where]) for where in self.lists} - {0}
         if len(lengths) != 1:
-            raise InputError(f"{op.func} on lists of lengths {sorted(lengths)}", "pass lists of one length")
+            raise InputError(
+                f"{op.func} takes lists of one length, and got lists of lengths {sorted(lengths)}",
+                "pass lists with the same number of tensors",
+            )
         self.length = lengths.pop()
 
     def element(self, index: int) -> tuple[list[object], Kwargs]:
@@ -123,7 +127,7 @@ def _join(lists: _Lists, elements: Sequence[CallPlan | None]) -> ListPlan:
     present = [(i, plan) for i, plan in enumerate(elements) if plan is not None]
     for where in (*range(len(lists.args)), *lists.kwargs):
         if where not in lists.lists and len({id(_at(plan, where)) for _, plan in present}) > 1:
-            raise NoRule(f"the elements of {func} need an argument that they share in different ways")
+            raise NoRule(f"the elements of {func} have different treatments of an argument that they share")
     return ListPlan(
         func=func,
         args=tuple(_treatment(lists, elements, i) for i in range(len(lists.args))),
@@ -175,7 +179,7 @@ def _groups(op: ResolvedOp, elements: Sequence[CallPlan | None]) -> tuple[tuple[
 
 
 def _of_one(plan: CallPlan) -> LocalRun:
-    """Return what runs on the element of lists of length one."""
+    """Return the local code of an element, which returns a list of one result."""
 
     def run(*args: object, **kwargs: object) -> object:
         result = plan.run_local(*args, **kwargs)
@@ -195,7 +199,7 @@ def _plan_for_kernel(
     mesh_info: MeshInfo,
     lists: frozenset[Where],
 ) -> CallPlan:
-    """Return the plan of an element that keeps its sharding, with Partial reduced; the kernel does the rest."""
+    """Return the plan of an element for a list kernel: sharded as before, with Partial values reduced."""
     communication: list[str] = []
     axes: set[int] = set(range(len(mesh_info.sizes))) if kernel.all_ranks else set()
 
@@ -243,6 +247,7 @@ def _meta(value: object) -> object:
 
 
 KERNEL_RUNS: WorldState[dict[tuple[ListKernel, MeshInfo, tuple[int, ...]], LocalRun]] = WorldState(dict)
+"""The functions that `_kernel_run` has returned."""
 
 
 def _kernel_run(op: ResolvedOp, kernel: ListKernel, mesh_info: MeshInfo, axes: tuple[int, ...]) -> LocalRun:

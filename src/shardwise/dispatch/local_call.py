@@ -1,7 +1,7 @@
-"""Running code on local shards: rank by rank, around empty shards, in a given memory order, with random draws.
+"""Wrappers of local code: run rank by rank, skip empty shards, return a given memory order, draw random numbers.
 
-Each function here takes or makes a callable on local arguments. In the simulated world local arguments hold all ranks,
-and what depends on the rank is run rank by rank (`on_each`).
+In the simulated world local arguments are `RankTensor`s, and code that depends on the rank runs rank by rank
+(`on_each`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Made = TypeVar("Made")
 
 
 def tensors_in(value: object) -> list[Tensor]:
-    """The tensors that an argument or a result is, or holds."""
+    """Return the tensors in an argument or a result: the tensor itself, or those of a list or tuple."""
     values = value if isinstance(value, (list, tuple)) else (value,)
     return [element for element in values if isinstance(element, Tensor)]
 
 
 def ordered_as(specs: Sequence[DTensorSpec], run: Callable[..., object]) -> Callable[..., object]:
-    """Return local results with the memory order of their specs."""
+    """Wrap local code to return its results in the memory order of their specs."""
     orders = [spec.memory_order for spec in specs]
 
     def ordered(*args: object, **kwargs: object) -> object:
@@ -67,7 +67,7 @@ def fill(layout: Layout, dtype: torch.dtype) -> complex:
     """Return the result of a rank without data: the identity of the reduction, or an empty tensor."""
     ops = [op for _, op in layout.partial]
     if dtype.is_complex and ops[:1] in (["max"], ["min"]):
-        return 0  # there is none: the op raises an error
+        return 0  # complex numbers have no least one; the op itself raises an error
     return identity(dtype, ops[0]) if ops else 0
 
 
@@ -130,7 +130,7 @@ def drawing(run: Callable[..., object], mesh_info: MeshInfo, like: Tensor) -> Ca
 def on_each(
     mesh_info: MeshInfo, make: Callable[..., Made], fn: Callable[[Made, Coordinate], object]
 ) -> Callable[..., object]:
-    """Wrap a function of a rank's coordinate and arguments to run rank by rank."""
+    """Return a function of local arguments that returns `fn(make(at, args, kwargs), at)` for each rank's coordinate."""
 
     def run(*args: object, **kwargs: object) -> object:
         if not mesh_info.simulated:
@@ -145,7 +145,7 @@ def on_each(
 
 
 def of_rank(value: object, rank: int) -> Any:
-    """Return the arguments of one rank."""
+    """Return the value that one simulated rank has of an argument: its shard, its size, and so on in containers."""
     if isinstance(value, RankTensor):
         return value.shards[rank]
     if isinstance(value, torch.SymInt):

@@ -21,7 +21,7 @@ LocalRun = Callable[..., Any]
 
 
 class LocalCode:
-    """Chooses what runs on the local shards of a bound call, once it is decided how its operands are sharded."""
+    """Chooses what runs on the local shards of a bound call, for a decision on how its operands are sharded."""
 
     def __init__(self, found: BoundCall, decision: Decision, mesh_info: MeshInfo, in_list: bool) -> None:
         self.found, self.decision, self.mesh_info, self.in_list = found, decision, mesh_info, in_list
@@ -31,7 +31,7 @@ class LocalCode:
         """The sharded factors that are handled by a kernel."""
 
     def makes_new(self) -> bool:
-        """Whether it returns new tensors even for an op that writes or views: kernels have no `out=`."""
+        """Whether the code returns new tensors even for an op that writes or views: kernels have no `out=`."""
         record = self.op.op
         copies = record.local is not None and record.local.copies
         implemented = record.local is not None or record.draw is not None
@@ -79,12 +79,12 @@ class LocalCode:
         if self.in_list and not any(layout.partial for layout in self.decision.results):
             return False  # elementwise ops and updates of lists take empty shards; a reduction must not see one
         if any(math.prod(operand.tensor.shape) == 0 for operand in self.found.operands):
-            # The op knows what to return for an empty global tensor; if that is empty, too, nobody need compute it.
+            # Only the op knows its results for an empty global tensor; if these are empty, too, it need not run.
             return all(math.prod(result.tensor.shape) == 0 for result in self.found.results)
         return self._has_empty_shard()
 
     def _has_empty_shard(self) -> bool:
-        """Whether some rank holds nothing of some operand."""
+        """Whether some rank has an empty local shard of some operand."""
         for layout in self.decision.operands:
             for dim in layout.dims:
                 for factor in dim:
@@ -134,7 +134,7 @@ class LocalCode:
 
 
 def _dim_of(tensor: BoundTensor, factor: int | None) -> int | None:
-    """The dim of a tensor that carries the factor."""
+    """Return the dim of a tensor that has the factor; None if it has none."""
     return None if factor is None else next((dim for dim, fs in enumerate(tensor.dims) if factor in fs), None)
 
 

@@ -1,15 +1,16 @@
 """Make local results have the strides of their specs.
 
-The strides of a spec are those of PyTorch's meta kernel for the global tensors. What runs on the local shards may lay
-its results out otherwise: a kernel of ours, or an op whose meta kernel and real kernel differ. The first run of a plan
-shows it, and then all runs of this plan put their results into the order of the spec. Other plans cost nothing more.
+The strides of a spec are those of PyTorch's meta kernel for the global tensors. The code that runs on the local shards
+may return other strides: a kernel of ours, or an op whose meta kernel and real kernel differ. The first run of a plan
+shows it, and all later runs of that plan then copy their results into the order of the spec. Other plans cost nothing
+more.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from ..sharding.memory_order import lies_as
+from ..sharding.memory_order import has_memory_order_of
 from ..sharding.spec import DTensorSpec
 from ..world import RankTensor
 from .call_plan import CallPlan
@@ -23,16 +24,16 @@ class FirstRun:
         self.plan = plan
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Run on local arguments."""
+        """Return the results of the local code with the strides of their specs."""
         result = self.plan.run_local(*args, **kwargs)
         specs = self.plan.results
         if type(specs) is DTensorSpec:
-            if _lies_as(result, specs):
+            if _has_memory_order_of(result, specs):
                 return result
             specs = [specs]
         else:
             specs = [spec for spec in specs or () if isinstance(spec, DTensorSpec)]
-            if all(map(_lies_as, tensors_in(result), specs)):
+            if all(map(_has_memory_order_of, tensors_in(result), specs)):
                 return result
         self.plan = self.plan._replace(run_local=ordered_as(specs, self.plan.run_local))
         return ordered_as(specs, lambda: result)()
@@ -43,7 +44,7 @@ def makes_results(plan: CallPlan) -> bool:
     return not plan.writes and not plan.local_view
 
 
-def _lies_as(local: Tensor, spec: DTensorSpec) -> bool:
+def _has_memory_order_of(local: Tensor, spec: DTensorSpec) -> bool:
     if isinstance(local, RankTensor):
-        return all(lies_as(shard, spec.tensor_meta) for shard in local.shards)
-    return lies_as(local, spec.tensor_meta)
+        return all(has_memory_order_of(shard, spec.tensor_meta) for shard in local.shards)
+    return has_memory_order_of(local, spec.tensor_meta)

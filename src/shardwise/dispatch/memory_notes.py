@@ -30,14 +30,14 @@ class MemoryNotes:
     watches: tuple[weakref.ref[Watch], ...] = ()
     """A tuple that is replaced: other threads may read it at any moment."""
     writes: int = 0
-    """By ops on distributed tensors, counted while a view needs to know."""
+    """How many ops on distributed tensors wrote this memory while writes were counted (`writes.watch`)."""
 
     def hand_out(self, tensor: Tensor) -> None:
-        """Record that the user gets this tensor."""
+        """Record that the user gets this tensor, which shares the memory."""
         ref, before = weakref.ref(tensor), self.handed_out
         if not before:
             self.handed_out = [ref]
-        elif before[-1]() is None:  # those that are gone are dropped: the last one at once, the others now and then
+        elif before[-1]() is None:  # dead references are dropped: the last one at once, the others now and then
             before[-1] = ref
         else:
             before.append(ref)
@@ -54,7 +54,7 @@ def notes_of(shard: Tensor) -> MemoryNotes:
 
 
 def shards_of(local: Tensor) -> tuple[Tensor, ...]:
-    """The shards in a local tensor: one, or one for each simulated rank."""
+    """Return the shards in a local tensor: the tensor itself, or one shard for each simulated rank."""
     if type(local) is Tensor:
         return (local,)
     return local.shards if isinstance(local, RankTensor) else (local,)

@@ -1,9 +1,9 @@
 """Observers of ops on distributed tensors (see `sharding/observers.py`).
 
 `OPS` is for tools that need the arguments, or a context around the call: profilers, `DebugMode`, `debug.explain`. While
-it has observers, `__torch_dispatch__` of the class is another function. `LOOKUPS` is for tools that must cost less than
-a tenth of an op, as `debug.watch`: the hot path has the key of the call in its hands, and looks it up through the
-function that the observer returns. Without observers, neither costs anything.
+it has observers, the class has another `__torch_dispatch__`. `LOOKUPS` is for tools that must cost less than a tenth of
+an op, such as `debug.watch`: the hot path looks up the key of the call with the function that the observer returns.
+Without observers, neither costs anything.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ def _dispatch(func: OpOverload, types: object, args: Args = (), kwargs: Kwargs |
 
 
 def observed(look_up: Lookup) -> Lookup:
-    """Return the look-up that the hot path uses: this one, wrapped by the observers'."""
+    """Return the look-up that the hot path uses: this one, wrapped by the observers."""
     for observer in LOOKUPS.present:
         look_up = observer(look_up)
     return look_up
 
 
 def calling_frame(frame: FrameType) -> FrameType:
-    """The frame that called an op: this one, or the one outside of the modes and observers that it belongs to.
+    """Return the frame that called an op: this one, or the first one outside of modes and observers if it is inside.
 
-    So the same call has the same frame on a rank with a profiler and on one without.
+    So a call has the same frame on a rank with a profiler as on one without.
     """
     found = frame
     outer: FrameType | None = frame
@@ -69,5 +69,5 @@ def calling_frame(frame: FrameType) -> FrameType:
 
 
 def passes_calls_on(frame: FrameType) -> bool:
-    """Whether a function passes an op on that another has called: the op itself, a mode, `_dispatch`."""
+    """Whether a frame only forwards a call of an op: the call of the overload itself, a mode, or `_dispatch`."""
     return frame.f_code is _dispatch.__code__ or passes_ops_on(frame.f_code)

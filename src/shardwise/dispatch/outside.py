@@ -1,7 +1,8 @@
-"""Calls on a rank that is not in the mesh of their tensors: results have a spec and no elements; nothing runs.
+"""Calls on a rank that is not in the mesh of their tensors: results have a spec and an empty local shard.
 
-Such a rank may run the lines that the ranks of the mesh run. It plans each call as the first rank of the mesh does, for
-the specs of the results. Random ops draw, and drop what they drew, so that the generators of all ranks advance alike.
+Such a rank may run the same program as the ranks of the mesh. It plans each call as the first rank of the mesh does,
+for the specs of the results, and runs nothing. Only random ops draw, and drop the numbers, so that the generators of
+all ranks advance alike.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ def plan_outside(op: ResolvedOp, plan: CallPlan | ListPlan, args: Args, kwargs: 
 
 
 def _unmoved(how: Treatment) -> Treatment:
-    """The treatment of an argument without redistribution."""
+    """Return a treatment with redistributions replaced by LOCALIZE."""
     if isinstance(how, list):
         return [_unmoved(each) for each in how]
     return LOCALIZE if type(how) is DTensorSpec else how
 
 
 def _nothing(op: ResolvedOp, specs: object, device: torch.device) -> LocalRun:
-    """A run that returns results without elements."""
+    """Return local code that ignores its arguments and returns empty local shards for these specs."""
 
     def empty(spec: DTensorSpec) -> Tensor:
         return shard_outside(spec.ndim, spec.dtype, device)
@@ -66,9 +67,9 @@ def _nothing(op: ResolvedOp, specs: object, device: torch.device) -> LocalRun:
 
 
 def _without_tensors(op: ResolvedOp) -> Callable[[], object]:
-    """Return a function for the result of an op that returns no tensor."""
+    """Return a function that returns the result of an op that returns no tensor, or raises an error."""
     if str(schema_of(op.func).returns[0].type) == "bool":
-        return lambda: True  # `equal` and the like, of no elements
+        return lambda: True  # `equal` and the like are true of tensors without elements
 
     def refuse() -> object:
         raise _holds_nothing(op, "the rank holds none of its data")
@@ -77,10 +78,10 @@ def _without_tensors(op: ResolvedOp) -> Callable[[], object]:
 
 
 def _drawing(plan: CallPlan, args: Args, kwargs: Kwargs, then: LocalRun) -> LocalRun:
-    """A run that draws what the first rank of the mesh draws, drops it, and returns `then()`."""
+    """Return local code that draws what the first rank of the mesh draws, drops it, and returns `then(...)`."""
 
     def held(value: object, how: Treatment) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """The shape and dtype of the first rank's local argument; None for arguments that are no tensors."""
+        """Return shape and dtype of the first rank's local shard; None for arguments that are no DTensors."""
         spec = how if type(how) is DTensorSpec else value._spec if isinstance(value, DTensorBase) else None
         return None if spec is None else (spec.local_shape(spec.mesh_info.coordinate), spec.dtype)
 
@@ -100,7 +101,7 @@ def _drawing(plan: CallPlan, args: Args, kwargs: Kwargs, then: LocalRun) -> Loca
 
 
 def run_outside(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> object:
-    """The result of a call that no rule takes: its shape is that of the op on tensors without data."""
+    """Return the result of a call that no rule takes, with the shapes that the op gives for meta tensors."""
     if not returns_tensors(op):
         return _without_tensors(op)()
     mesh_info, device = _mesh_and_device(args, kwargs)
@@ -129,12 +130,12 @@ def run_outside(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTensorBa
 
 
 def returns_tensors(op: ResolvedOp) -> bool:
-    """Whether an op returns tensors, or nothing."""
+    """Whether all results of an op are tensors; also for an op that returns nothing."""
     return all("Tensor" in str(result.type) for result in schema_of(op.func).returns)
 
 
 def is_outside(args: Args, kwargs: Kwargs) -> bool:
-    """Whether this rank is in the mesh of none of the distributed tensors."""
+    """Whether this rank is in none of the meshes of the distributed tensors."""
     first = next((value for value in args if isinstance(value, DTensorBase)), None)
     if first is not None and not first._spec.mesh_info.outside:
         return False

@@ -1,8 +1,7 @@
 """Plain tensors among distributed ones.
 
-A plain tensor with dims may differ from rank to rank, so it is an error unless it is known to be replicated, as one
-without data is. Then it becomes a distributed tensor with replicated placements, and an op takes the shard that it
-needs.
+A plain tensor with dims may differ from rank to rank, so it is an error unless it is known to be replicated, or has no
+data that could differ. Then it becomes a replicated DTensor, of which the op takes the shard that it needs.
 
 A plain tensor of one element, also an expanded one, is a number, and may meet distributed tensors. A distributed tensor
 without dims that meets tensors of another mesh, or plain ones, is reduced and passed as a plain number: the norm of
@@ -47,8 +46,8 @@ def with_replicas(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
         if not is_plain(tensor) or (like := meets(name)) is None:
             continue
         if op.variant == "out" and tensor in written and not tensor.numel():
-            continue  # takes the global result, the same on all ranks
-        nothing = not tensor.numel() and tensor.shape == like.shape  # as the gradient of a vector that `cat` leaves out
+            continue  # an empty `out=` gets the global result, on all ranks
+        nothing = not tensor.numel() and tensor.shape == like.shape  # the gradient of a vector that `cat` skips
         if not (nothing or tensor.is_meta or _is_number(tensor) or takes_plain_as_replicated() or _is_index(op, name)):
             raise mixed_tensors(op, name, tensor)
         if tensor not in written and name not in op.op.updates:
@@ -75,7 +74,7 @@ def _partners(op: ResolvedOp, named: list[tuple[str, Tensor]]) -> Callable[[str]
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is an ordinary one, with dims."""
+    """Whether this is a plain tensor with dims."""
     return not isinstance(tensor, DTensorBase) and tensor.dim() > 0
 
 
@@ -97,14 +96,14 @@ def _check_same_on_ranks(op: ResolvedOp, name: str, tensor: Tensor) -> None:
     """Raise if a tensor is not replicated. A process sees only its own values; simulated ranks can be compared."""
     if isinstance(tensor, RankTensor) and not same(tensor.shards):
         raise MixedTensorError(
-            f"{op.func} takes a plain tensor of shape {list(tensor.shape)}, its argument {name!r}, as replicated, and "
+            f"{op.func} takes a plain tensor of shape {list(tensor.shape)}, its argument {name!r}, as replicated, but "
             "its values differ between ranks",
             "make it a distributed one with DTensor.from_local(tensor, mesh, placements)",
         )
 
 
 def _is_index(op: ResolvedOp, name: str) -> bool:
-    """Whether an argument is one of a list of indices. A list in brackets arrives as a plain tensor: x[[0, 2]]."""
+    """Whether an argument is in a list of indices. PyTorch makes a plain tensor of a Python list: `x[[0, 2]]`."""
     argument = schema_of(op.func).arguments[op.names.index(name.partition("[")[0])]
     return str(argument.type) == "List[Optional[Tensor]]"
 

@@ -69,12 +69,12 @@ def write_gathered(op: ResolvedOp, args: Args, kwargs: Kwargs) -> object:
 
 
 def _index(name: str) -> str:
-    """The index of an element of a list, from its name: `self[2]`; "" for a tensor that is not in a list."""
+    """Return the index in the name of a list element, "2]" for `self[2]`; "" for a tensor that is not in a list."""
     return name.partition("[")[2]
 
 
 def _as_result(like: DTensorBase, written: Written, value: Tensor) -> Tensor:
-    """Return a result of the call: the written tensor, or a new one as a replicated DTensor (of a batch norm)."""
+    """Return a result of the call: a written tensor unchanged, a new one (of a batch norm) as a replicated DTensor."""
     return value if value in written or isinstance(value, DTensorBase) else as_replicated(value, like)
 
 
@@ -86,9 +86,9 @@ def _gathered(tensor: DTensorBase) -> Tensor:
 
 
 def _hold_writes(targets: Sequence[Tensor], sources: Sequence[DTensorBase]) -> None:
-    """Make the gradients of the sources distributed, though that of the written tensor is plain.
+    """Make the gradients of the sources distributed, although the gradient of the written tensor is plain.
 
-    Inside `implicit_replication` they are anyway; this is for backward passes after it.
+    Inside `implicit_replication` they are without this; it is for backward passes after the block.
     """
     if not torch.is_grad_enabled():
         return
@@ -110,7 +110,7 @@ def _mark_writes(
 
 
 def _is_one_of(node: object, origins: Sequence[Node | Tensor]) -> bool:
-    """Whether the gradient that goes to this node is that of one of these tensors, given as leaves or by grad_fn."""
+    """Whether a node is one of these, or accumulates the gradient of one of these leaves."""
     return node is not None and any(node is origin or getattr(node, "variable", None) is origin for origin in origins)
 
 

@@ -1,9 +1,9 @@
-"""Sharding propagation: which factor of an op's rule each mesh axis shards, so that communication is cheapest.
+"""Sharding propagation: choose the factor of an op's rule that each mesh axis shards, for the least communication.
 
-Pure: layouts in, layouts out, and nothing depends on the rank or on the order of a set. Each mesh axis has a few
-options: shard one factor, leave operands Partial if the rule allows it, or nothing. The price of a choice is the
-redistribution of the operands, what its kernels communicate, and a later reduction of Partial outputs. If there are few
-combinations, all are tried; otherwise the axes are improved one at a time, in a few sweeps.
+A pure function of layouts: nothing depends on the rank or on the order of a set. Each mesh axis has a few options:
+shard one factor, leave operands Partial if the rule allows it, or nothing. The price of a choice is that of
+redistributing the operands, of the collectives in kernels, and of a later reduction of Partial results. If there are
+few combinations, all are tried; otherwise the axes are improved one at a time, in a few sweeps.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from ..sharding.layout import Factor, Layout, PartialAxes, Sizes, dim_axes, divi
 from .decision import Choice, Decision, KernelCost, Operand, Option, Priced, PriceParts, Result
 
 _TRY_ALL = 25  # combinations up to which all are tried: two axes with a handful of options each
-_DEFERRED = 0.5  # a deferred reduction is cheaper: it may merge with another, or end as a reduce-scatter
+_DEFERRED = 0.5  # the share of a deferred reduction that is charged: it may merge with another one
 
 
 class _Known(NamedTuple):
-    """What is known of one tensor. Most choices share the layouts of most of their tensors."""
+    """The layouts and prices of one tensor that were computed. Most choices share those of most of their tensors."""
 
     relevant: dict[Option, Option]
-    """The options that change its layout map to themselves, so that `get` returns None for all others."""
+    """The options that change its layout, each mapped to itself, so that `get` returns None for all others."""
     priced: dict[Choice, Priced]
-    """By what the axes do in a choice, with None in the place of options that are not relevant."""
+    """Keys are choices with None in the place of options that are not relevant."""
 
 
 class ShardingPropagator:
@@ -66,7 +66,7 @@ class ShardingPropagator:
         self._preferred: dict[int, tuple[int, ...]] = {}
         self._priced: dict[Choice, tuple[float, float]] = {}
         self._last: tuple[Choice, list[Layout], list[Layout]] | None = None
-        """The choice that was priced last, with its layouts: mostly it is the one taken."""
+        """The choice that was priced last, with its layouts: often it is the one that is made."""
         self._passes = [passing for ops in self._axes_in_use.values() for op in ops for passing in passes(bound, op)]
         self._known_operands = [_Known(self._relevant_to_operand(operand), {}) for operand in operands]
         self._known_results = [_Known(self._relevant_to_result(result), {}) for result in results]
@@ -76,22 +76,23 @@ class ShardingPropagator:
         return self.decide(self.cheapest())
 
     def cheapest(self) -> Choice:
-        """What each axis does in that choice."""
+        """Return the choice that `choose` makes: an option for each mesh axis."""
         options = [self.options_of(axis) for axis in range(len(self.mesh_sizes))]
         followed = self._follow_largest(options)
         price = self._price(followed)[0]
         if price == 0.0:
             return followed  # no communication now or later: the usual case
         if math.prod(map(len, options)) > _TRY_ALL:
-            # One axis at a time, sums over two axes would be reduced where leaving one of them open gains nothing.
+            # A search that changes one axis at a time would reduce a sum over two axes: leaving it open on one alone
+            # gains nothing. So there is a second start, with all sums open.
             starts = dict.fromkeys([followed, tuple(map(self._leave_open, followed, options))])
             return self._cheapest([self._sweep(options, start) for start in starts])
         return self._cheapest(itertools.product(*options), price)
 
     def _cheapest(self, choices: Iterable[Choice], limit: float = math.inf) -> Choice:
-        """The choice with the lowest price; of equally cheap ones, the first with the least memory.
+        """Return the choice with the lowest price; of equally cheap ones, the first with the least memory.
 
-        `limit` is the price of one of them in seconds: what costs more need not be priced to the end.
+        `limit` is the price of one of them in seconds: pricing of dearer ones stops early.
         """
         best: Choice = ()
         price = math.inf, math.inf
@@ -117,7 +118,7 @@ class ShardingPropagator:
         return chosen
 
     def _follow_largest(self, options: Sequence[Sequence[Option]]) -> Choice:
-        """For each axis the option that keeps the layout of the largest operand that is sharded over it."""
+        """Return for each axis the option that keeps the layout of the largest operand sharded over it."""
         followed = [choices[0] for choices in options]
         largest = [-1] * len(options)
         for size, factors, axes in self._sharded_dims:
@@ -130,13 +131,13 @@ class ShardingPropagator:
         return tuple(followed)
 
     def _leave_open(self, followed: Option, choices: Sequence[Option]) -> Option:
-        """The option that leaves operands Partial over an axis where nothing is sharded over it."""
+        """Return the option that leaves operands Partial over an axis, if `followed` shards nothing over it."""
         return next((c for c in choices if isinstance(c, Passing)), None) if followed is None else followed
 
     # ---- options --------------------------------------------------------------------------------------------
 
     def options_of(self, axis: int) -> list[Option]:
-        """The options of an axis. If all operands are replicated over it, they stay so: slicing them gains nothing."""
+        """Return the options of an axis. Operands that are all replicated over it stay so: slicing gains nothing."""
         if self.mesh_sizes[axis] == 1:
             return self._single_options(axis)
         ops = self._axes_in_use.get(axis)
@@ -148,7 +149,10 @@ class ShardingPropagator:
         return options
 
     def _find_axes_in_use(self) -> dict[int, dict[str, None]]:
-        """The axes over which an operand, or what a result is brought to, is sharded or Partial; with the ops."""
+        """Return the axes over which an operand, or a layout that a result needs later, is sharded or Partial.
+
+        The reduce ops of each axis are in the order in which they are found: `{0: {}, 1: {"sum": None}}`.
+        """
         found: dict[int, dict[str, None]] = {axis: {} for _, _, axes in self._sharded_dims for axis in axes}
         layouts = [operand.layout for operand in self.operands]
         for result in self.results:
@@ -162,7 +166,7 @@ class ShardingPropagator:
         return found
 
     def _single_options(self, axis: int) -> list[Option]:
-        """The option of an axis with one rank, which is free: as the first operand sharded over it."""
+        """Return the option of an axis of size 1, where all are free: that of the first operand sharded over it."""
         for _, factors, axes in self._sharded_dims:
             if axis in axes and len(factors) == 1 and factors[0] in self._may_be_sharded:
                 return [factors[0]]
@@ -172,7 +176,7 @@ class ShardingPropagator:
         return factor in self.kernels if kind is FactorKind.KERNEL else kind is not FactorKind.REPLICATED
 
     def _preferred_order(self, factor: int) -> tuple[int, ...]:
-        """The order of the axes over which the largest operand is sharded along a factor."""
+        """Return the order of the axes over which the largest operand is sharded along a factor."""
         found = self._preferred.get(factor)
         if found is None:
             found, largest = (), -1
@@ -185,7 +189,7 @@ class ShardingPropagator:
     # ---- prices ---------------------------------------------------------------------------------------------
 
     def _shardings(self, choice: Choice) -> FactorShardings:
-        """The axes that shard factors in a choice; those of one factor are in its preferred order."""
+        """Return (axis, factor) for the axes that shard factors, those of one factor in its preferred order."""
         shardings = [(axis, option) for axis, option in enumerate(choice) if isinstance(option, int)]
         if len(shardings) > 1:
             shardings.sort(key=self._place)
@@ -197,7 +201,10 @@ class ShardingPropagator:
         return factor, order.index(axis) if axis in order else len(order), axis
 
     def _allowed(self, shardings: FactorShardings) -> bool:
-        """Whether these shardings are possible together: even if needed, one kernel, over axes with a group."""
+        """Whether these shardings are possible together.
+
+        They divide factors that must be sharded evenly, use one kernel (or joint ones), and its axes have a group.
+        """
         by_factor: dict[int, tuple[int, ...]] = {}
         for axis, factor in shardings:
             by_factor[factor] = (*by_factor.get(factor, ()), axis)
@@ -215,7 +222,7 @@ class ShardingPropagator:
         return len(kernels) <= 1 or all(kernel.joint for kernel in kernels)
 
     def _price(self, choice: Choice, limit: float = math.inf) -> tuple[float, float]:
-        """Seconds and bytes of a choice; infinite as soon as the seconds exceed the limit."""
+        """Return seconds and bytes of a choice; infinity for both as soon as the seconds exceed the limit."""
         found = self._priced.get(choice)
         if found is None:
             found = self._make_price(choice, limit)
@@ -249,7 +256,7 @@ class ShardingPropagator:
         return seconds, memory + output_bytes
 
     def _kernel_seconds(self, shardings: FactorShardings, output_bytes: float) -> float:
-        """What the kernel of a choice communicates, if it has one."""
+        """Return the seconds of the collectives in the kernel of a choice; 0 if it uses none."""
         axes = tuple([axis for axis, factor in shardings if factor in self.kernels])
         if not axes:
             return 0.0
@@ -258,7 +265,7 @@ class ShardingPropagator:
         return latency + traffic * output_bytes / min(self.links.bandwidth[axis] for axis in axes)
 
     def parts(self, choice: Choice) -> PriceParts | None:
-        """What the price of a choice is made of; None if the choice is impossible."""
+        """Return the summands of the price of a choice; None if the choice is impossible."""
         if self._price(choice)[0] == math.inf:
             return None
         operands = [self._operand(i, choice)[:2] for i in range(len(self.operands))]
@@ -267,7 +274,7 @@ class ShardingPropagator:
         return PriceParts(choice, tuple(operands), kernel, sum(price for _, price, _ in results))
 
     def _operand(self, index: int, choice: Choice) -> Priced:
-        """An operand's layout in a choice, the price of redistributing it, and the bytes of the new local tensor."""
+        """Return an operand's layout in a choice, the price of redistributing it, and the bytes of its new shard."""
         relevant, priced = self._known_operands[index]
         key = tuple(map(relevant.get, choice))
         found = priced.get(key)
@@ -284,7 +291,7 @@ class ShardingPropagator:
         return layout, estimate(now, layout, itemsize, self.links), layout.max_local_numel() * itemsize
 
     def _relevant_to_operand(self, operand: Operand) -> dict[Option, Option]:
-        """The options that shard it or leave it Partial, or make it one."""
+        """Return the options that shard an operand, leave it Partial or make it Partial."""
         position = operand.position
         relevant: dict[Option, Option] = {factor: factor for dim in operand.tensor.dims for factor in dim}
         for factor, positions in self._summands.items():
@@ -296,7 +303,7 @@ class ShardingPropagator:
         return relevant
 
     def _result(self, index: int, choice: Choice) -> Priced:
-        """A result's layout in a choice, the price of reducing or redistributing it later, and its bytes."""
+        """Return a result's layout in a choice, the price of reducing or redistributing it later, and its bytes."""
         relevant, priced = self._known_results[index]
         key = tuple(map(relevant.get, choice))
         found = priced.get(key)
@@ -315,7 +322,7 @@ class ShardingPropagator:
         if fixed is not None:
             price = estimate(layout, fixed, itemsize, self.links)
         elif wanted is not None:
-            # Sums over sharded factors may be left open, as those of micro-batches are; passed ones are reduced.
+            # Sums over sharded factors may be left open, as for micro-batches; those of Partial operands are reduced.
             arriving = Layout.make(self.mesh_sizes, layout.dims, passed)
             price = estimate(arriving, wanted, itemsize, self.links) + self._deferred(summed, nbytes)
         else:
@@ -323,13 +330,13 @@ class ShardingPropagator:
         return layout, price, nbytes
 
     def _relevant_to_result(self, result: Result) -> dict[Option, Option]:
-        """The options that shard it or make it Partial."""
+        """Return the options that shard a result or make it Partial."""
         is_reduced = self.bound.reduce[result.output] not in ("none", "same")
         factors = self._may_be_sharded if is_reduced else itertools.chain(*result.tensor.dims)
         return {option: option for option in (*factors, *self._passes)}
 
     def _operand_partial(self, position: int, options: Choice) -> PartialAxes:
-        """The axes on which an operand is Partial: it stays so, or it is added to a sum (see `summands`)."""
+        """Return (axis, op) for the axes on which an operand is Partial, or is added to a sum (see `summands`)."""
         partial = []
         for axis, option in enumerate(options):
             if isinstance(option, int):
@@ -340,7 +347,7 @@ class ShardingPropagator:
         return tuple(partial)
 
     def _deferred(self, partial: PartialAxes, nbytes: float) -> float:
-        """The price of reducing a Partial result later, by a reduce-scatter."""
+        """Return the price of reducing a Partial result later, by a reduce-scatter."""
         if not partial:
             return 0.0
         axes = tuple(axis for axis, _ in partial)
@@ -348,7 +355,7 @@ class ShardingPropagator:
         return _DEFERRED * self.links.seconds(axes, peers - 1, nbytes * (peers - 1) / peers)
 
     def decide(self, choice: Choice) -> Decision:
-        """Return what a choice says of the call."""
+        """Return the layouts and shardings of a choice."""
         price = self._price(choice)[0]
         if self._last is not None and self._last[0] == choice:
             _, operands, results = self._last
@@ -361,14 +368,14 @@ class ShardingPropagator:
 
 
 def _operand_op(bound: Bound, passing: Passing) -> str:
-    """The op of the operands, given that of the outputs: the same, except for antitone ops."""
+    """Return the reduce op of Partial operands for that of the results: max and min are swapped by antitone ops."""
     if passing.op in ("max", "min") and passing.operands in bound.antitone and passing.operands not in bound.monotone:
         return "min" if passing.op == "max" else "max"
     return passing.op
 
 
 def _sharded_dims(operands: Sequence[Operand]) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """For each dim of an operand that is sharded now: the elements of the operand, the dim's factors, and its axes."""
+    """Return (elements of the operand, factors of the dim, axes) for each dim of an operand that is sharded now."""
     found = []
     for operand in operands:
         for dim, factors in zip(operand.layout.dims, operand.tensor.dims, strict=True):

@@ -1,7 +1,7 @@
 """Shapes, strides and dtypes of an op's results, without running it on data.
 
 PyTorch's meta kernels compute them, at up to milliseconds a call. For an op whose results take their sizes from its
-operands, the result is cached in that form, so that a new batch size, or a new sharding, does not run them again.
+operands, it is cached which size comes from which dim, so that a new batch size does not run them again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class NoRule(Exception):
 
 
 def results_without_out(func: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> object:
-    """The results of a call without its `out=` tensors, as tensors without data, or the op's own error."""
+    """Return the results of a call without its `out=` tensors, as meta tensors; raise the op's own error."""
     packet = func.overloadpacket
     found = results_of_zeros(packet, *specialized((list(args), kwargs)))
     if found is not None:
@@ -37,7 +37,7 @@ def results_without_out(func: OpOverload, args: Sequence[object], kwargs: dict[s
 
 
 def result_metas(func: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> Any:
-    """The results of the call on tensors without data: shapes, strides and dtypes, or the op's own error."""
+    """Return the results of a call as meta tensors with shapes, strides and dtypes; raise the op's own error."""
     with shape_inference(args, list(kwargs.values())), torch.no_grad():
         try:
             results = func(*map(_on_meta, args), **{n: _on_meta(v, n) for n, v in kwargs.items()})
@@ -52,36 +52,35 @@ def result_metas(func: OpOverload, args: Sequence[object], kwargs: dict[str, obj
             own = _own_error(func, args, kwargs)
             if own is not None:
                 raise own from error
-            found = results_of_zeros(
-                func, *specialized((list(args), kwargs))
-            )  # the meta kernel refuses what the op takes
+            # The meta kernel may refuse what the op itself accepts.
+            found = results_of_zeros(func, *specialized((list(args), kwargs)))
             if found is None:
                 raise
             return found
 
 
 def requested_results(outputs: Any, mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """The results with None for those that a mask does not request."""
+    """Return the results with None for those that a mask does not request."""
     return tuple(output if asked else None for output, asked in zip(outputs, mask, strict=True))
 
 
 def _not_expanded(result: Tensor) -> Tensor:
-    """A new tensor is never expanded, though the meta kernels of some ops say so for expanded operands."""
+    """Return a new tensor row-major if it is expanded: some meta kernels copy that from operands, no op does."""
     expanded = any(step == 0 and size > 1 for size, step in zip(result.shape, result.stride(), strict=True))
     return torch.empty_like(result, memory_format=torch.contiguous_format) if expanded else result
 
 
-_OWN_ERRORS = 1 << 24  # elements up to which a call that fails is made with real tensors
-_FEW = 1 << 12  # elements up to which an op that is not called on all ranks is run once; larger tensors are shrunk
-_REAL_RESULTS = 1 << 24  # elements up to which an op without a meta kernel is run for the shapes of its results
+_OWN_ERRORS = 1 << 24  # elements up to which a failed call is repeated with zeros, for the op's own error
+_FEW = 1 << 12  # elements up to which `refuse_what_fails` calls an op with the given sizes; larger ones are shrunk
+_REAL_RESULTS = 1 << 24  # elements up to which an op without a meta kernel is run on zeros, for its results
 
 
 def results_of_zeros(
     func: OpOverload | OpOverloadPacket, args: Sequence[object], kwargs: dict[str, object], most: int = _REAL_RESULTS
 ) -> object:
-    """The results of an op on zeros, as tensors without data; None where they are more than `most`, or it raises.
+    """Return the results of an op on zeros, as meta tensors.
 
-    None also for sizes that are symbols.
+    Return None if the op raises, if its operands have more than `most` elements, or if their sizes are symbols.
     """
     metas = [value for value in pytree.tree_leaves((args, kwargs), is_leaf=_is_meta) if _is_meta(value)]
     if has_symbols(metas) or sum(meta.shape.numel() for meta in metas) > most:
@@ -97,10 +96,10 @@ def results_of_zeros(
 
 
 def with_real_dtypes(op: ResolvedOp, args: Sequence[object], kwargs: dict[str, object], outputs: object) -> object:
-    """The results of a call on mixed dtypes, as tensors without data, with the dtypes that the op gives them.
+    """Return the results of a call on mixed dtypes, as meta tensors, with the dtypes that the op gives them.
 
     Some meta kernels promote where the op itself does not: `huber_loss` has the dtype of its first operand. The op is
-    run on zeros with sizes of 1, which dtypes do not depend on.
+    run on zeros with sizes of at most 1: dtypes do not depend on sizes.
     """
     given, tags = (list(args), kwargs), op.func.tags
     dtypes = {value.dtype for value in pytree.tree_leaves(given, is_leaf=_is_meta) if _is_meta(value)}
@@ -117,7 +116,7 @@ def with_real_dtypes(op: ResolvedOp, args: Sequence[object], kwargs: dict[str, o
 
 
 def with_dtypes(outputs: Any, dtypes: Sequence[torch.dtype]) -> object:
-    """The results, as tensors without data, with these dtypes."""
+    """Return the results, which are meta tensors, with these dtypes."""
     flat = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
     if [output.dtype for output in flat] == list(dtypes):
         return outputs
@@ -143,7 +142,7 @@ def _without_data(tensor: Tensor) -> Tensor:
 
 
 def _own_error(func: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> Exception | None:
-    """The error that the op itself raises for a call that failed on tensors without data."""
+    """Return the error that an op raises for real tensors of zeros; None if it raises none, or they are too large."""
     args, kwargs = hinted((list(args), kwargs))
     metas = [value for value in pytree.tree_leaves((args, kwargs), is_leaf=_is_meta) if _is_meta(value)]
     if sum(meta.shape.numel() for meta in metas) > _OWN_ERRORS:
@@ -161,9 +160,10 @@ def _own_error(func: OpOverload, args: Sequence[object], kwargs: dict[str, objec
 def error_of_out(
     func: OpOverload, args: Sequence[object], kwargs: dict[str, object], without_out: dict[str, object]
 ) -> Exception | None:
-    """The error that an op has for the dtypes of its `out=` tensors, if it has none for `without_out`, without them.
+    """Return the error that an op raises for the dtypes of its `out=` tensors; None if there is none.
 
-    The op is called with small zeros. Tensors are given as `TensorMeta`s.
+    None also if the call fails without them: `without_out` is `kwargs` without the `out=` tensors. The op is called
+    with small tensors of zeros. Tensors are given as `TensorMeta`s.
     """
     small = _shrunk(list(args))
     named, others = ({name: _shrunk(value) for name, value in given.items()} for given in (kwargs, without_out))
@@ -176,11 +176,11 @@ def error_of_out(
 def refuse_what_fails(
     op: ResolvedOp, args: Sequence[object], kwargs: dict[str, object], *, on_cpu: bool, skips_empty: bool
 ) -> None:
-    """Raise the error of a call that its meta kernel accepts and the op does not, if not all ranks would.
+    """Raise the op's own error for a call that its meta kernel accepts, and that some ranks would accept.
 
-    That is so where other code replaces the op (a kernel, or its local implementation), and where `skips_empty`: ranks
-    with empty shards do not call it. These are errors of dtypes that do not go together, or that the op does not take,
-    and of tensors without elements. Other errors may be due to the zeros that the op is called with here.
+    Ranks accept it where other code replaces the op (a kernel, or its local implementation), or, with `skips_empty`,
+    where they have empty shards and do not call it. Raised are errors of dtypes that the op does not take, or not
+    together, and of tensors without elements. Other errors may be due to the zeros that the op is called with here.
     """
     func = op.func
     args, kwargs = hinted((list(args), kwargs))
@@ -188,7 +188,7 @@ def refuse_what_fails(
     mixed = len({meta.dtype for meta in metas if meta.dtype.is_floating_point or meta.dtype.is_complex}) > 1
     few = sum(meta.shape.numel() for meta in metas) <= _FEW
     empty = any(meta.shape.numel() == 0 for meta in metas)
-    # What autograd calls gets what the forward pass has saved, in the dtypes of local code.
+    # Backward ops, which autograd calls, get tensors that the forward pass saved, in the dtypes of local code.
     by_user = "backward" not in str(func)
     if by_user and torch.Tag.nondeterministic_seeded not in func.tags:
         small, named = (args, kwargs) if few else (_shrunk(args), {n: _shrunk(v) for n, v in kwargs.items()})
@@ -205,7 +205,7 @@ def refuse_what_fails(
 
 
 def _call_key(args: Sequence[object], kwargs: dict[str, object], on_cpu: bool) -> Hashable:
-    """What the error of an op on zeros depends on. Written out, 1 and 1.0 and True are not the same."""
+    """Return what the error of an op on zeros depends on. Numbers are represented by `repr`: 1, 1.0 and True differ."""
     values = [value if _is_meta(value) else repr(value) for value in (*args, *kwargs.values())]
     return (on_cpu, *kwargs, *values)
 
@@ -214,7 +214,7 @@ def _must_be_raised(
     error: Exception, func: OpOverload, args: Sequence[object], kwargs: dict[str, object], on_cpu: bool, empty: bool
 ) -> bool:
     if "ZeroDivisionError" in str(error):
-        return False  # by the zeros that it was called with
+        return False  # due to the zeros
     if isinstance(error, NotImplementedError):
         return on_cpu and "Could not run" not in str(error)  # other devices take other dtypes
     if on_cpu and _own_error(func, *_as_floats(args, kwargs)) is None:
@@ -223,7 +223,7 @@ def _must_be_raised(
 
 
 def _as_floats(args: Sequence[object], kwargs: dict[str, object]) -> tuple[Sequence[object], dict[str, object]]:
-    """The arguments of a call with float32 in the place of all dtypes: if it takes these, the dtypes are at fault."""
+    """Return the arguments of a call with all tensors float32: if the op takes these, the dtypes are at fault."""
 
     def floating(value: object) -> object:
         return value._replace(dtype=torch.float32) if isinstance(value, TensorMeta) else value
@@ -235,7 +235,7 @@ def _as_floats(args: Sequence[object], kwargs: dict[str, object]) -> tuple[Seque
 
 
 def _shrunk(value: Any) -> Any:
-    """A row-major tensor of the same dtype with sizes of at most 2, also in lists; other values unchanged."""
+    """Return the meta of a row-major tensor with sizes of at most 2, also in lists; other values unchanged."""
     if isinstance(value, TensorMeta):
         return contiguous_meta([min(size, 2) for size in value.shape], value.dtype)
     return [_shrunk(element) for element in value] if isinstance(value, list) else value
@@ -246,7 +246,7 @@ def _is_meta(value: object) -> TypeGuard[TensorMeta]:
 
 
 def _zeros(value: object) -> object:
-    """A real tensor of zeros with the shape, strides and dtype of a meta; other values unchanged."""
+    """Return a real tensor of zeros with the shape, strides and dtype of a `TensorMeta`; other values unchanged."""
     if not isinstance(value, TensorMeta):
         return value
     shape, stride, dtype = value
@@ -267,11 +267,11 @@ def _on_meta(value: object, name: str = "") -> object:
 # ---- cached forms ---------------------------------------------------------------------------------------------------
 
 Size = tuple[int, int] | None
-"""Where a size of a result comes from: an operand and its dim; None for a dim that the rule writes as `1`."""
+"""Where a size of a result comes from: (operand, dim); None for a dim that the rule writes as `1`."""
 
 
 class ResultForm(NamedTuple):
-    """The results of an op on row-major operands of some ranks and dtypes: all row-major, or missing."""
+    """The results of an op for operands with these dtypes and numbers of dims, all row-major; results are, too."""
 
     dtypes: tuple[torch.dtype | None, ...]
     sizes: tuple[tuple[Size, ...], ...]
@@ -280,7 +280,7 @@ class ResultForm(NamedTuple):
 
 
 def form_key(op: ResolvedOp, args: Sequence[object], kwargs: dict[str, object]) -> object:
-    """What the form of the results depends on; None for calls whose results are not cached."""
+    """Return what the form of the results depends on; None for calls whose results are not cached."""
     if op.variant != "functional" or op.is_view:
         return None
     key: list[object] = [torch.get_default_dtype()]
@@ -303,10 +303,10 @@ def form_key(op: ResolvedOp, args: Sequence[object], kwargs: dict[str, object]) 
 
 
 def cache_form(op: ResolvedOp, key: object, bound: Bound, outputs: object) -> None:
-    """Cache the form of these results, if the rule says where each of their sizes comes from.
+    """Cache the form of these results, if each of their sizes is that of an operand's dim.
 
-    A factor that is handled by a kernel, or that is ragged, may have other sizes in a result, and a size argument gives
-    sizes by itself. Results of such rules are cached only if the op is known to keep sizes anyway (`keeps_sizes`).
+    A factor that is handled by a kernel, or that is ragged, may have other sizes in a result, and a size argument sets
+    sizes directly. Results of such rules are cached only if the op is known to keep sizes anyway (`keeps_sizes`).
     """
     rule = bound.rule
     if key is None or ((rule.kernel or rule.ragged or rule.size_arguments) and not op.op.keeps_sizes):
@@ -330,9 +330,9 @@ def cache_form(op: ResolvedOp, key: object, bound: Bound, outputs: object) -> No
 
 
 def _sources(bound: Bound, output: BoundTensor, pattern: Pattern) -> tuple[Size, ...] | None:
-    """Where the sizes of a result come from; None if some size is not simply that of an operand's dim."""
+    """Return where the sizes of a result come from; None if some size is not that of an operand's dim."""
     if "_" in str(pattern):
-        return None  # a dim without a factor: its size may be any, even if it is 1 in this call
+        return None  # a dim without a factor may have any size, also if it is 1 in this call
     places: dict[tuple[int, ...], tuple[int, int]] = {}
     for i, tensor in enumerate(bound.inputs):
         for dim, factors in enumerate(tensor.dims if tensor is not None else ()):
@@ -349,7 +349,7 @@ def _sources(bound: Bound, output: BoundTensor, pattern: Pattern) -> tuple[Size,
 
 
 def cached_results(op: ResolvedOp, key: object, operands: Sequence[object]) -> object:
-    """The results of a call by their cached form, as tensors without data; None if there is none."""
+    """Return the results of a call by their cached form, as meta tensors; None if no form is cached."""
     found = op.result_forms.get(key) if key is not None else None
     if found is None:
         return None

@@ -1,7 +1,7 @@
 """The strides of an op's results, where PyTorch's meta kernel does not return those of the op itself.
 
-Some meta kernels are written in Python and lay out results as their own formula does. The record of such an op says how
-the op does it (`Op.strides`).
+Some meta kernels are written in Python, and their results have the strides that this formula gives. The record of such
+an op names the rule by which the op chooses strides (`Op.strides`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..ops.resolve import ResolvedOp
 from ..sharding.memory_order import TensorMeta, contiguous_stride, in_memory_order, memory_order
 from .result_meta import results_of_zeros
 
-_AS_RUN = 1 << 16  # elements up to which an op is run on zeros to see its strides
+_AS_RUN = 1 << 16  # elements up to which an op is run to see its strides
 
 
 def with_real_strides(op: ResolvedOp, args: Sequence[Any], kwargs: Mapping[str, object], outputs: Any) -> object:
-    """The results of a call, as tensors without data, with the strides that the op gives them."""
+    """Return the results of a call, as meta tensors, with the strides that the op gives them."""
     how = op.op.strides
     if how is None or op.variant != "functional" or op.is_view:
         return outputs
@@ -46,15 +46,15 @@ def _laid_out(result: Tensor, stride: Sequence[int]) -> Tensor:
 
 
 def _elementwise(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
-    """As all ops that iterate over their operands together: the order of the first operand, where it has one."""
-    # The meta kernels of these ops are written in Python, too, and differ from the ops where operands are broadcast to
-    # each other and have dims of one index. So it is run.
+    """Return the strides that `TensorIterator` gives: in the order of the first operand that has one."""
+    # The meta kernels of elementwise ops, which are written in Python, differ from the ops where operands are broadcast
+    # to each other and have dims of size 1. There an op is run on the CPU.
     broadcast = len({meta.shape for meta in operands}) > 1 and not has_symbols(operands)
     device = "cpu" if broadcast and result.numel() <= _AS_RUN else "meta"
     with shape_inference(operands), torch.no_grad():
         computed = _computed_dtype(operands, result.dtype)
         given = [torch.empty_strided(meta.shape, meta.stride, dtype=torch.float32, device=device) for meta in operands]
-        # An operand of another dtype is converted first: the copy of an expanded one is not expanded.
+        # An operand of another dtype is converted first, and the copy of an expanded tensor is not expanded.
         given = [
             tensor if meta.dtype == computed else tensor.to(torch.float64).to(torch.float32)
             for tensor, meta in zip(given, operands, strict=True)
@@ -67,7 +67,7 @@ def _elementwise_reversed(operands: list[TensorMeta], result: Tensor) -> Sequenc
 
 
 def _computed_dtype(operands: list[TensorMeta], result: torch.dtype) -> torch.dtype:
-    """The dtype in which an elementwise op computes, to which it converts its operands."""
+    """Return the dtype in which an elementwise op computes, to which it converts its operands."""
     computed = operands[0].dtype
     if any(meta.dtype != computed for meta in operands):
         given = [torch.empty([1] if meta.shape else [], dtype=meta.dtype, device="meta") for meta in operands]
@@ -77,7 +77,7 @@ def _computed_dtype(operands: list[TensorMeta], result: torch.dtype) -> torch.dt
 
 
 def _iterated(operands: list[Tensor], result: Tensor) -> Sequence[int]:
-    """The strides of the result of an op that iterates over up to three operands of one dtype together."""
+    """Return the strides that `TensorIterator` gives the result for up to three operands of one dtype."""
     if len(operands) > 3:
         return result.stride()
     made = (torch.abs, torch.add, torch.addcmul)[len(operands) - 1](*operands)
@@ -85,7 +85,8 @@ def _iterated(operands: list[Tensor], result: Tensor) -> Sequence[int]:
 
 
 def _indexed(result: Tensor, table: TensorMeta, indices: Sequence[Any]) -> Sequence[int]:
-    """As an op that iterates over the table and the indices together, the table expanded along their dims."""
+    """Return the strides of an indexed table: those of a `TensorIterator` over the table, which is expanded along the
+    dims of the indices, and the indices."""
     given = [index for index in indices if index is not None]
     if not given or any(index.dtype in (torch.bool, torch.uint8) for index in given):
         return result.stride()
@@ -102,7 +103,7 @@ def _indexed(result: Tensor, table: TensorMeta, indices: Sequence[Any]) -> Seque
 
 
 def _rolled(table: TensorMeta, shifts: Sequence[int], dims: Sequence[int] = ()) -> Sequence[int]:
-    """As slices that are joined, dim by dim; without dims those of a flat copy."""
+    """Return the strides of `roll`, which joins two slices along each dim; without dims, it rolls a flat copy."""
     if not dims or not table.shape.numel() or table.stride == contiguous_stride(table.shape):
         return contiguous_stride(table.shape)
     with shape_inference(table.shape, table.stride), torch.no_grad():
@@ -122,18 +123,18 @@ def _row_major_if_complex(operands: list[TensorMeta], result: Tensor) -> Sequenc
 
 
 def _channels_last(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
-    """Channels last if the first operand of as many dims is so, else row-major."""
+    """Return channels-last strides if the first operand with as many dims has them, else row-major ones."""
     given = next((meta for meta in operands if len(meta.shape) == result.dim()), None)
     return _laid_out_as(result, given is not None and _has_channels_last(given.shape, given.stride))
 
 
 def _channels_last_of_input(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
-    """As a gradient is laid out by its input, the second operand, whatever the incoming gradient is like."""
+    """Return the strides of a gradient that follow the input, the second operand, and not the incoming gradient."""
     return _channels_last(operands[1:], result)
 
 
 def _batch_norm(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
-    """Channels last if the input is packed so, or is so and is not packed at all."""
+    """Return channels-last strides if the input has them and is not packed row-major, else row-major ones."""
     given = operands[0]
     if len(given.shape) != result.dim() or _is_packed(given, _row_major_dims(given)):
         return contiguous_stride(result.shape)
@@ -141,7 +142,7 @@ def _batch_norm(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
 
 
 def _batch_norm_backward(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
-    """As the result of a batch norm if incoming gradient and input are both packed and alike, else by the input."""
+    """Return the strides of `_batch_norm` if gradient and input are packed alike, else those of `_channels_last`."""
     gradient, given, *_ = operands
     alike = _has_channels_last(gradient.shape, gradient.stride) == _has_channels_last(given.shape, given.stride)
     packed = all(
@@ -151,7 +152,7 @@ def _batch_norm_backward(operands: list[TensorMeta], result: Tensor) -> Sequence
 
 
 def _convolution(operands: list[TensorMeta], result: Tensor) -> Sequence[int]:
-    """Channels last if the input or the weight is so.
+    """Return channels-last strides if the input or the weight has them, else row-major ones.
 
     With one spatial dim, PyTorch adds another of size 1 to the input, which it copies if it is not packed, and to the
     weight.
@@ -170,7 +171,7 @@ def _with_unit_dim(meta: TensorMeta) -> TensorMeta:
 
 
 def _has_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether strides grow from dim 1 over the spatial dims, last to first, to dim 0: PyTorch asks no more."""
+    """Whether strides grow from dim 1 over the spatial dims, last to first, to dim 0: all that PyTorch checks."""
     if len(shape) not in (4, 5) or stride[1] == 0:
         return False
     least = 0
@@ -187,7 +188,7 @@ def _is_packed_channels_last(meta: TensorMeta) -> bool:
 
 
 def _is_packed(meta: TensorMeta, dims: Sequence[int]) -> bool:
-    """Whether elements follow each other without gaps, these dims innermost first; one index may have any stride."""
+    """Whether the tensor has no gaps with these dims innermost first; dims of size 1 may have any stride."""
     step = 1
     for dim in dims:
         if meta.shape[dim] not in (1, 0):
@@ -225,7 +226,7 @@ _LAYOUTS: dict[str, Callable[[list[TensorMeta], Tensor], Sequence[int]]] = {
 
 
 def _as_run(op: ResolvedOp, args: Sequence[object], kwargs: Mapping[str, object], outputs: object) -> object:
-    """The strides that tensors of zeros give. Large tensors take the order of dims that small ones give."""
+    """Return the results with the strides of the op on zeros. Large tensors get the order of dims of small ones."""
     found = results_of_zeros(op.func, args, dict(kwargs), _AS_RUN)
     if found is not None:
         return found
@@ -238,7 +239,7 @@ def _as_run(op: ResolvedOp, args: Sequence[object], kwargs: Mapping[str, object]
 
 
 def _small(value: object) -> object:
-    """A tensor with sizes of at most 2, whose dims have the same order in memory; other values unchanged."""
+    """Return a `TensorMeta` with sizes of at most 2 and the same order of dims in memory; other values unchanged."""
     if not isinstance(value, TensorMeta):
         return value
     made = in_memory_order(torch.empty([min(n, 2) for n in value.shape], device="meta"), memory_order(value))
@@ -250,7 +251,7 @@ def _dims(result: object) -> int | None:
 
 
 def _ordered_as(result: object, shown: Tensor) -> object:
-    """A result with the order of dims of a smaller one."""
+    """Return a result with its dims in the same order in memory as those of `shown`."""
     if not isinstance(result, Tensor):
         return result
     order = memory_order(TensorMeta(shown.shape, shown.stride(), shown.dtype))

@@ -67,7 +67,7 @@ def _run_writing(plan: CallPlan, args: Args, kwargs: Kwargs, local_args: list[An
     if plan.func is _copy and _is_same(args[0], args[1]):
         return args[0]
     if not plan.in_place:
-        # The op writes into copies, which are then brought to where the targets are.
+        # The op writes into copies, which are then redistributed to the specs of the targets.
         for where, _ in plan.writes:
             if isinstance(where, int):
                 local_args[where] = _copy_of(local_args[where], args[where])
@@ -88,7 +88,7 @@ def _run_writing(plan: CallPlan, args: Args, kwargs: Kwargs, local_args: list[An
 
 
 def _copy_of(local: Tensor, target: object) -> Tensor:
-    """Return a copy for the op to write into, expanded where the target is, so that ops refuse it as on one device."""
+    """Return a copy to write into, expanded where the target is, so that ops refuse to write it as on one device."""
     return copied(local, target._spec) if isinstance(target, DTensorBase) else local.clone()
 
 
@@ -107,7 +107,8 @@ def _copy_results(
     for target, spec, local in zip(targets, specs, results, strict=False):
         if spec.shape != target._spec.shape:
             raise InputError(
-                f"{plan.func} would change the shape of {target._spec!r}", "write into a tensor of the result's shape"
+                f"{plan.func} would change the shape of {target._spec!r} to {list(spec.shape)}",
+                "write into a tensor of the result's shape",
             )
         source = spec.with_meta(target._spec.tensor_meta._replace(dtype=spec.dtype))
         goal = target._spec.with_meta(source.tensor_meta)

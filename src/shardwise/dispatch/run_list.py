@@ -16,7 +16,7 @@ from .gather_cache import after_source_writes
 from .list_plan import ListPlan
 
 ByPlace = dict[Where, Any]
-"""Arguments of a call by their places."""
+"""Arguments of a call, by position and name."""
 
 
 def run_list(plan: ListPlan, args: Args, kwargs: Kwargs, kind: type[DTensorBase]) -> list[object] | None:

@@ -1,6 +1,6 @@
 """Ops that address the storage of a tensor: `as_strided`, whose offset counts from the beginning of the storage.
 
-The storage is that of the tensor which is no view itself. Its elements are those of the view, and those around it.
+A view has the storage of its base, so that `as_strided` of the view may address other elements of the base.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .arguments import Args, Kwargs
 
 
 def on_storage(op: ResolvedOp, args: Args, kwargs: Kwargs) -> Args:
-    """Return the arguments of such an op, with an offset relative to its first argument.
+    """Return the arguments of such an op, with an offset that counts from its first argument.
 
-    If elements outside a view are addressed, the first argument becomes its base.
+    The first argument becomes the base of the view if the op addresses other elements than those of the view.
     """
     given = op.arguments(args, kwargs)
     tensor, offset = given["self"], given["storage_offset"]
@@ -45,7 +45,7 @@ def on_storage(op: ResolvedOp, args: Args, kwargs: Kwargs) -> Args:
 def _require_memory(
     op: ResolvedOp, tensor: DTensorBase, size: Sequence[int], stride: Sequence[int], offset: int | SymInt
 ) -> None:
-    """Raise an error, as PyTorch does, if elements lie behind the memory of a tensor."""
+    """Raise an error, as PyTorch does, if the op addresses elements behind the end of a tensor's memory."""
     if has_symbols((size, stride, offset)) or 0 in size:
         return
     end = 1 + offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
@@ -59,7 +59,7 @@ def _require_memory(
 def _memory_owner(op: ResolvedOp, tensor: DTensorBase) -> DTensorBase:
     """Return the tensor that owns the memory of a view, or the view itself if that is not recorded.
 
-    Here a conjugate has its own values; on one device it is a bit, which a view of it keeps.
+    A conjugate counts as the owner: here it has values of its own, while on one device it is a view with a bit set.
     """
     owner = tensor
     while (view := getattr(owner._source, "view", None)) is not None:

@@ -1,4 +1,4 @@
-"""The call that makes a view which shares no local memory with its base, so that it can be replayed."""
+"""The call that made a view which shares no local memory with its base, stored to repeat it after a write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Root = TypeVar("Root", bound=Tensor)
 class ViewCall:
     """The view `func(root, *args[1:], **kwargs)`, or its `index`-th result.
 
-    A slice of a sharded dim, for example, lies on other ranks than the elements it views.
+    A slice of a sharded dim, for example, may be held by other ranks than the elements that it views.
     """
 
     root: DTensorBase
@@ -33,6 +33,6 @@ class ViewCall:
         return result if self.index is None else result[self.index]
 
     def put(self, root: Tensor, value: Tensor) -> Any:
-        """Return the root with `value` written to the view; None if no op does that."""
+        """Return a copy of the root with `value` in the place of the view; None if no op computes it."""
         write = write_through(self.func, self.args, self.kwargs, self.index)
         return None if write is None else write(root, value)

@@ -35,15 +35,15 @@ class Watch:
             self._copies.append(shard.clone() if notes.exposed else None)
 
     def unchanged(self, local: Tensor) -> bool:
-        """Whether this is the same memory with the same data as when it was watched first."""
+        """Whether this is the memory that is watched, with the data that it had at the beginning."""
         if self._state != _state(local) or (is_recording() and any(copy is not None for copy in self._copies)):
-            return False  # what the data is now says nothing about a replay
+            return False  # a recorded step must not depend on a comparison of present data
         return all(
             copy is None or _same_bits(copy, shard) for copy, shard in zip(self._copies, shards_of(local), strict=True)
         )
 
     def before_exposure(self, storage: torch.UntypedStorage) -> None:
-        """Copy the data before it is exposed."""
+        """Copy the shard in this storage, which is about to be exposed."""
         local = self._local()
         for i, shard in enumerate(shards_of(local)) if local is not None else ():
             if self._copies[i] is None and shard.untyped_storage() is storage:

@@ -1,8 +1,8 @@
-"""Counting writes to local shards, for views that must be made again after a write.
+"""Counting writes to local shards, for views that must be recomputed after a write.
 
-PyTorch counts the writes that a user makes to a local shard, in its version: in the shard's own, or, if the user got it
-from `to_local`, in that of the distributed tensor. It does not count those that ops on distributed tensors make, below
-autograd. These are counted here, by storage, while somebody watches.
+PyTorch counts the writes that a user makes to a local shard in a version counter: that of the shard, or, if the user
+got it from `to_local`, that of the distributed tensor. It does not count the writes of ops on distributed tensors,
+which run below autograd. These are counted here, for each storage, while such a view is alive.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from .memory_notes import MemoryNotes, notes_of, shards_of
 
 State = tuple[int, ...] | None
-"""How often a local shard was written; None if nobody counts: assume that it was."""
+"""Counts of the writes to a local shard, to be compared; None if writes are not counted, and may have happened."""
 
 
 class Counter(NamedTuple):
@@ -30,10 +30,10 @@ class Watcher(Protocol):
     """A view that must be recomputed after writes to its root."""
 
     def shard(self) -> Tensor:
-        """The local shard that it is made from."""
+        """Return the local shard that the view is made from."""
 
     counters: list[Counter]
-    """What of that memory was handed to the user."""
+    """The tensors in the memory of that shard that were handed to the user."""
 
 
 class _Watchers:
@@ -44,7 +44,7 @@ class _Watchers:
 
 
 def watch(view: Watcher) -> None:
-    """Count writes as long as this object lives."""
+    """Count writes as long as this view is alive."""
     _Watchers.count += 1
     _Watchers.views.add(view)
     weakref.finalize(view, _unwatch).atexit = False
@@ -67,7 +67,7 @@ def count_writes_through(handed: Tensor, memory: Sequence[MemoryNotes]) -> None:
 
 
 def writes_through(counters: Sequence[Counter]) -> int:
-    """Return how often these were written since they were recorded."""
+    """Return how often these tensors were written since they were recorded."""
     return sum(tensor._version - version for tensor, version in counters)
 
 
@@ -94,5 +94,5 @@ def writes_to(local: Tensor) -> State:
     shards = shards_of(local)
     if local.is_inference() or any(shard.is_inference() for shard in shards):
         return None
-    # Simulated ranks are written as one, or rank by rank.
+    # The shards of simulated ranks are written together, or rank by rank.
     return (local._version, *(shard._version for shard in shards), *(notes_of(shard).writes for shard in shards))

@@ -1,6 +1,6 @@
 """Batching rules of vmap that make plain tensors.
 
->>> torch.vmap(F.embedding)(indices, tables)       # adds a range to the indices: the same on all ranks
+>>> torch.vmap(F.embedding)(indices, tables)       # the rule adds a plain range, the same on all ranks, to the indices
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from ..sharding.base import DTensorBase
 
 
 def batched_taking_plain_as_replicated(func: OpOverload) -> Callable[..., object]:
-    """Wrap PyTorch's batching rule: plain tensors it creates count as replicated if all arguments are distributed."""
+    """Return a kernel that runs PyTorch's batching rule.
+
+    If all tensor arguments are distributed, plain tensors that the rule creates are taken as replicated.
+    """
     rule = batch_rule(func)
 
     def kernel(keys: Keys, *args: object, **kwargs: object) -> object:

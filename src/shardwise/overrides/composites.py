@@ -1,7 +1,7 @@
 """Functions in C++ that PyTorch composes of other ops, and that create plain tensors in between.
 
 `torch.combinations(x)` builds a mask from the size of x. Such a tensor is the same on all ranks, unlike one that the
-user brings. Autograd decomposes the function before a tensor class sees it, so a kernel above autograd runs it with
+user passes. Autograd decomposes the function before a tensor class sees it, so a kernel above autograd runs it with
 plain tensors taken as replicated:
 
 >>> torch.combinations(x)                          # the mask inside is taken as replicated
@@ -26,7 +26,7 @@ from ..sharding.base import DTensorBase
 def taking_plain_as_replicated(func: OpOverload) -> Callable[..., object]:
     """Return a kernel that runs a composite function, and treats plain tensors created in it as replicated.
 
-    A result that depends on sizes alone, such as the integral over an empty dim, is replicated, too.
+    A plain result, such as the integral over an empty dim, which depends on sizes alone, becomes a replicated DTensor.
     """
 
     def run(keys: Keys, *args: object, **kwargs: object) -> object:

@@ -1,7 +1,7 @@
 """`DistributedDataParallel` of modules with distributed parameters.
 
-It averages gradients over all processes that it is given, as if each held the full parameters. Around tensor parallel
-it has to know the mesh axis that is data parallel, and it then asks `torch.distributed.tensor` for local shards.
+It averages gradients over its process group, as if each process held the full parameters. Around tensor parallel it
+needs the mesh axis that is data parallel (`device_mesh=`), and then gets local shards from `torch.distributed.tensor`.
 """
 
 from __future__ import annotations
@@ -53,5 +53,5 @@ def _check(module: nn.Module, has_mesh: bool) -> None:
                 f"and {name!r} is the DTensor {parameter._spec!r}",
                 "do not wrap a model that is distributed over all processes: its gradients are reduced already. Around "
                 f'tensor parallel, {first}pass device_mesh=mesh["dp"], the axis that is data parallel. accelerate '
-                "wraps each model that it takes for a plain one: give it ParallelismConfig(tp_size=...)",
+                "wraps models unless it knows that they are tensor parallel: pass it ParallelismConfig(tp_size=...)",
             )

@@ -49,13 +49,13 @@ def marking_formulas(func: OpOverload) -> Callable[..., object]:
 
 
 def _marking_pieces(func: OpOverload) -> Callable[..., object]:
-    """The same for ops that return the pieces of their first argument, such as `split`: they save no tensor."""
+    """Return the kernel for an op that returns pieces of its first argument, such as `split`. It saves no tensor."""
 
     def kernel(keys: Keys, *args: object, **kwargs: object) -> object:
         pieces = cast(Sequence[Tensor], call_with_autograd(func, keys, *args, **kwargs))
         node = pieces[0].grad_fn if pieces and isinstance(args[0], DTensorBase) else None
         if node is not None:
-            mark_join(node)  # all pieces have the same one
+            mark_join(node)  # all pieces have the same node
         return pieces
 
     return kernel
@@ -73,7 +73,10 @@ def _mark(result: object, in_place: bool) -> None:
 
 
 def _unpacking_outside_formulas() -> AbstractContextManager[object]:
-    """Keep a user's unpack hook for saved tensors from counting as part of the formula that calls it."""
+    """Return a context in which saved tensors get an unpack hook that runs outside of formulas.
+
+    It calls the user's unpack hook, if there is one. Otherwise the context does nothing.
+    """
     hooks = saved_tensor_hooks()
     if hooks is None:
         return nullcontext()

@@ -16,7 +16,10 @@ class ForEachRank(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Sequence[Tensor]], ranks: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run the function for every rank, and save its graphs."""
+        """Return the results of `run(rank, *tensors)` for every rank, joined, and save their graphs.
+
+        Only the first two results are differentiable.
+        """
         wanted = ctx.needs_input_grad[2:]
         ctx.graphs = []
         for rank in range(ranks):
@@ -26,7 +29,7 @@ class ForEachRank(torch.autograd.Function):
                 ctx.graphs.append((given, tuple(run(rank, *given))))
         joined = tuple(RankTensor(column) for column in zip(*(results for _, results in ctx.graphs), strict=True))
         ctx.mark_non_differentiable(*joined[2:])
-        ctx.set_materialize_grads(False)  # zeros of shapes that differ between ranks cannot be made
+        ctx.set_materialize_grads(False)  # PyTorch cannot make zeros of shapes that differ between ranks
         return joined
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""`flex_attention` of distributed tensors: each rank computes its queries, with the user's functions of global indices.
+"""`flex_attention` of distributed tensors: each rank computes its queries, and calls the user's functions.
 
-Keys and values are gathered along their positions, or all three go to an all-to-all by heads; see `ops/flex_layouts`.
-A `BlockMask` is that of the global program, and so are the indices that `score_mod` and `mask_mod` get. The tensors
-that these functions hold may be distributed; plain ones are taken as the same on all ranks, like the mask itself.
+Keys and values are gathered along their positions, or an all-to-all shards all three by heads; see `ops/flex_layouts`.
+A `BlockMask` is that of the global sequence, and `score_mod` and `mask_mod` get global indices. The tensors that these
+functions capture may be distributed; plain ones, like the mask, must be the same on all ranks.
 
 >>> mask = create_block_mask(lambda b, h, q, k: documents[q] == documents[k], None, None, 2267, 2267, device="cpu")
 >>> flex_attention(q, k, v, block_mask=mask)           # q, k, v: f32[1, 4, 2267@cp, 16]
@@ -30,9 +30,9 @@ _replaced = Replaced()
 
 
 def install_flex_attention() -> None:
-    """Let the functions of `torch.nn.attention.flex_attention` take distributed tensors.
+    """Wrap the functions of `torch.nn.attention.flex_attention` to take distributed tensors.
 
-    Names that modules have imported from there before are replaced, too.
+    They are replaced in all modules that have imported them before, too.
     """
     for name, wrapped in (("flex_attention", _attending), ("create_block_mask", _gathering_captured)):
         if Place(pytorch, name) not in _replaced:
@@ -102,7 +102,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: pytorch.BlockM
     if not all(isinstance(tensor, DTensorBase) == isinstance(query, DTensorBase) for tensor in given.values()):
         plain = [name for name, tensor in given.items() if not isinstance(tensor, DTensorBase)]
         raise MixedTensorError(
-            f"flex_attention of DTensors, and of plain tensors as {' and '.join(plain)}",
+            f"flex_attention got DTensors, but plain tensors as {' and '.join(plain)}",
             "distribute all three on one mesh: distribute_tensor(x, mesh, placements)",
         )
     shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in given.items())
@@ -118,18 +118,21 @@ def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: pytorch.BlockM
     if not fits:
         raise ShapeError(
             f"flex_attention of {shapes}",
-            "keys and values have the same positions, queries and keys the same features, and the heads of keys "
-            "divide those of queries",
+            "keys and values must have the same positions, queries and keys the same features, and the number of "
+            "heads of keys must divide that of queries",
         )
     if heads != shared and not enable_gqa:
         raise ShapeError(f"flex_attention of {shapes}, whose heads differ", "pass enable_gqa=True")
     if query.dtype != key.dtype or query.dtype != value.dtype:
-        raise ShapeError(f"flex_attention of {query.dtype}, {key.dtype} and {value.dtype}", "use one dtype")
+        raise ShapeError(
+            f"flex_attention of {query.dtype} queries, {key.dtype} keys and {value.dtype} values",
+            "use one dtype: key.to(query.dtype)",
+        )
     lengths = query.shape[2], key.shape[2]
     if block_mask is not None and isinstance(query, DTensorBase) and tuple(block_mask.seq_lengths) != lengths:
         raise ShapeError(
             f"flex_attention of {shapes} with a block mask for {tuple(block_mask.seq_lengths)} queries and keys",
-            "create the mask for the global lengths of the sequences",
+            f"create it for the global lengths: create_block_mask(mask_mod, B, H, {lengths[0]}, {lengths[1]})",
         )
 
 
@@ -154,7 +157,8 @@ def _full(tensor: Tensor) -> Tensor:
         spec = tensor._spec
         if spec.mesh_info.outside:
             raise InputError(
-                f"create_block_mask with {spec!r} on a rank outside of its mesh", "call it on the ranks of the mesh"
+                f"create_block_mask with a mask function that captures {spec!r}, on a rank outside of its mesh",
+                "call it on the ranks of the mesh only: if mesh.get_coordinate() is not None: ...",
             )
         tensor = redistribute_local(tensor._local_shard, spec, spec.replicated())
     return common(tensor.detach()) if isinstance(tensor, RankTensor) else tensor

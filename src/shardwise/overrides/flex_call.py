@@ -40,23 +40,23 @@ class FlexOptions(NamedTuple):
     block_mask: BlockMask | None
     scale: float
     wanted: tuple[bool, bool, bool] = (True, True, True)
-    """Which of the results are asked for: the output, the logsumexp, the largest scores."""
+    """Which results are returned: the output, the logsumexp, the largest scores."""
 
     @property
     def mask_mod(self) -> Callable[..., Tensor] | None:
-        """The function of the mask."""
+        """The function of the block mask, if there is one."""
         return None if self.block_mask is None else self.block_mask.mask_mod
 
     @property
     def blocks(self) -> Blocks | None:
-        """The blocks of the mask."""
+        """The blocks of the block mask, if there is one."""
         mask = self.block_mask
         return None if mask is None else Blocks(block_states(mask), mask.BLOCK_SIZE)
 
     def with_captured(
         self, replace: Callable[[Tensor], Tensor]
     ) -> tuple[Callable[..., Tensor] | None, Callable[..., Tensor] | None]:
-        """Return the score and mask functions with other captured tensors."""
+        """Return `score_mod` and the mask function with their captured tensors replaced."""
         return tuple(f and with_captured(f, replace) for f in (self.score_mod, self.mask_mod))  # type: ignore[return-value]
 
 
@@ -68,7 +68,10 @@ def flex_of_distributed(query: Any, key: Any, value: Any, options: FlexOptions) 
     specs: tuple[DTensorSpec, ...] = query._spec, key._spec, value._spec
     mesh_info = specs[0].mesh_info
     if any(spec.mesh_info is not mesh_info for spec in specs):
-        raise MeshError(f"flex_attention of {', '.join(map(repr, specs))} on different meshes", "use one mesh")
+        raise MeshError(
+            f"flex_attention of {', '.join(map(repr, specs))} on different meshes",
+            "bring them to one mesh first: x.redistribute(mesh, placements)",
+        )
     axes = positions_axes(*specs)
     ranks = 1
     for axis in axes:
@@ -87,7 +90,7 @@ def flex_of_distributed(query: Any, key: Any, value: Any, options: FlexOptions) 
 
 
 def _method(query: DTensorBase, key: DTensorBase, value: DTensorBase) -> str:
-    """Return the method that was asked for, or the cheaper of "heads" and "gather"; there is no ring."""
+    """Return the requested method, or else the cheaper of "heads" and "gather". There is no ring."""
     specs: list[DTensorSpec] = [query._spec, key._spec, value._spec]
     asked = sequence_mode().method
     if asked is None:
@@ -96,13 +99,13 @@ def _method(query: DTensorBase, key: DTensorBase, value: DTensorBase) -> str:
         raise InputError(
             f"flex_attention by heads of {', '.join(map(repr, specs))}: the ranks that share the sequence do not "
             "divide the heads",
-            'use the method "gather", or as many ranks as divide the heads of keys',
+            'use the method "gather", or a number of ranks that divides the number of heads of keys',
         )
     return asked
 
 
 def _by_position(layout: Layout, axes: tuple[int, ...]) -> Layout:
-    """Undo `over_heads`, for outputs and for per-query values."""
+    """Return a layout of `over_heads` with these axes sharding positions again, for outputs and per-query values."""
     dims = list(layout.dims)
     kept = tuple(axis for axis in dim_axes(dims[HEADS]) if axis not in axes)
     dims[HEADS] = (Factor(layout.shape[HEADS], kept),)
@@ -111,7 +114,7 @@ def _by_position(layout: Layout, axes: tuple[int, ...]) -> Layout:
 
 
 def _on_gathered(tensors: Sequence[DTensorBase], options: FlexOptions, zigzag: int) -> FlexResult:
-    """Return attention computed with gathered keys and values."""
+    """Return the attention of each rank's queries with keys and values gathered along their positions."""
     specs = [tensor._spec for tensor in tensors]
     layouts, mesh_info = flex_layouts(*specs), specs[0].mesh_info
     targets = layouts.query, layouts.key, layouts.value
@@ -180,12 +183,12 @@ def _refuse_if_explicit(specs: Sequence[DTensorSpec], targets: Sequence[Layout])
 
 
 def _local_captured(tensor: Tensor, mesh_info: MeshInfo, layouts: FlexLayouts) -> Tensor:
-    """Return a captured tensor replicated over all ranks; its gradient is a sum over the ranks that share the work."""
+    """Return the local tensor of a captured tensor, replicated; its gradient is summed over `layouts.split_axes`."""
     if isinstance(tensor, DTensorBase):
         if tensor._spec.mesh_info is not mesh_info:
             raise MeshError(
-                f"a function of flex_attention holds {tensor._spec!r} on {tensor._spec.mesh_info!r}, queries are on "
-                f"{mesh_info!r}",
+                f"a function passed to flex_attention captures {tensor._spec!r} on {tensor._spec.mesh_info!r}, but the "
+                f"queries are on {mesh_info!r}",
                 "distribute it on the mesh of the queries",
             )
         replicated = Layout.make(mesh_info.sizes, [(Factor(size, ()),) for size in tensor.shape])
@@ -196,8 +199,8 @@ def _local_captured(tensor: Tensor, mesh_info: MeshInfo, layouts: FlexLayouts) -
         return local
     if tensor.requires_grad and torch.is_grad_enabled():
         raise InputError(
-            f"a function of flex_attention of DTensors holds a plain tensor of shape {list(tensor.shape)} that "
-            "requires grad: each rank would have a part of its gradient",
+            f"a function passed to flex_attention of DTensors captures a plain tensor of shape {list(tensor.shape)} "
+            "that requires grad: each rank would have one summand of its gradient",
             "distribute it: distribute_tensor(x, mesh, [Replicate()] * mesh.ndim)",
         )
     if isinstance(tensor, RankTensor) and len(tensor.shards) > len(mesh_info.ranks):

@@ -1,7 +1,8 @@
 """Install and uninstall all overrides.
 
-Functions in Python are wrapped at once, so that code that imports one by name after shardwise gets the wrapped one.
-Kernels take a while to register, and `torch.distributed.checkpoint` to import, so they wait for the first mesh.
+Functions in Python are wrapped when this module is imported, so that code that imports one by name after shardwise
+gets the wrapped one. Kernels, which take a while to register, and all that imports `torch.distributed.checkpoint` wait
+for the first mesh.
 """
 
 from __future__ import annotations

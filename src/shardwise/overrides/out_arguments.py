@@ -1,7 +1,7 @@
-"""Functions in C++ that PyTorch composes of other ops, and that write into results they are given (`out=`).
+"""Functions in C++ that PyTorch composes of other ops, and that write into `out=` tensors.
 
-On their way they also write into plain tensors of their own, or into what they take for a view of a result. So on
-distributed tensors the function without `out=` runs, and its results are copied.
+They also write into plain tensors that they create, or into presumed views of their results. So on distributed tensors
+the function without `out=` runs, and its results are copied.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ def copying_into_out(func: OpOverload) -> Callable[..., object]:
         outs: list[Tensor] = [kwargs.pop(name) for name in names]
         given = pytree.tree_leaves((args, kwargs))
         if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in given):
-            raise InputError(f"{func} with gradients: they do not flow through out=", "leave it, or use no_grad")
+            raise InputError(
+                f"{func} with out= and arguments that require grad: gradients do not flow through out=",
+                "leave out= out, or call it inside torch.no_grad()",
+            )
         refuse_other_dtypes(func, args, everything, kwargs)
         results = func.overloadpacket(*args, **kwargs)
         for out, result in zip(outs, [results] if isinstance(results, Tensor) else results, strict=True):

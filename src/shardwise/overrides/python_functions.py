@@ -1,7 +1,7 @@
 """PyTorch's Python functions that create plain tensors in between.
 
 `nn.LSTM` makes its first state, `F.embedding_bag` its offsets. On distributed tensors these are the same on all ranks,
-so such a function runs with plain tensors taken as replicated, unless it is given a plain tensor: that one may differ.
+so such a function runs with plain tensors taken as replicated, unless an argument is a plain tensor: that may differ.
 
 >>> torch.masked.mean(x)                   # the count of elements, a plain tensor, is taken as replicated
 >>> torch.masked.mean(x, mask=plain)       # still an error: the plain tensor comes from outside
@@ -23,7 +23,7 @@ _replaced = Replaced()
 
 
 def install_python_functions() -> None:
-    """Wrap these functions, in the modules and classes that hold them."""
+    """Wrap the functions of `functions_that_make_tensors`, in the modules and classes that hold them."""
     _replaced.replace(functions_that_make_tensors(), _wrapped)
 
 
@@ -34,7 +34,7 @@ def uninstall_python_functions() -> None:
 
 def _wrapped(original: Function) -> Function:
     # Only names of the closure: PyTorch's script compiler looks up global names in the original's module.
-    runs_distributed, replicating = _is_given_distributed_tensors_alone, implicit_replication
+    runs_distributed, replicating = _has_only_distributed_tensors, implicit_replication
 
     def wrapper(*args: object, **kwargs: object) -> object:
         if not runs_distributed(args, kwargs):
@@ -45,8 +45,8 @@ def _wrapped(original: Function) -> Function:
     return disguised(wrapper, original)
 
 
-def _is_given_distributed_tensors_alone(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-    """Return whether there are distributed tensors among the arguments, and no plain ones of several elements."""
+def _has_only_distributed_tensors(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+    """Return whether there are distributed tensors among the arguments, and no plain ones but those of one element."""
     found = False
     for tensor in _tensors((args, kwargs)):
         if isinstance(tensor, DTensorBase):

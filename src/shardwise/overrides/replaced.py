@@ -1,4 +1,4 @@
-"""Replace Python functions, and restore them."""
+"""Replace functions in the modules and classes that hold them, and restore them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""PyTorch's writer of safetensors files, which keeps one block of a tensor for each name and file.
+"""PyTorch's writer of safetensors files, which writes one block of a tensor for each name and file.
 
 A process may have several blocks of one tensor: those of all ranks in a simulated world, or those of an interleaved
-shard. Blocks that together are one larger block are merged. Others are refused before anything is written, as are ranks
-that would write the same file.
+shard. Blocks that together form one larger block are merged. Other blocks raise an error before anything is written, as
+do ranks that would write the same file.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _merging(original: Function) -> Function:
 
 
 class _MergingPlanner:
-    """A planner that returns merged blocks: the items of these names, put together."""
+    """A planner that returns merged blocks for the tensors in `merged`, and leaves the rest to another planner."""
 
     def __init__(self, planner: Any, merged: dict[str, list[WriteItem]]) -> None:
         self.planner, self.merged = planner, merged
@@ -108,12 +108,12 @@ def _by_name(items: Iterable[WriteItem]) -> dict[str, list[WriteItem]]:
 
 
 def _block(item: WriteItem) -> ChunkStorageMetadata:
-    assert item.tensor_data is not None, "tensors alone are merged"
+    assert item.tensor_data is not None, "only tensors are merged"
     return item.tensor_data.chunk
 
 
 def _merged_item(items: list[WriteItem]) -> WriteItem:
-    """Return the item that replaces several of one name."""
+    """Return the item that replaces several items of one name."""
     first = items[0]
     assert first.tensor_data is not None
     box = _merged_block(first.index.fqn, [_block(item) for item in items])
@@ -128,8 +128,8 @@ def _merged_block(name: str, blocks: list[ChunkStorageMetadata]) -> ChunkStorage
     sizes = [max(column) - start for column, start in zip(zip(*ends, strict=True), starts, strict=True)]
     if math.prod(sizes) != sum(block.sizes.numel() for block in blocks):
         raise PlacementError(
-            f"a safetensors file holds one block of a tensor, and a rank holds {len(blocks)} blocks of {name!r} that "
-            "are not one together",
+            f"a safetensors file holds one block of a tensor, but a rank holds {len(blocks)} blocks of {name!r} that "
+            "do not form one block together",
             "redistribute it first, e.g. to Shard(0), or save with another storage writer",
         )
     return type(blocks[0])(offsets=torch.Size(starts), sizes=torch.Size(sizes))

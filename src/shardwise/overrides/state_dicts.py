@@ -1,7 +1,7 @@
 """Full state dicts: `get_state_dict` and `set_state_dict` with `full_state_dict=True`.
 
-PyTorch gathers and distributes tensors of its own class. Here its functions see full tensors only: ours are gathered
-before, and sharded like the tensors they replace after.
+PyTorch gathers and distributes tensors of its own class. Here its functions get full tensors only: ours are gathered
+before a call, and the results are sharded after it, like the tensors that they replace.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .replaced import Replaced
 
 _replaced = Replaced()
 _NO_DTENSOR = object()
-"""In the place of a distributed tensor: it is replaced by a full tensor, since it is not PyTorch's DTensor."""
+"""Replaces a distributed tensor in a call: PyTorch replaces what is not its DTensor by the full tensor."""
 
 
 def install_state_dict_functions() -> None:
-    """Make PyTorch gather and distribute state dicts of distributed tensors. Imports `torch.distributed.checkpoint`."""
+    """Wrap PyTorch's functions that gather and distribute state dicts. Imports `torch.distributed.checkpoint`."""
     _replaced.replace(gathering_functions(), _gathering)
     _replaced.replace(distributing_functions(), _distributing)
 
@@ -71,7 +71,7 @@ def _full(tensor: DTensorBase) -> Tensor:
 
 
 def _sharded(full: Tensor, like: DTensorBase) -> DTensorBase:
-    """Return a tensor that every rank has in full, sharded like another one. It shares no memory with the input."""
+    """Return a tensor that every rank has in full as one sharded like another one. The result has its own memory."""
     replicated = as_replicated(full, like)
     spec = like._spec.with_meta(replicated._spec.tensor_meta)
     return type(like).concrete.wrap(redistribute_local(replicated._local_shard, replicated._spec, spec).clone(), spec)

@@ -1,7 +1,7 @@
 """The base class of DTensor: a tensor with a spec and this rank's local shard.
 
-Everything below `tensor/` knows distributed tensors by this class: how to read one, how to make one, and what to do
-after writing one. A `LocalSource` says where the local shard comes from when it is not simply there.
+The folders below `tensor/` use distributed tensors through this class. A `LocalSource` provides a local shard that is
+not available yet, or that must be recomputed.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class LocalSource(Protocol):
         """Propagate a write to the local shard of `tensor` to the tensor that owns the data."""
 
     def accumulate(self, gradient: DTensorBase, grad: DTensorBase | None) -> DTensorBase | None:
-        """Return the `.grad` of a leaf after a gradient with this source was added to `grad`, without its data.
+        """Return the `.grad` of a leaf to which `gradient`, which has this source, is added, without its data.
 
-        `grad` is None for the first gradient. Return None if the op of autograd that accumulates needs the data.
+        `grad` is the present `.grad`, None for the first gradient. Return None if accumulation needs the data.
         """
         return None
 
 
 class DTensorBase(Tensor):
-    """A distributed tensor. `_spec` says how it is sharded; `_local_shard` is this rank's shard.
+    """A distributed tensor. `_spec` describes how it is sharded; `_local_shard` is this rank's shard.
 
-    The shard lies in the slot `_shard`. The slot is empty while the data comes from a `_source`.
+    The shard is stored in the slot `_shard`. The slot is empty while the data comes from a `_source`.
     """
 
     __slots__ = ("_shard", "_spec")
@@ -44,15 +44,15 @@ class DTensorBase(Tensor):
     _spec: DTensorSpec
     _source: LocalSource | None = None
     _handed_out: Any = None
-    """The alias of the local shard that the user got last (`tensor/handed_out`)."""
+    """The cached alias of the local shard for the user (`tensor/handed_out`)."""
     concrete: ClassVar[type[DTensorBase]]
-    """The class of all distributed tensors, set where it is defined."""
+    """`DTensor`, set where it is defined."""
 
     @property
     def _local_shard(self) -> Tensor:
         """The local shard, from its source if there is one. The hot path reads the slot itself.
 
-        For the library alone. Users get it from methods that record that they have it (`dispatch/watch`).
+        For the library alone. Users get the shard from methods that record this (`dispatch/watch`).
         """
         try:
             return self._shard
@@ -66,7 +66,7 @@ class DTensorBase(Tensor):
 
     def alias(self) -> DTensorBase:
         """Return an alias of this tensor that keeps its data when this one gets other data (`x.data = y`)."""
-        local = self._local_shard  # a collective that is under way ends here
+        local = self._local_shard  # waits for a collective in flight
         other = self.wrap(local, self._spec)
         if self._source is not None:
             del other._shard

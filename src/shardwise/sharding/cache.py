@@ -21,7 +21,7 @@ V = TypeVar("V")
 P = ParamSpec("P")
 
 ENTRY_BYTES = 256
-"""What an entry takes besides its value: a slot in the table, and a key of a few pointers."""
+"""The bytes of an entry besides its value: a slot in the table, and a key of a few pointers."""
 
 
 class Cache(Generic[K, V]):
@@ -38,14 +38,14 @@ class Cache(Generic[K, V]):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all entries, by `size_of`."""
+        """The bytes of all entries, by `size_of`. An entry that was set or used again may count twice."""
         return self._recent_bytes + self._older_bytes
 
     def __len__(self) -> int:
         return len(self.recent) + len(self.older)
 
     def get(self, key: K) -> V | None:
-        """The value of a key, or None."""
+        """Return the value of a key, or None."""
         found = self.recent.get(key)
         if found is None and self.older:
             found = self.older.pop(key, None)
@@ -62,7 +62,7 @@ class Cache(Generic[K, V]):
             self._recent_bytes = 0
 
     def clear(self) -> None:
-        """Forget all entries."""
+        """Remove all entries."""
         self.recent.clear()
         self.older.clear()
         self._recent_bytes = self._older_bytes = 0

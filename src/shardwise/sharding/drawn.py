@@ -1,4 +1,4 @@
-"""The drawings of tensors, specs and plans in notebooks; `shardwise.debug` makes them."""
+"""Drawings of tensors, specs and plans in notebooks. `shardwise.debug` sets the function that draws."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _draw: Callable[[object], str] | None = None
 
 
 class Drawn:
-    """Draws itself in notebooks."""
+    """Base class of values that notebooks show as drawings."""
 
     __slots__ = ()
 

@@ -6,8 +6,8 @@ import torch
 def sums_alike(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether summing in `source` and then casting to `target` is the same as casting first, up to rounding.
 
-    It is not for integers, which wrap around in another place, nor for a dtype that overflows elsewhere or rounds each
-    operand more coarsely than the sum would be. bfloat16 has the range of float32, which adds its numbers up precisely.
+    It is not for integers, which wrap around at another size, nor for dtypes of different range, nor if casting rounds
+    each operand. It is from bfloat16 to float32, which have the same range.
 
     >>> sums_alike(torch.float32, torch.complex64), sums_alike(torch.int32, torch.int64)
     (True, False)

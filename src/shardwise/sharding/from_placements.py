@@ -22,7 +22,7 @@ from .placement import (
 
 
 def shard_dim(sizes: Sizes, dim: Dim, axis: int, blocks: int = 1) -> Dim:
-    """The dim sharded over one more axis: each of `blocks` equal blocks of a local shard is chunked."""
+    """Return the dim sharded over one more axis: each of `blocks` equal blocks of a local shard is chunked."""
     if blocks == 1:
         return _shard_outermost(sizes, dim, axis)
     passed = 1
@@ -55,7 +55,10 @@ def shard_dim(sizes: Sizes, dim: Dim, axis: int, blocks: int = 1) -> Dim:
 
 
 def _shard_outermost(sizes: Sizes, dim: Dim, axis: int) -> Dim:
-    """Chunk the local shard of a dim: shards the first factor with more than one local index."""
+    """Return the dim with its local shard chunked over one more axis.
+
+    The axis shards the first factor that has more than one local index.
+    """
     i = next((i for i, f in enumerate(dim) if largest_piece(sizes, f) != 1), len(dim) - 1)
     factor = dim[i]
     if len(dim) == 1:
@@ -73,10 +76,10 @@ def _shard_outermost(sizes: Sizes, dim: Dim, axis: int) -> Dim:
 def from_placements(
     sizes: Sizes, shape: Sequence[int], placements: Sequence[Placement], order: ShardOrder = ()
 ) -> Layout:
-    """The layout of these placements. Axes shard from left to right unless `order` says otherwise."""
+    """Return the layout of these placements. Axes shard from left to right unless `order` gives another order."""
     dims: list[Dim] = [plain_dim(size, ()) for size in shape]
     partial: list[tuple[int, str]] = []
-    for axis in cutting_sequence(len(sizes), order):
+    for axis in sharding_sequence(len(sizes), order):
         placement = placements[axis]
         if isinstance(placement, Partial):
             partial.append((axis, placement.reduce_op))
@@ -89,10 +92,10 @@ def from_placements(
 def resolve_placements(
     sizes: Sizes, shape: Sequence[int], placements: tuple[Placement, ...], order: ShardOrder
 ) -> tuple[Layout, tuple[Placement, ...], ShardOrder]:
-    """The layout of these placements, and the placements and shard order to describe it by.
+    """Return the layout of these placements, and placements and a shard order that describe it.
 
-    An axis interleaved by as many blocks as the axes to its right make shards is one that shards inside these shards.
-    So it is where the blocks have unequal sizes: `fully_shard` writes the shards of tensor-parallel ones in this way.
+    An axis interleaved in as many blocks as the axes to its right make shards is read as one that shards inside these
+    shards, where the blocks have unequal sizes: `fully_shard` writes such placements for tensor-parallel parameters.
 
     >>> resolve_placements((2, 2), (15,), (InterleavedShard(0, 2), Shard(0)), order)
     (Layout(15@(1, 0)), (Shard(dim=0), Shard(dim=0)), (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),))
@@ -108,9 +111,9 @@ def resolve_placements(
 
 
 def _nested_order(sizes: Sizes, placements: Sequence[Placement]) -> ShardOrder | None:
-    """The shard order in which each axis shards inside its blocks, which are the shards of axes to its right.
+    """Return the shard order in which each interleaved axis shards inside its blocks, the shards of axes to its right.
 
-    None if the blocks of some axis are no such shards.
+    Return None if the blocks of some axis are not the shards of other axes.
     """
     order = []
     for entry in default_order(placements):
@@ -126,14 +129,14 @@ def _nested_order(sizes: Sizes, placements: Sequence[Placement]) -> ShardOrder |
     return tuple(order)
 
 
-def cutting_sequence(mesh_ndim: int, order: ShardOrder) -> list[int]:
-    """All axes, ordered so that each dim's axes come major to minor."""
+def sharding_sequence(mesh_ndim: int, order: ShardOrder) -> list[int]:
+    """Return all axes, ordered so that the axes of each dim are major to minor."""
     ordered = [axis for entry in order for axis in entry.mesh_dims]
     return [axis for axis in range(mesh_ndim) if axis not in ordered] + ordered
 
 
 def default_order(placements: Sequence[Placement]) -> ShardOrder:
-    """The shard order if none is given: each dim's axes from left to right."""
+    """Return the shard order if none is given: the axes of each dim from left to right."""
     by_dim: dict[int, list[int]] = {}
     for axis, placement in enumerate(placements):
         if isinstance(placement, AnyShard):
@@ -143,7 +146,7 @@ def default_order(placements: Sequence[Placement]) -> ShardOrder:
 
 @lru_cache(maxsize=65536)
 def to_placements(layout: Layout) -> tuple[tuple[Placement, ...], ShardOrder] | None:
-    """The placements and shard order of this layout, or None where no list of placements describes it."""
+    """Return the placements and shard order of this layout; None where no list of placements describes it."""
     replicate = Replicate()
     placements: list[Placement] = [replicate] * len(layout.mesh_sizes)
     order, uses = [], len(layout.partial)
@@ -173,7 +176,7 @@ def to_placements(layout: Layout) -> tuple[tuple[Placement, ...], ShardOrder] | 
 
 
 def with_order(placements: Sequence[Placement], order: ShardOrder) -> tuple[Placement, ...] | None:
-    """These placements with their shard order written into them, or None for interleaved ones, which have no place."""
+    """Return these placements with `OrderedShard`s where the order is not the default; None if those interleave."""
     found = list(placements)
     for entry, usual in zip(order, default_order(placements), strict=True):
         if entry == usual:
@@ -187,7 +190,7 @@ def with_order(placements: Sequence[Placement], order: ShardOrder) -> tuple[Plac
 
 @lru_cache(maxsize=65536)
 def in_mesh_order(layout: Layout) -> tuple[Placement, ...] | None:
-    """The placements that give this layout when the axes shard from left to right, or None where there are none.
+    """Return the placements that give this layout when the axes shard from left to right; None if there are none.
 
     An axis that shards inside the pieces of an axis to its right shards each of these pieces: they are its blocks.
 

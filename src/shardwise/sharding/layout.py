@@ -43,7 +43,7 @@ PartialAxes = tuple[tuple[int, str], ...]
 
 
 class Layout:
-    """The factors of every dim and the Partial axes with their reductions. Interned: equal means identical."""
+    """The factors of every dim, and the Partial axes with their reduce ops. Interned: equal means identical."""
 
     __slots__ = ("__weakref__", "_numel", "_shape", "_unfactored", "dims", "mesh_sizes", "partial")
     _interned: ClassVar[WeakValueDictionary[object, Layout]] = WeakValueDictionary()
@@ -57,7 +57,7 @@ class Layout:
 
     @classmethod
     def make(cls, mesh_sizes: Sizes, dims: Sequence[Dim], partial: PartialAxes = ()) -> Layout:
-        """The one layout with these factors, in canonical form."""
+        """Return the layout with these factors, in canonical form."""
         merged = [dim if len(dim) == 1 and type(dim[0]) is Factor else canonical(mesh_sizes, dim) for dim in dims]
         key = (mesh_sizes, tuple(merged), tuple(sorted(partial)) if partial else ())
         found = cls._interned.get(key)
@@ -73,12 +73,12 @@ class Layout:
         """The global shape."""
         try:
             return self._shape
-        except AttributeError:  # propagation prices many layouts, and asks again and again
+        except AttributeError:  # cached: propagation prices many layouts
             self._shape = tuple([dim[0].size if len(dim) == 1 else math.prod(f.size for f in dim) for dim in self.dims])
             return self._shape
 
     def numel(self) -> int:
-        """The number of elements of the global tensor; of sizes that are symbols, for the sizes at hand."""
+        """Return the number of elements of the global tensor, with the hints of symbolic sizes."""
         try:
             return self._numel
         except AttributeError:
@@ -95,15 +95,15 @@ class Layout:
             return self._unfactored
 
     def ranges(self, coordinate: Coordinate) -> tuple[tuple[Run, ...], ...]:
-        """For each dim and factor, the `[start, stop)` that the rank at this coordinate holds."""
+        """Return for each dim and factor the `[start, stop)` that the rank at this coordinate holds."""
         return tuple(tuple(factor_range(self.mesh_sizes, factor, coordinate) for factor in dim) for dim in self.dims)
 
     def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
-        """The shape of the local shard of the rank at this coordinate."""
+        """Return the shape of the local shard of the rank at this coordinate."""
         return tuple(math.prod(stop - start for start, stop in dim) for dim in self.ranges(coordinate))
 
     def offset(self, coordinate: Coordinate) -> tuple[int, ...]:
-        """For each dim the global index of the first element held (the end of the dim if nothing is held)."""
+        """Return for each dim the global index of the shard's first element; the dim's end if the shard is empty."""
         result = []
         for dim, ranges in zip(self.dims, self.ranges(coordinate), strict=True):
             index = 0
@@ -114,15 +114,15 @@ class Layout:
         return tuple(result)
 
     def runs(self, coordinate: Coordinate) -> tuple[tuple[Run, ...], ...]:
-        """For each dim the contiguous global `[start, stop)` runs held, in local order."""
+        """Return for each dim the global `[start, stop)` runs of contiguous indices held, in local order."""
         places = (tuple([coordinate[axis] for factor in dim for axis in factor.axes]) for dim in self.dims)
         return tuple([_runs_at(self.mesh_sizes, dim, place) for dim, place in zip(self.dims, places, strict=True)])
 
     def max_local_numel(self) -> int:
-        """The most elements any rank holds; of sizes that are symbols, for the sizes at hand."""
+        """Return the most elements that any rank holds, with the hints of symbolic sizes."""
         sizes, most = self.mesh_sizes, 1
         for dim in self.dims:
-            for size, axes in dim:  # as `largest_piece`: propagation asks this of every layout that it tries
+            for size, axes in dim:  # `largest_piece`, inlined: propagation calls this for every layout that it tries
                 for axis in axes:
                     size = -(-size // sizes[axis])
                 most *= size
@@ -133,11 +133,11 @@ class Layout:
         return all(divides_evenly(self.mesh_sizes, factor) for dim in self.dims for factor in dim)
 
     def without_partial(self) -> Layout:
-        """The same layout with Partial axes replicated."""
+        """Return this layout with Partial axes replicated."""
         return Layout.make(self.mesh_sizes, self.dims) if self.partial else self
 
-    def at_hand(self) -> Layout:
-        """The same layout with the sizes at hand in the place of symbols."""
+    def hinted(self) -> Layout:
+        """Return this layout with symbolic sizes replaced by their hints."""
         dims = hinted(self.dims)
         return self if dims is self.dims else Layout.make(self.mesh_sizes, dims, self.partial)
 
@@ -147,7 +147,7 @@ class Layout:
 
 
 def dim_text(dim: Dim) -> str:
-    """A dim with axes by index, such as `8@0,1`, or `(3 16@0)` for several factors."""
+    """Return a dim as text with axes by index, such as `8@0,1`, or `(3 16@0)` for several factors."""
     texts = [str(f.size) + ("@" + ",".join(map(str, f.axes)) if f.axes else "") for f in dim]
     return texts[0] if len(texts) == 1 else f"({' '.join(texts)})"
 
@@ -156,9 +156,9 @@ def dim_text(dim: Dim) -> str:
 
 
 def chunk_range(start: int, stop: int, pieces: int, index: int) -> Run:
-    """Chunk `index` of `[start, stop)` in `pieces`, as `torch.chunk` does, with empty chunks at the end."""
+    """Return chunk `index` of `[start, stop)` in `pieces`, as `torch.chunk` makes them, with empty ones at the end."""
     size = stop - start
-    if size % pieces == 0:  # also for sizes that are symbols, of which a graph then serves those that are divided so
+    if size % pieces == 0:  # for a symbolic size this adds a guard: the graph serves sizes that divide evenly
         low = start + size // pieces * index
         return low, low + size // pieces
     if type(size) is not int:
@@ -169,7 +169,7 @@ def chunk_range(start: int, stop: int, pieces: int, index: int) -> Run:
 
 
 def factor_range(sizes: Sizes, factor: Factor, coordinate: Coordinate) -> Run:
-    """The `[start, stop)` of a factor that the rank at this coordinate holds."""
+    """Return the `[start, stop)` of a factor that the rank at this coordinate holds."""
     start, stop = 0, factor.size
     for axis in factor.axes:
         start, stop = chunk_range(start, stop, sizes[axis], coordinate[axis])
@@ -177,7 +177,7 @@ def factor_range(sizes: Sizes, factor: Factor, coordinate: Coordinate) -> Run:
 
 
 def largest_piece(sizes: Sizes, factor: Factor) -> int:
-    """The size of the largest chunk of a factor."""
+    """Return the size of the largest chunk of a factor."""
     size = factor.size
     for axis in factor.axes:
         size = -(-size // sizes[axis])
@@ -185,7 +185,7 @@ def largest_piece(sizes: Sizes, factor: Factor) -> int:
 
 
 def pieces(sizes: Sizes, axes: Sequence[int]) -> int:
-    """The number of chunks that these axes make."""
+    """Return the number of chunks that these axes make."""
     return math.prod(sizes[axis] for axis in axes)
 
 
@@ -211,7 +211,7 @@ def aligned(sizes: Sizes, major: int, minor: int, axes: tuple[int, ...]) -> bool
 
 
 def split_factor(sizes: Sizes, factor: Factor, major: int) -> tuple[Factor, Factor] | None:
-    """The factor as `major` times the rest; None if some chunk boundary falls inside a block of the rest."""
+    """Return the factor as two: one of size `major`, and the rest; None if a shard begins or ends inside the rest."""
     if major == 0 or factor.size % major:
         return None
     minor = factor.size // major
@@ -227,18 +227,18 @@ def split_factor(sizes: Sizes, factor: Factor, major: int) -> tuple[Factor, Fact
 
 @lru_cache(maxsize=65536)
 def plain_dim(size: int, axes: tuple[int, ...]) -> Dim:
-    """A dim of one factor. Layouts share it: those that propagation tries differ in a dim or two."""
+    """Return a dim of one factor. Cached, since the layouts that propagation tries differ in a dim or two."""
     return (Factor(size, axes),)
 
 
 def dim_axes(dim: Dim) -> tuple[int, ...]:
-    """All axes that shard a dim."""
+    """Return all axes that shard a dim."""
     return tuple(axis for factor in dim for axis in factor.axes)
 
 
 @lru_cache(maxsize=65536)
 def canonical(sizes: Sizes, dim: Dim) -> Dim:
-    """The same index sets, with neighbouring factors merged wherever their chunks allow it."""
+    """Return a dim with the same local indices on every rank, with neighbouring factors merged where possible."""
     merged: list[Factor] = []
     for factor in dim:
         if factor.size == 1 and not factor.axes:
@@ -254,7 +254,7 @@ def canonical(sizes: Sizes, dim: Dim) -> Dim:
 
 
 def dim_runs(dim: Dim, ranges: Sequence[Run]) -> tuple[Run, ...]:
-    """The contiguous global runs of one dim, given the range held of each of its factors."""
+    """Return the contiguous global runs of one dim, given the range held of each of its factors."""
     if any(start == stop for start, stop in ranges):
         return ()
     spans: list[Run] = [(0, 1)]
@@ -269,7 +269,7 @@ def dim_runs(dim: Dim, ranges: Sequence[Run]) -> tuple[Run, ...]:
 
 @cached_within(16 << 20, lambda runs: 120 * len(runs))
 def _runs_at(sizes: Sizes, dim: Dim, place: tuple[int, ...]) -> tuple[Run, ...]:
-    """The runs of one dim for a rank with these indices on the axes that shard it; many ranks share them."""
+    """Return the runs of one dim for ranks with these indices on the axes that shard it."""
     indices = iter(place)
     ranges = []
     for factor in dim:

@@ -20,7 +20,7 @@ class TensorMeta(NamedTuple):
 
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
-    """The shape, stride and dtype of a tensor, where the compiler's symbols are sizes with a hash."""
+    """Return the shape, strides and dtype of a tensor, with the compiler's symbolic sizes made hashable."""
     shape, stride = tensor.shape, tensor.stride()
     if has_symbols((*shape, *stride)):
         shape, stride = symbolic(shape), symbolic(stride)
@@ -28,7 +28,7 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a row-major tensor of this shape."""
+    """Return the strides of a row-major tensor of this shape."""
     try:
         return _cached_stride(tuple(shape))
     except TypeError:  # PyTorch's own symbols have no hash
@@ -47,12 +47,12 @@ _cached_stride = lru_cache(4096)(_contiguous_stride)
 
 
 def contiguous_meta(shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:
-    """The `TensorMeta` of a row-major tensor."""
+    """Return the `TensorMeta` of a row-major tensor."""
     return TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
 
 
 def is_dense(meta: TensorMeta) -> bool:
-    """Whether the elements of a tensor lie in memory without gaps, each by itself, in any order of dims."""
+    """Whether the elements of a tensor fill its memory without gaps or overlaps, in any order of dims."""
     expected = 1
     for stride, size in sorted(
         (stride, size) for size, stride in zip(meta.shape, meta.stride, strict=True) if size > 1
@@ -82,7 +82,7 @@ class MemoryOrder(NamedTuple):
 
 
 def memory_order(meta: TensorMeta) -> MemoryOrder | None:
-    """The order of a tensor's dims in memory; None if that is dim 0 to the last, and no dim is expanded."""
+    """Return the order of a tensor's dims in memory; None if that is dim 0 to the last, and no dim is expanded."""
     shape, stride, _ = meta
     wide = [dim for dim in range(len(shape)) if shape[dim] > 1]
     expanded = tuple(dim for dim in wide if stride[dim] == 0)
@@ -93,20 +93,20 @@ def memory_order(meta: TensorMeta) -> MemoryOrder | None:
 
 
 def in_memory_order(tensor: torch.Tensor, order: MemoryOrder | None) -> torch.Tensor:
-    """The tensor with its dims in this order in memory (None: row-major); a copy unless they are so already."""
+    """Return the tensor with its dims in this order in memory (None: row-major); a copy unless it has that order."""
     if order is None:
         return tensor.contiguous()
     dims, expanded = order
     inverse = sorted(range(len(dims)), key=dims.__getitem__)
-    kept = tensor
+    found = tensor
     for dim in expanded:
-        kept = kept.narrow(dim, 0, min(1, kept.shape[dim]))
-    kept = kept.permute(dims).contiguous().permute(inverse)
-    return kept.expand(tensor.shape) if expanded else kept
+        found = found.narrow(dim, 0, min(1, found.shape[dim]))
+    found = found.permute(dims).contiguous().permute(inverse)
+    return found.expand(tensor.shape) if expanded else found
 
 
-def lies_as(local: torch.Tensor, meta: TensorMeta) -> bool:
-    """Return whether a local shard has the memory order of the global tensor.
+def has_memory_order_of(local: torch.Tensor, meta: TensorMeta) -> bool:
+    """Whether a local shard has the memory order of the global tensor.
 
     Then the views that are legal for the global tensor are legal for the shard, with the same meaning: dims have the
     same order, neighbours without a gap between them have none in the shard, and the same dims are expanded.
@@ -121,7 +121,7 @@ def lies_as(local: torch.Tensor, meta: TensorMeta) -> bool:
     if any((stride[dim] == 0) != (steps[dim] == 0) for dim in wide if sizes[dim] > 1):
         return False
     inside = least = 1  # the stride that the next dim would have in the global tensor, and in the shard, without a gap
-    exact = True  # not where a gap lies inside a dim of which the shard has one element, whose stride means nothing
+    exact = True  # False after a gap at a dim of local size 1, whose stride in the shard means nothing
     for dim in sorted((dim for dim in wide if stride[dim]), key=lambda dim: (stride[dim], -dim)):
         packed, overlaps = stride[dim] == inside, stride[dim] < inside
         inside = stride[dim] * shape[dim]
@@ -131,6 +131,6 @@ def lies_as(local: torch.Tensor, meta: TensorMeta) -> bool:
             least, exact = steps[dim], True
         else:
             exact = exact and packed
-            least = 1 if overlaps else least  # it lies in the gaps of inner dims, and so may what comes next
+            least = 1 if overlaps else least  # this dim is in the gaps of inner dims, and outer ones may be
         least *= sizes[dim]
     return True

@@ -1,8 +1,8 @@
 """Information about a `DeviceMesh`: axis sizes and names, and the coordinate of every rank.
 
 `DeviceMesh` and `init_device_mesh` are PyTorch's own. A submesh such as `mesh["tp"]` has several parallel instances
-in the world, one for each coordinate on the axes left out; a rank belongs to one of them. A `MeshInfo` knows them
-all, which the simulated world needs. Equal meshes of one world share one `MeshInfo`, so that specs compare by identity.
+in the world, one for each coordinate on the axes left out; a rank belongs to one of them. A `MeshInfo` describes them
+all, as the simulated world needs. Equal meshes of one world share one `MeshInfo`, so that specs compare by identity.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MeshInfo:
     """A mesh's axes, the coordinates of its ranks, and the name of the process group over each set of axes.
 
     `groups` is filled when the mesh is adopted (see `comm.groups`); until then nothing can communicate over it.
-    `specs` are the interned specs of tensors on this mesh. In a table of the process their keys would keep it alive.
+    `specs` are the interned specs of tensors on this mesh, so that they end with it.
     """
 
     def __init__(self, mesh: DeviceMesh, runtime: Runtime) -> None:
@@ -49,7 +49,8 @@ class MeshInfo:
         self.sizes: tuple[int, ...] = tuple(mesh.shape)
         self.names: tuple[str, ...] = mesh.mesh_dim_names or tuple(str(axis) for axis in range(mesh.ndim))
         self.world_size: int = dist.get_world_size()
-        # Whether this process is no rank of the mesh. It then plans as the first rank does, and runs nothing.
+        # Whether this rank is not in the mesh. It then has the coordinate of the first rank, plans as that, and runs
+        # nothing.
         self.outside = dist.get_rank() not in self.ranks
         self.coordinate: Coordinate = (0,) * mesh.ndim if self.outside else tuple(mesh.get_coordinate() or ())
         self.groups: dict[Axes, str] = {}
@@ -67,7 +68,7 @@ class MeshInfo:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks in (an instance of) this mesh, ascending. A simulated local tensor has a shard for each of them."""
+        """The ranks of all parallel instances, ascending. A simulated local tensor has a shard for each of them."""
         return tuple(sorted(listed(self.instances.flatten())))
 
     @cached_property
@@ -80,11 +81,11 @@ class MeshInfo:
         return tuple(found[rank] for rank in self.ranks)
 
     def covers_world(self) -> bool:
-        """Whether every rank of the world is in (an instance of) this mesh."""
+        """Whether every rank of the world is in this mesh or in a parallel instance of it."""
         return len(self.ranks) == self.world_size
 
     def rank_groups(self, axes: Axes) -> list[list[int]]:
-        """All groups of ranks that differ only on these axes, each in mesh order."""
+        """Return all groups of ranks that differ only on these axes, each in mesh order."""
         others = [1 + axis for axis in range(len(self.sizes)) if axis not in axes]
         with without_modes():
             grouped = self.instances.permute(0, *others, *(1 + axis for axis in axes))
@@ -92,7 +93,7 @@ class MeshInfo:
         return cast(list[list[int]], listed(grouped))
 
     def axis_index(self, name: str | int) -> int:
-        """The index of an axis given by name or index."""
+        """Return the index of an axis given by name or index."""
         if isinstance(name, int) and -len(self.sizes) <= name < len(self.sizes):
             return name % len(self.sizes)
         if isinstance(name, str) and name in self.names:
@@ -103,7 +104,7 @@ class MeshInfo:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        # With what graphs of the compiler depend on, which it keeps in files by what it pickles of their inputs.
+        # Includes all that compiled graphs depend on: the compiler's cache on disk has pickled inputs as keys.
         return _mesh_info_like, (mesh_description(self.mesh), self.coordinate, self.world_size, self.simulated)
 
     def __repr__(self) -> str:
@@ -112,15 +113,15 @@ class MeshInfo:
 
 
 class MeshReference(ref[MeshInfo]):
-    """A weak reference to a `MeshInfo`, for what may outlive its world. Equal if both are of the same `MeshInfo`.
+    """A weak reference to a `MeshInfo`, for objects that may outlive its world. Two of one `MeshInfo` are equal.
 
-    It hashes after the end of the world, too, and is saved as the `MeshInfo` is.
+    It can be hashed after the end of the world, too, and is pickled as the `MeshInfo`.
     """
 
     __slots__ = ()
 
     def __new__(cls, mesh_info: MeshInfo) -> MeshReference:
-        """Make a reference that knows its hash: a dead one cannot compute it."""
+        """Make a reference, and compute its hash, which is cached then: a dead reference cannot compute it."""
         reference = super().__new__(cls, mesh_info)
         hash(reference)
         return reference
@@ -130,8 +131,8 @@ class MeshReference(ref[MeshInfo]):
         mesh_info = self()
         if mesh_info is None:
             raise MeshError(
-                "a compiled function was called that makes tensors on a mesh whose world has ended",
-                "compile it again in the present world, after torch.compiler.reset()",
+                "a compiled function makes tensors on a mesh whose world has ended",
+                "call torch.compiler.reset(), and compile the function again in the present world",
             )
         return mesh_info
 
@@ -147,7 +148,7 @@ def _reference_to(mesh_info: MeshInfo) -> MeshReference:
 
 
 def require_world() -> None:
-    """Raise an error if there is no world, or no longer one."""
+    """Raise an error if torch.distributed is not initialised, or was destroyed."""
     if not dist.is_initialized():
         raise MeshError(
             "there is no world: torch.distributed is not initialised",
@@ -156,7 +157,7 @@ def require_world() -> None:
 
 
 def mesh_info_of(mesh: DeviceMesh) -> MeshInfo:
-    """The one `MeshInfo` of this mesh and of all meshes equal to it in this world."""
+    """Return the `MeshInfo` that this mesh shares with all meshes equal to it in this world."""
     mesh = real_object(mesh)
     if not isinstance(mesh, DeviceMesh):
         raise InputError(
@@ -172,7 +173,7 @@ def mesh_info_of(mesh: DeviceMesh) -> MeshInfo:
 
 
 def current_mesh() -> DeviceMesh:
-    """The mesh of the innermost `with mesh:` block."""
+    """Return the mesh of the innermost `with mesh:` block; raise an error outside of one."""
     mesh = innermost_mesh()
     if mesh is None:
         raise MeshError("no device_mesh was given", "pass one, or call inside a `with mesh:` block")
@@ -183,28 +184,28 @@ def current_mesh() -> DeviceMesh:
 
 
 def world_group_name() -> str:
-    """The name of the process group that holds every rank."""
+    """Return the name of the default process group."""
     world = dist.group.WORLD
     assert world is not None, "callers have a mesh, so there is a world"
     return world.group_name
 
 
 def group_name(mesh: DeviceMesh, axis: int) -> str:
-    """The name of this rank's process group along one axis."""
+    """Return the name of this rank's process group along one axis."""
     return mesh.get_group(axis).group_name
 
 
 def group_ranks(name: str) -> tuple[int, ...]:
-    """The ranks of this rank's process group with this name."""
+    """Return the ranks of this rank's process group with this name."""
     return tuple(dist.get_process_group_ranks(group_named(name)))
 
 
 GROUP_TEXTS: WorldState[dict[str, str]] = WorldState(dict)
-"""What groups that belong to no mesh are called in texts."""
+"""Texts for groups that belong to no mesh, by group name."""
 
 
 def axes_of_group(name: str) -> str:
-    """The axes of a group as text, from the last mesh that was adopted with it; the group's name if there is none."""
+    """Return the axes of a group as text, by the last mesh adopted with it; the group's name if there is none."""
     found = mesh_of_group(name)
     if found is None:
         return GROUP_TEXTS.of(runtime_of_world()).get(name, name)
@@ -212,9 +213,9 @@ def axes_of_group(name: str) -> str:
 
 
 def mesh_of_group(name: str) -> tuple[MeshInfo, Axes] | None:
-    """The last mesh that was adopted with a group, and the axes of the group; None if there is none.
+    """Return the last mesh that was adopted with a group, and the axes of the group; None if there is none.
 
-    The last one: meshes share the group of all ranks, and the program works with the mesh it made last.
+    Several meshes share the group of all ranks. The program is likely to use the one that it made last.
     """
     for _, mesh_info in reversed(runtime_of_world().adopted.values()):
         for axes, its_name in mesh_info.groups.items():
@@ -231,16 +232,16 @@ def names_text(names: Sequence[str]) -> str:
 # ---- meshes in files ------------------------------------------------------------------------------------------------
 
 MeshDescription = tuple[str, torch.Tensor, tuple[str, ...] | None]
-"""Device type, ranks and axis names: what is saved of a mesh."""
+"""Device type, ranks and axis names of a mesh, by which it is pickled."""
 
 
 def mesh_description(mesh: DeviceMesh) -> MeshDescription:
-    """Return the description by which a mesh is saved."""
+    """Return the description by which a mesh is pickled."""
     return mesh.device_type, mesh.mesh, mesh.mesh_dim_names
 
 
 def mesh_like(description: MeshDescription) -> DeviceMesh:
-    """The mesh of this world with this description; if there is none yet, one without process groups.
+    """Return the mesh of this world with this description; if there is none yet, one without process groups.
 
     No process group is made here: ranks that make groups at different moments give them different names, and would
     then communicate in groups that do not match. A mesh without groups takes those of the first equal mesh adopted.

@@ -52,7 +52,7 @@ def normalize_placements(
 
 
 def _given_order(placements: Sequence[Placement], ndim: int) -> ShardOrder:
-    """The shard order that ordered shards give, and the default one for other dims."""
+    """Return the shard order that `OrderedShard`s give, and the default one for other dims."""
     by_dim: dict[int, list[tuple[int, int]]] = {}
     for axis, placement in enumerate(placements):
         if isinstance(placement, AnyShard):
@@ -62,8 +62,8 @@ def _given_order(placements: Sequence[Placement], ndim: int) -> ShardOrder:
         places = sorted(place for place, _ in entries)
         if places not in (list(range(len(places))), [-1] * len(places)):
             raise PlacementError(
-                f"{list(placements)} order the axes that shard dim {dim} as {places}",
-                "number all axes of a dim, from 0, or none of them",
+                f"the axes that shard dim {dim} have the places {places} (-1: none) in {list(placements)}",
+                f"number all axes of a dim: {list(range(len(places)))}, or none of them",
             )
     return tuple(ShardOrderEntry(dim, tuple(axis for _, axis in sorted(by_dim[dim]))) for dim in sorted(by_dim))
 

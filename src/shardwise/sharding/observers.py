@@ -30,7 +30,7 @@ Event = ParamSpec("Event")
 Returned = TypeVar("Returned")
 
 Around = AbstractContextManager[object]
-"""What observers of ops and redistributions return."""
+"""The context managers that observers of ops and redistributions return."""
 
 
 class Observers(Generic[Event, Returned]):
@@ -38,7 +38,7 @@ class Observers(Generic[Event, Returned]):
 
     def __init__(self) -> None:
         self.present: tuple[Callable[Event, Returned], ...] = ()
-        """In the order in which they came."""
+        """In the order in which they were added."""
         self._updates: list[Callable[[], object]] = []
         self._lock = threading.RLock()
 
@@ -77,7 +77,7 @@ class Observers(Generic[Event, Returned]):
             observer(*event, **named)
 
     def around(self, *event: Event.args, **named: Event.kwargs) -> ExitStack:
-        """Call all observers; returns a context manager that leaves the contexts they returned, which are entered."""
+        """Call all observers, and enter the contexts that they return. The result is a context that leaves them."""
         with ExitStack() as stack:
             for observer in self.present:
                 context: Any = observer(*event, **named)

@@ -1,7 +1,7 @@
-"""The lock for objects that must exist once: interned values, the information about a mesh, a runtime.
+"""The lock under which interned values, `MeshInfo`s and runtimes are entered into their tables.
 
-Looking one up takes no lock. A thread that finds none makes one, and holds the lock while it enters it, so that two
-threads never use two objects for the same thing.
+A look-up takes no lock. A thread that finds no entry makes one, and holds the lock while it enters it, so that all
+threads use the same object.
 """
 
 import threading

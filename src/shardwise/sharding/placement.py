@@ -29,8 +29,8 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 class Placement:
     """What one mesh axis does to a tensor: shard it, replicate it, or hold operands of a reduction.
 
-    Frozen and interned: equal placements are one object. They are also equal to PyTorch's of the same meaning, and have
-    their hash, so that programs that import `Shard` from either library can compare.
+    Frozen and interned: equal placements are one object. They are also equal to PyTorch's placements of the same
+    meaning, and have the same hash, so that programs may compare a `Shard` of either library with one of the other.
     """
 
     __slots__ = ("__weakref__", "_hash")
@@ -47,7 +47,7 @@ class Placement:
         return False
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """Whether the value is a reduction over this axis (by that op, if one is given)."""
+        """Whether this is a `Partial` (with that reduce op, if one is given)."""
         return False
 
     @classmethod
@@ -64,7 +64,7 @@ class Placement:
 
     @staticmethod
     def _hash_of_torch(*fields: object) -> int:
-        """The hash of PyTorch's placement of the same meaning, if there is one."""
+        """Return the hash of PyTorch's placement of the same meaning, if there is one."""
         return hash(fields)
 
     def __hash__(self) -> int:
@@ -89,14 +89,14 @@ class Placement:
         return type(self), tuple(getattr(self, name) for name in self.__match_args__)
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
-        """For the compiler: code that makes this placement, and the names in it."""
+        """Return code that makes this placement, and the names in it; torch.compile calls this."""
         kind = type(self)
         fields = ", ".join(repr(getattr(self, name)) for name in self.__match_args__)
         return f"{kind.__name__}({fields})", {kind.__name__: kind}
 
 
 class AnyShard(Placement):
-    """The axis shards tensor dim `dim`, in contiguous shards (`Shard`) or in others."""
+    """The axis shards tensor dim `dim`. Base class of `Shard`, whose shards are contiguous, and of others."""
 
     __slots__ = ("dim",)
     dim: int
@@ -104,11 +104,13 @@ class AnyShard(Placement):
     def _split_tensor(
         self, tensor: Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
     ) -> tuple[list[Tensor], list[int]]:
-        """The shards of a plain tensor, and how many zeros pad each of them to the size of the first."""
-        raise InputError(f"{self!r} does not say how one axis splits a tensor", "use Shard or InterleavedShard")
+        """Return the shards of a plain tensor, and how many zeros pad each of them to the size of the first."""
+        raise InputError(
+            f"{self!r} does not define how one axis alone splits a tensor", "use Shard or InterleavedShard"
+        )
 
     def _shard_tensor(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, src_data_rank: int | None = 0) -> Tensor:
-        """This rank's shard of a plain tensor along one mesh axis, of the values of `src_data_rank` of that axis."""
+        """Return this rank's shard of a plain tensor along one mesh axis, with the values of rank `src_data_rank`."""
         if src_data_rank is not None:
             tensor = tensor.contiguous().clone()
             dist.broadcast(tensor, group=mesh.get_group(mesh_dim), group_src=src_data_rank)
@@ -119,8 +121,8 @@ class AnyShard(Placement):
 class Shard(AnyShard):
     """The axis shards tensor dim `dim` as `torch.chunk` does: the last ranks may hold less, or nothing.
 
-    The other placements that shard a dim are no `Shard`, and `is_shard` is False for them: programs that find a `Shard`
-    take one contiguous piece of the dim.
+    The other placements that shard a dim are no `Shard`, and `is_shard` is False for them: programs take a `Shard` for
+    one contiguous piece of the dim.
     """
 
     __slots__ = ()
@@ -143,7 +145,7 @@ class Shard(AnyShard):
 
     @staticmethod
     def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
-        """The size of a rank's shard of a dim, and the index of its first element; the dim's end if it is empty."""
+        """Return the size of a rank's shard of a dim, and the index of its first element, the dim's end if empty."""
         piece = -(-curr_local_size // num_chunks)
         first = min(rank * piece, curr_local_size)
         return min(piece, curr_local_size - first), first
@@ -159,7 +161,7 @@ class Shard(AnyShard):
 
 
 def _padded(shards: list[Tensor], dim: int) -> tuple[list[Tensor], list[int]]:
-    """The shards with zeros appended up to the size of the first, and how many zeros each got."""
+    """Return the shards with zeros appended up to the size of the first, and how many zeros each got."""
     padding = [shards[0].shape[dim] - shard.shape[dim] for shard in shards]
     for i, missing in enumerate(padding):
         if missing:
@@ -197,7 +199,7 @@ class InterleavedShard(AnyShard):
     def _split_tensor(
         self, tensor: Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
     ) -> tuple[list[Tensor], list[int]]:
-        """The shards of a plain tensor, each the shards of all blocks one after another."""
+        """Return the shards of a plain tensor, each the concatenated shards of all blocks, and their padding."""
         blocks = tensor.chunk(self.blocks, self.dim)
         pieces = [Shard(self.dim)._split_tensor(block, num_chunks, with_padding=False)[0] for block in blocks]
         shards = [torch.cat(shard, self.dim) for shard in zip(*pieces, strict=True)]
@@ -208,10 +210,10 @@ class InterleavedShard(AnyShard):
 
 
 class OrderedShard(AnyShard):
-    """The axis shards `dim` as number `place` of the axes that shard it: number 0 first, then its shards, and so on.
+    """The axis is number `place` of the axes that shard `dim`: number 0 shards the dim, number 1 its shards, and so on.
 
-    `DTensor.placements` has it where an uneven dim is sharded over axes in another order than that of the mesh. Then
-    all axes of that dim are ordered. `P(("tp", "dp"))` is shorter to write.
+    `DTensor.placements` contains it where an uneven dim is sharded over axes in another order than that of the mesh.
+    All axes of that dim must be ordered. `P(("tp", "dp"))` is shorter to write.
     """
 
     __slots__ = ("place",)
@@ -248,7 +250,7 @@ class Replicate(Placement):
 
 
 class Partial(Placement):
-    """Every rank along the axis holds an operand; the value is their reduction by `reduce_op`.
+    """Every rank along the axis holds an operand; the global value is their reduction by `reduce_op`.
 
     `Partial("prod")` is `Partial("product")`.
     """
@@ -288,7 +290,7 @@ _KINDS: dict[object, Callable[..., Placement]] = {
 
 
 def as_placement(value: object) -> Placement | None:
-    """A placement itself, or the one that means what a placement of PyTorch's means; None for anything else."""
+    """Return a placement unchanged, PyTorch's placements as ours of the same meaning, and None for anything else."""
     if isinstance(value, Placement):
         return value
     name, *fields = torch_placement(value) or ("",)
@@ -350,14 +352,15 @@ class P:
         return _rebuild_p, (self.dims, self.partial)
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
-        """For the compiler: code that makes this one, and the names in it."""
+        """Return code that makes this object, and the names in it; torch.compile calls this."""
         return repr(self), {"P": P}
 
     def resolve(self, axis_names: Sequence[str], ndim: int) -> tuple[tuple[Placement, ...], ShardOrder]:
-        """The placement of every axis of a mesh with these names, and the shard order."""
+        """Return the placement of every axis of a mesh with these names, and the shard order."""
         if len(self.dims) > ndim:
             raise PlacementError(
-                f"{self!r} names {len(self.dims)} dims of a tensor that has {ndim}", "give at most one entry a dim"
+                f"{self!r} names {len(self.dims)} dims of a tensor that has {ndim}",
+                "give at most one entry for each dim",
             )
         placements: dict[str, Placement] = {}
         order: list[ShardOrderEntry] = []
@@ -379,7 +382,9 @@ class P:
                     f"{self!r} names the axis {name!r}", f"the mesh has the axes {', '.join(axis_names)}"
                 )
             if name in used:
-                raise PlacementError(f"{self!r} uses the axis {name!r} twice", "an axis does one thing to a tensor")
+                raise PlacementError(
+                    f"{self!r} uses the axis {name!r} twice", "name each axis once: it shards one dim, or is partial"
+                )
         if len(new) != count:
             raise PlacementError(f"{self!r} uses an axis twice on one dim", "name each axis once")
         used.update(new)
@@ -390,7 +395,7 @@ def _rebuild_p(dims: tuple[DimAxes, ...], partial: dict[str, str]) -> P:
 
 
 Placements = Sequence[Placement] | P
-"""How public functions take placements: one for each mesh axis, or `P(...)`."""
+"""What public functions accept as placements: a sequence with one for each mesh axis, or `P(...)`."""
 
 for _kind in (Placement, Shard, InterleavedShard, OrderedShard, Replicate, Partial, MaskPartial, P):
     constant_in_graphs(_kind)

@@ -1,8 +1,8 @@
-"""Code that a recorder of ops takes as one op, because it reads tensors or generators on the host.
+"""Code that a recorder of ops records as one op, because it reads tensors or generators on the host.
 
 A recording (see `erasing/`) holds the ops that ran. A number that Python code has read from a tensor, or drawn from a
-generator, would be frozen in it. Code that reads such a number, and keeps it to itself, runs through `recorded`: the
-recording then calls the code itself.
+generator, would be frozen in it. Code that uses such a number only internally runs through `recorded`: the recording
+then calls this code in each replay.
 
 >>> recorded(_raise_unless, condition, "weights are negative")    # checked again in each replay
 """
@@ -29,7 +29,7 @@ recorder: ThreadValue[Recorder | None] = ThreadValue("recorder", None)
 
 
 def recorded(fn: Callable[..., T], *args: object) -> T:
-    """Run `fn(*args)`, which a recorder takes as one op."""
+    """Return `fn(*args)`; if ops are being recorded, the call is recorded as one op."""
     active = recorder.get()
     return fn(*args) if active is None else active.call(fn, args)
 

@@ -1,8 +1,8 @@
 """The runtime: everything that lives exactly as long as one world.
 
 A world is a default process group, real or simulated. Its runtime owns the information about its meshes, their process
-groups, plans, and every other cache whose entries name a mesh. A module declares such a cache once, at module level,
-and the runtime holds its entries:
+groups, plans, and every other cache whose entries refer to a mesh. A module declares such a cache at module level, and
+the runtime holds its entries:
 
 >>> LINKS = WorldCache("links", max_bytes=1 << 20)
 >>> LINKS.of(runtime)[key] = value
@@ -45,7 +45,7 @@ class Runtime:
         self._state: dict[object, object] = {}
 
     def state(self, owner: object, make: Callable[[], T]) -> T:
-        """The state of a declaration in this world, made on first use."""
+        """Return the state of a declaration (`WorldState`) in this world, made on first use."""
         found = self._state.get(owner)
         if found is None:
             with making:
@@ -53,25 +53,25 @@ class Runtime:
         return cast(T, found)
 
     def clear_caches(self) -> None:
-        """Empty every cache. Other state stays."""
+        """Empty every cache, but no other state."""
         for state in self._state.values():
             if isinstance(state, Cache):
                 state.clear()
 
 
 class WorldState(Generic[T]):
-    """Declares state that each world has its own copy of: `COUNTS = WorldState(dict)`, `COUNTS.of(runtime)`."""
+    """Declares state of which each world has its own: `COUNTS = WorldState(dict)`, `COUNTS.of(runtime)`."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
 
     def of(self, runtime: Runtime) -> T:
-        """The state of one world."""
+        """Return the state of one world."""
         return runtime.state(self, self._make)
 
 
 class WorldCache(WorldState[Cache[K, V]]):
-    """Declares a cache that each world has its own copy of, bounded in bytes."""
+    """Declares a cache of which each world has its own, bounded in bytes."""
 
     def __init__(
         self, name: str, max_bytes: int, size_of: Callable[[K, V], int] = lambda key, value: ENTRY_BYTES
@@ -80,7 +80,7 @@ class WorldCache(WorldState[Cache[K, V]]):
         self.name = name
 
     def entry(self, runtime: Runtime, key: K, make: Callable[[], V]) -> V:
-        """The value of a key in one world, made on first use. It must not be None."""
+        """Return the value of a key in one world, made on first use. It must not be None."""
         cache = self.of(runtime)
         found = cache.get(key)
         if found is None:
@@ -104,12 +104,12 @@ class _Active:
 
 
 def active_runtime() -> Runtime:
-    """The runtime of the world that was entered or adopted a mesh last, without asking torch.distributed."""
+    """Return the runtime of the world that was entered, or adopted a mesh, last. Does not call torch.distributed."""
     return _Active.runtime
 
 
 def runtime_of_world() -> Runtime:
-    """The runtime of the present default process group; it becomes the active one."""
+    """Return the runtime of the present default process group, and make it the active one."""
     world = dist.group.WORLD
     assert world is not None, "callers have checked that torch.distributed is initialised"
     runtime = _runtimes.get(world)
@@ -123,13 +123,13 @@ def runtime_of_world() -> Runtime:
 
 
 def on_activate(listener: Callable[[Runtime], None]) -> None:
-    """Call this with the active runtime, now and whenever another becomes active."""
+    """Call `listener` with the active runtime, now and whenever another becomes active."""
     _Active.listeners = (*_Active.listeners, listener)
     listener(_Active.runtime)
 
 
 def end_world(default_group: dist.ProcessGroup | None) -> None:
-    """Drop the runtime of a simulated world at its end. None: the user destroyed its default group before."""
+    """Drop the runtime of a simulated world at its end; `default_group` is None if the program destroyed that group."""
     ended = None if default_group is None else _runtimes.pop(default_group, None)
     if ended is _Active.runtime or default_group is None:
         _activate(Runtime())
@@ -137,7 +137,7 @@ def end_world(default_group: dist.ProcessGroup | None) -> None:
 
 
 def _drop_ended_worlds() -> None:
-    """Drop the runtimes of worlds that destroy_process_group() has ended: their meshes keep their groups alive."""
+    """Drop the runtimes of worlds that destroy_process_group() has ended: their meshes keep groups alive."""
     for world in [*_runtimes]:
         if not group_is_registered(world):
             del _runtimes[world]
@@ -145,12 +145,12 @@ def _drop_ended_worlds() -> None:
 
 
 def all_runtimes() -> list[Runtime]:
-    """The runtimes of all worlds that have not ended."""
+    """Return the runtimes of all worlds that have not ended."""
     return [*_runtimes.values()]
 
 
 def clear_all_caches() -> None:
-    """Empty the caches of every world: the cost model, or the rules of ops, have changed."""
+    """Empty the caches of every world, after a change of the cost model or of the rules of ops."""
     for runtime in {*all_runtimes(), _Active.runtime}:
         runtime.clear_caches()
 

@@ -31,7 +31,7 @@ from .placement import P, Placement, Placements, Replicate, ShardOrder
 from .spec_text import placements_text, spec_text
 
 _MAX_DERIVED = 256
-"""How many specs one spec caches: one for each placement list, dtype and the like that its tensors are brought to."""
+"""How many derived specs one spec caches: with other placements, dtypes, strides and so on."""
 
 
 @dataclass
@@ -47,8 +47,8 @@ class _Arguments:
 class DTensorSpec(Drawn):
     """Mesh, placements, shard order and `TensorMeta` of a distributed tensor.
 
-    `layout` says which elements each rank holds. A few layouts, made by views of uneven shards, cannot be written as a
-    list of placements: `placements` then raises.
+    `layout` describes which elements each rank holds. A few layouts, made by views of uneven shards, cannot be written
+    as a list of placements: `placements` then raises an error.
     """
 
     __slots__ = (
@@ -99,7 +99,7 @@ class DTensorSpec(Drawn):
 
     @classmethod
     def from_layout(cls, mesh_info: MeshInfo, layout: Layout, tensor_meta: TensorMeta) -> DTensorSpec:
-        """The spec of a layout on a mesh."""
+        """Return the spec of a tensor with this layout."""
         placements, order = to_placements(layout) or (None, ())
         return cls._intern(mesh_info, layout, placements, order, tensor_meta)
 
@@ -141,7 +141,7 @@ class DTensorSpec(Drawn):
 
     @staticmethod
     def is_default_device_order(shard_order: ShardOrder) -> bool:
-        """Whether the axes shard every dim from left to right."""
+        """Return whether the axes shard every dim from left to right."""
         return all(list(axes) == sorted(axes) for _, axes in shard_order)
 
     # ---- properties ---------------------------------------------------------------------------------------------
@@ -168,10 +168,11 @@ class DTensorSpec(Drawn):
 
     @property
     def placements_alone(self) -> tuple[Placement, ...]:
-        """Placements that describe the sharding without a shard order, as lists of placements are read.
+        """Placements that describe the sharding without a shard order: given to `from_local`, they mean this layout.
 
         An axis that shards a dim after an axis to its right is an `InterleavedShard`: `f32[8@(b, a)]` on a 2x2 mesh has
-        the placements `(InterleavedShard(0, blocks=2), Shard(0))`. Uneven shards are an `OrderedShard` each.
+        the placements `(InterleavedShard(0, blocks=2), Shard(0))`. If shards are uneven, all axes of the dim are
+        `OrderedShard`s.
         """
         try:
             return self._alone
@@ -206,7 +207,7 @@ class DTensorSpec(Drawn):
 
     @property
     def memory_order(self) -> MemoryOrder | None:
-        """The order of the dims in memory, of the global tensor as of its shards; None if that is row-major."""
+        """The order of the dims in memory, in the global tensor and in its shards; None if that is row-major."""
         try:
             return self._order
         except AttributeError:
@@ -225,7 +226,7 @@ class DTensorSpec(Drawn):
 
     @property
     def dim_map(self) -> list[int]:
-        """For each dim the axis that shards it, -1 for none. Raises if several axes shard one dim."""
+        """For each dim the axis that shards it, -1 for none. Raises an error if several axes shard one dim."""
         result = []
         for dim in self.layout.dims:
             axes = dim_axes(dim)
@@ -260,32 +261,32 @@ class DTensorSpec(Drawn):
         return any(dim_axes(dim) for dim in self.layout.dims)
 
     def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
-        """The shape of the local shard of the rank at this coordinate."""
+        """Return the shape of the local shard of the rank at this coordinate."""
         return self.layout.local_shape(coordinate)
 
     def global_offset(self, coordinate: Coordinate) -> tuple[int, ...]:
-        """For each dim the global index of the first element of the local shard at this coordinate."""
+        """Return for each dim the global index of the first element of the local shard at this coordinate."""
         return self.layout.offset(coordinate)
 
     # ---- derived specs ------------------------------------------------------------------------------------------
 
     def derived(self, key: Hashable, make: Callable[[], DTensorSpec]) -> DTensorSpec:
-        """The spec that `make` returns, cached on this one under `key`."""
+        """Return the spec that `make` returns, cached on this one under `key`."""
         found = self._derived.get(key)
         if found is None:
             found = make()
-            if found is not self:  # a spec that refers to itself would wait for the garbage collector
+            if found is not self:  # a spec that refers to itself would live until the garbage collector runs
                 if len(self._derived) >= _MAX_DERIVED:
                     self._derived.clear()
                 self._derived[key] = found
         return found
 
     def with_layout(self, layout: Layout) -> DTensorSpec:
-        """The spec of the same tensor under another layout: row-major, as redistributed data is."""
+        """Return the spec of the same tensor with another layout: row-major, as redistributed data is."""
         return DTensorSpec.from_layout(self.mesh_info, layout, contiguous_meta(self.shape, self.dtype))
 
     def with_meta(self, meta: TensorMeta) -> DTensorSpec:
-        """The spec of another tensor of the same shape, sharded in the same way."""
+        """Return the spec of another tensor of the same shape, sharded in the same way."""
         if meta == self.tensor_meta:
             return self
         return self._derived.get(meta) or self.derived(meta, lambda: self._with_other_meta(meta))
@@ -294,13 +295,13 @@ class DTensorSpec(Drawn):
         return DTensorSpec._intern(self.mesh_info, self.layout, self._placements, self._shard_order, meta)
 
     def with_placements(self, placements: Placements) -> DTensorSpec:
-        """The spec of the same tensor with other placements: row-major, unless its layout stays the same."""
+        """Return the spec of the same tensor with other placements: row-major, unless its layout stays the same."""
         key = tuple(placements) if type(placements) is list else placements
         if isinstance(key, (tuple, P)):
             try:
-                # Looked up here, not by `derived` alone: every redistribute comes this way.
+                # The look-up of `derived`, without the cost of a call: every redistribute runs this line.
                 return self._derived.get(key) or self.derived(key, lambda: self._placed(placements))
-            except TypeError:  # an entry is not hashable, so no placement: refused by name below
+            except TypeError:  # an entry is not hashable, so it is no placement: `_placed` raises the error
                 pass
         return self._placed(placements)
 
@@ -311,29 +312,29 @@ class DTensorSpec(Drawn):
         return target.with_meta(contiguous_meta(self.shape, self.dtype))
 
     def with_dtype(self, dtype: torch.dtype) -> DTensorSpec:
-        """The spec of a tensor with another dtype, with the same shape, strides and placements."""
+        """Return the spec of a tensor with another dtype, with the same shape, strides and placements."""
         if self.tensor_meta.dtype == dtype:
             return self
         return self.derived(dtype, lambda: self.with_meta(self.tensor_meta._replace(dtype=dtype)))
 
     def replicated(self, *, row_major: bool = False) -> DTensorSpec:
-        """The spec of the same tensor, replicated on every mesh axis, with its own strides or row-major ones."""
+        """Return the spec of the same tensor replicated on every mesh axis, with its own strides or row-major ones."""
         return self.derived(("replicated", row_major), lambda: _replicated(self, row_major))
 
     def specialized(self) -> DTensorSpec:
-        """The spec with numbers in the place of symbols: a graph that is being traced is then for these sizes."""
+        """Return the spec with numbers for symbolic sizes: a graph that is being traced is valid for these alone."""
         meta = specialized(self.tensor_meta)
         layout = Layout.make(self.layout.mesh_sizes, specialized(self.layout.dims), self.layout.partial)
         return DTensorSpec._intern(self.mesh_info, layout, self._placements, self._shard_order, meta)
 
     def cotangent(self) -> DTensorSpec:
-        """The spec of this tensor's gradient: as the tensor itself, with Partial axes replicated, and dense."""
+        """Return the spec of this tensor's gradient: the same with Partial axes replicated, and without memory gaps."""
         return self if self.dense and not self.layout.partial else self.derived("cotangent", lambda: _cotangent(self))
 
     def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:
-        """Return whether a graph is valid for both; Dynamo calls it on specs of `torch.distributed.tensor`.
+        """Return whether a graph for one spec is valid for the other; Dynamo calls this.
 
-        Global shapes are compared always: they do not follow from the local shapes that Dynamo guards.
+        Global shapes are always compared: the local shapes that Dynamo guards do not determine them.
         """
         return self is other
 
@@ -347,7 +348,7 @@ def rebuild_spec(
     meta: tuple[torch.Size, tuple[int, ...], torch.dtype],
     order: ShardOrder,
 ) -> DTensorSpec:
-    """A spec from its pickled form, on the mesh of this world that equals the one it was saved on."""
+    """Return a spec from its pickled form, on the mesh of this world with the same description."""
     return DTensorSpec(mesh_like(description), placements, TensorMeta(*meta), order)
 
 

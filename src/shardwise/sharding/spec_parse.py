@@ -57,7 +57,7 @@ class _Parser:
         self.used: set[int] = set()
 
     def spec(self) -> tuple[Layout, torch.dtype]:
-        """The layout and dtype of the text."""
+        """Return the layout and dtype of the text."""
         dtype = self._dtype()
         self._expect("[", "the sizes of the dims follow the dtype: f32[8, 16]")
         dims: list[Dim] = []

@@ -27,7 +27,7 @@ DTYPE_NAMES = {
 
 
 def spec_text(layout: Layout, dtype: torch.dtype, names: Sequence[str]) -> str:
-    """One line such as `f32[8, 16@tp] sum(dp)`; an interleaved dim prints its factors, `(3 16@tp)`."""
+    """Return one line such as `f32[8, 16@tp] sum(dp)`; an interleaved dim is printed as its factors, `(3 16@tp)`."""
 
     def factor_text(factor: Factor) -> str:
         size, axes = factor
@@ -43,7 +43,7 @@ def spec_text(layout: Layout, dtype: torch.dtype, names: Sequence[str]) -> str:
 
 
 def placements_text(placements: Sequence[Placement], order: ShardOrder | None = None) -> str:
-    """Placements in PyTorch's short form, with the place of an axis in the shard order if that is not left to right.
+    """Return placements in PyTorch's short form, with places in the shard order where that is not left to right.
 
     >>> placements_text([Replicate(), Shard(1), Partial()])
     'RS(1)P(sum)'

@@ -1,4 +1,4 @@
-"""The edges of autograd: where gradients go through a redistribution, and between local and distributed tensors."""
+"""Autograd functions: redistribution, and the conversions between local and distributed tensors."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Redistribute(QuickFunction):
         source: DTensorSpec = ctx.source.cotangent()
         distributed = as_distributed_gradient(grad, source)
         dtype, meta = ctx.backward_dtype or grad.dtype, distributed._spec.tensor_meta
-        # With the strides it has: on one device, where nothing moves, the gradient of a sum stays expanded.
+        # It keeps its strides: on one device, where nothing moves, the gradient of a sum stays expanded.
         moved = to_spec(distributed, source.with_meta(meta), ctx.async_op, dtype)
         return moved if dtype is source.dtype else moved.to(source.dtype), None, None, None, None
 
@@ -145,7 +145,7 @@ def _require_zero(plain: Tensor, spec: DTensorSpec) -> None:
 
 
 class FromLocal(QuickFunction):
-    """Wrap a local tensor. `data` is the tensor, a copy on the mesh's device, or one for each simulated rank."""
+    """Wrap a local tensor. `data` is the tensor itself, its copy on the mesh's device, or a `RankTensor` of copies."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, data: Tensor, spec: DTensorSpec, grad_spec: DTensorSpec) -> DTensorBase:
@@ -164,7 +164,7 @@ class FromLocal(QuickFunction):
 
 
 def grad_spec_of_local(spec: DTensorSpec, grad_placements: Placements | None) -> DTensorSpec:
-    """Return the spec of the gradient whose local shards go to the local tensors that a DTensor was made from.
+    """Return the spec of the gradient whose local shards are the gradients of the local tensors given to `from_local`.
 
     As in PyTorch, the local tensors of a Partial tensor get the gradient of the global tensor.
     """

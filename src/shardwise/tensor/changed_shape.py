@@ -43,7 +43,7 @@ class Change(NamedTuple):
 
 
 def _method(name: str, undo: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The method of DTensor with this name. `undo` takes the arguments of the call, too."""
+    """Return the method of DTensor with this name. `undo` gets the arguments of the call, too."""
     in_place, view = getattr(Tensor, name), getattr(Tensor, name.removesuffix("_"))
 
     def method(self: DTensorBase, *args: object, **kwargs: object) -> Tensor:
@@ -57,7 +57,7 @@ def _method(name: str, undo: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return in_place(self, *args, **kwargs)
         return _change_base(self, change) if self._base is None else _change_view(self, change)
 
-    method.__name__, method.__doc__ = name, f"As `Tensor.{name}`: views of this tensor stay what they are."
+    method.__name__, method.__doc__ = name, f"As `Tensor.{name}`. Views of this tensor keep their shapes and elements."
     return method
 
 
@@ -70,7 +70,7 @@ def _change_base(tensor: DTensorBase, change: Change) -> Tensor:
         _refuse_if_held(view, change)
     if changed.numel() < tensor.numel():
         raise InputError(
-            f"{change.name} leaves out elements of {tensor._spec!r}, which has views",
+            f"{change.name} leaves out elements of {tensor._spec!r}, which has views that may need them",
             f"make a new tensor: x = x.{change.name.removesuffix('_')}(...)",
         )
     before = Geometry(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
@@ -81,7 +81,7 @@ def _change_base(tensor: DTensorBase, change: Change) -> Tensor:
 
 
 def _change_view(tensor: DTensorBase, change: Change) -> Tensor:
-    """Change a view, and record it as a view of the view that it was."""
+    """Change a view, and record it as a view of what it was before."""
     base: Any = tensor._base
     if _is_leaf_of_its_own(tensor, base):
         return change.in_place(tensor)
@@ -133,7 +133,7 @@ def _become(view: DTensorBase, make: Callable[[Tensor], Tensor]) -> None:
     with torch.set_grad_enabled(not was_made_without_grad(view)):
         become(view, make(view))
     if not allows_writes:
-        increment_version(view)  # autograd refuses to use it after a write, and would not know of one before this
+        increment_version(view)  # autograd refuses to use such a view after a write, and has missed this one
 
 
 def _refuse_if_held(view: DTensorBase, change: Change) -> None:

@@ -31,12 +31,12 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(local: Tensor, spec: DTensorSpec) -> list[Chunk]:
-    """Return the chunks that this process holds. Ranks without data have none, except that an empty tensor has one."""
+    """Return the chunks that this process holds. An empty shard has none; the first one of an empty tensor has one."""
     return [chunk for chunks in chunks_by_rank(local, spec).values() for chunk in chunks]
 
 
 def chunks_by_rank(local: Tensor, spec: DTensorSpec) -> dict[int, list[Chunk]]:
-    """The chunks of each rank whose shard this process holds: all ranks of the mesh when simulated, else its own."""
+    """Return the chunks by rank: of all ranks of the mesh in a simulated world, else of this one."""
     if spec.layout.partial:
         raise PlacementError(
             f"{spec!r} cannot be saved or loaded while it is Partial: no rank holds its values",
@@ -104,5 +104,6 @@ def shard_at(index: MetadataIndex, local: Tensor, spec: DTensorSpec) -> Tensor:
         if chunk.offset == index.offset:
             return chunk.data
     raise PlacementError(
-        f"no chunk at {list(index.offset or ())} in {spec!r}", "it has " + str([list(c.offset) for c in chunks])
+        f"this process holds no chunk of {spec!r} at offset {list(index.offset or ())}",
+        f"use one of the offsets {[list(chunk.offset) for chunk in chunks]}",
     )

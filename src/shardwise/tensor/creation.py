@@ -22,7 +22,7 @@ from ..comm.on_ranks import from_ranks, on_ranks, shard_outside
 from ..comm.redistribute import redistribute_local
 from ..errors import InputError, PlacementError, ShapeError
 from ..random import Draw
-from ..sharding.from_placements import cutting_sequence, from_placements
+from ..sharding.from_placements import from_placements, sharding_sequence
 from ..sharding.memory_order import in_memory_order, is_dense, memory_order, meta_of
 from ..sharding.mesh import MeshInfo, current_mesh, mesh_info_of
 from ..sharding.placement import AnyShard, Placement, Placements, Replicate
@@ -45,10 +45,10 @@ def distribute_tensor(
 ) -> DTensor:
     """Shard a global tensor over a mesh.
 
-    The data of the rank at index `src_data_rank` of every axis is sent to the others; with None each rank takes the
-    shard of its own tensor. A leaf gives a leaf, and `requires_grad` is kept. A tensor without gaps in memory keeps its
-    strides, others become row-major. To shard a value inside a computation, so that gradients flow through, use
-    `DTensor.from_local` with replicated placements and `redistribute`.
+    The data of the rank at index `src_data_rank` of every axis is sent to the others; with None each rank takes its
+    shard from its own tensor. The tensor must be a leaf, and so is the result, with the same `requires_grad`. A tensor
+    without gaps in memory keeps its strides, others become row-major. To shard a value inside a computation, so that
+    gradients flow through, use `DTensor.from_local` with replicated placements and `redistribute`.
     """
     tensor = check_plain_tensor(tensor, "distribute_tensor")
     mesh = (
@@ -94,7 +94,7 @@ def _already_distributed(tensor: DTensor, mesh: DeviceMesh, placements: Placemen
     if mesh_info_of(mesh) is not spec.mesh_info:
         raise PlacementError(
             f"distribute_tensor got {spec!r}, which is on {spec.mesh_info!r}, not on {mesh_info_of(mesh)!r}",
-            "use full_tensor() first to bring it to another mesh",
+            "use x.redistribute(mesh, placements) to bring it to another mesh",
         )
     normal, order = normalize_placements(spec.mesh_info, placements, spec.ndim)
     if DTensorSpec(spec.mesh, normal, spec.tensor_meta, order) is not spec:
@@ -107,11 +107,14 @@ def _already_distributed(tensor: DTensor, mesh: DeviceMesh, placements: Placemen
 
 def _check_source(mesh_info: MeshInfo, source: int | None) -> None:
     if source is not None and not isinstance(source, int):
-        raise InputError(f"src_data_rank={source!r}", "it is an index on every mesh axis, or None")
+        raise InputError(
+            f"distribute_tensor got src_data_rank={source!r}",
+            "pass an index on every mesh axis, e.g. 0, or None to shard each rank's own tensor",
+        )
     if source is not None and not all(0 <= source < size for size in mesh_info.sizes):
         raise PlacementError(
-            f"src_data_rank={source} on {mesh_info!r}",
-            f"it is an index on every axis, in [0, {min(mesh_info.sizes) - 1}]",
+            f"distribute_tensor got src_data_rank={source}, which is no index on every axis of {mesh_info!r}",
+            f"use an index in [0, {min(mesh_info.sizes) - 1}]",
         )
 
 
@@ -122,12 +125,14 @@ def _own_shard(local: Tensor, spec: DTensorSpec) -> Tensor:
 
 
 def _scatter_from(local: Tensor, spec: DTensorSpec, source: int) -> Tensor:
-    """Axis by axis, in the order in which they shard: the source's data is scattered along sharding axes and broadcast
-    along the others."""
+    """Return the local shards of the source's data, which is scattered along sharding axes and broadcast along others.
+
+    Axis by axis, in the order in which they shard.
+    """
     mesh_info = spec.mesh_info
     done: list[Placement] = [Replicate()] * len(mesh_info.sizes)
     layout = from_placements(mesh_info.sizes, spec.shape, done)
-    for axis in cutting_sequence(len(mesh_info.sizes), spec.shard_order):
+    for axis in sharding_sequence(len(mesh_info.sizes), spec.shard_order):
         placement = spec.placements[axis]
         if isinstance(placement, AnyShard):
             done[axis] = placement
@@ -145,7 +150,7 @@ def _scatter_from(local: Tensor, spec: DTensorSpec, source: int) -> Tensor:
 
 
 def _to_partial(local: Tensor, spec: DTensorSpec) -> Tensor:
-    """Redistribute from the spec with Partial axes replicated to the spec itself."""
+    """Return a local shard of `spec`, given that of the same tensor with Partial axes replicated."""
     return redistribute_local(local, spec.cotangent(), spec)
 
 
@@ -283,9 +288,9 @@ def _drawn(
     spec = _new_spec(size, dtype, layout, device_mesh, placements)
     if exporting():
         raise InputError(
-            f"random numbers of shape {list(spec.shape)} made by shardwise in a module that is being exported: the "
-            "program would not draw them again",
-            "draw with an op on a distributed tensor, which programs hold, e.g. torch.randn_like(x)",
+            f"cannot export a module that draws numbers of shape {list(spec.shape)} by a factory of shardwise: the "
+            "program would hold these numbers, and not draw again",
+            "draw with an op on a distributed tensor, e.g. torch.randn_like(x)",
         )
 
     def numbers() -> Tensor:
@@ -304,7 +309,7 @@ def _made(spec: DTensorSpec, make: Callable[[], Tensor], requires_grad: bool) ->
 
 
 def _wrapped(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """Return the tensor with this local shard; in a program that is being exported, the result of an op."""
+    """Return the tensor with this local shard; while a module is exported, as the result of an op."""
     if not exporting():
         return DTensor(local, spec, requires_grad=False)
     shape, stride, _ = spec.tensor_meta
@@ -319,12 +324,12 @@ def _new_spec(
     placements: Placements | None,
 ) -> DTensorSpec:
     if layout != torch.strided:
-        raise InputError(f"a distributed tensor of layout {layout}", "only torch.strided tensors can be distributed")
+        raise InputError(f"a DTensor cannot have layout={layout}", "only torch.strided tensors can be distributed")
     mesh_info = adopt(device_mesh if device_mesh is not None else current_mesh())
     given = tuple(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
     shape = torch.Size((specialized if mesh_info.simulated else symbolic)(given))
     if any(length < 0 for length in shape):
-        raise ShapeError(f"a distributed tensor of shape {list(shape)}", "sizes are 0 or more")
+        raise ShapeError(f"a DTensor cannot have the shape {list(shape)}", "use sizes that are 0 or more")
     normal_form, order = normalize_placements(mesh_info, placements, len(shape))
     meta = contiguous_meta(shape, dtype if dtype is not None else torch.get_default_dtype())
     check_reductions(normal_form, meta.dtype)

@@ -85,7 +85,7 @@ class DTensor(ChangingShape, GlobalValues, Pieces, Hooks):
 
     @staticmethod
     def __new__(cls, local_tensor: Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
-        """Return the tensor with this spec and, on this rank, this local shard. Nothing is checked or copied.
+        """Return the tensor with this spec and, on this rank, this local shard. Neither checks shapes nor copies.
 
         A class that derives from DTensor may define `__torch_dispatch__`, and call this one. Results are DTensors.
         """
@@ -237,14 +237,17 @@ class DTensor(ChangingShape, GlobalValues, Pieces, Hooks):
         """
         spec = self._spec
         if placements is None:
-            raise InputError("redistribute got no placements", "give one placement for each mesh axis, or P(...)")
+            raise InputError(
+                "redistribute got no placements",
+                "pass one placement for each mesh axis, e.g. placements=[Replicate(), ...], or P(...)",
+            )
         if device_mesh is None or device_mesh is spec.mesh:
             target = spec.with_placements(placements)
         else:
             target = target_on(device_mesh, placements, self)
         return to_spec(self, target, async_op, forward_dtype, backward_dtype)
 
-    # ---- what it is -----------------------------------------------------------------------------------------
+    # ---- the spec and the shards ----------------------------------------------------------------------------
 
     @property
     def spec(self) -> DTensorSpec:
@@ -268,7 +271,7 @@ class DTensor(ChangingShape, GlobalValues, Pieces, Hooks):
 
     @property
     def shards(self) -> dict[int, Tensor]:
-        """The local shards that this process holds, by rank: those of the mesh's ranks when simulated, else its own."""
+        """The local shards by rank: of all ranks of the mesh in a simulated world, else of this one."""
         local = self._local_shard
         mark_exposed(local)
         if isinstance(local, RankTensor):
@@ -282,12 +285,12 @@ class DTensor(ChangingShape, GlobalValues, Pieces, Hooks):
 
     _repr_html_ = Drawn._repr_html_
 
-    # ---- wrapper and shard stay together ----------------------------------------------------------------------
+    # ---- data and requires_grad -------------------------------------------------------------------------------
 
     @property
     def data(self) -> Tensor:
         """The same data, detached."""
-        # A replayed view counts the writes to its root, which data with a count of its own would not see.
+        # A replayed view finds writes to its root by version counters, and `.data` would have a counter of its own.
         return self.detach() if isinstance(self._source, Replayed) else _data.__get__(self)
 
     @data.setter
@@ -296,7 +299,7 @@ class DTensor(ChangingShape, GlobalValues, Pieces, Hooks):
             other = self._distributed_data(other)
         local, source = other._local_shard, other._source
         _data.__set__(self, other)
-        set_local(self, local)  # no longer a view of what it was
+        set_local(self, local)  # a replayed view is no longer a view of its root
         self._spec = other._spec
         if isinstance(source, Replayed):
             del self._shard
@@ -340,7 +343,10 @@ class DTensor(ChangingShape, GlobalValues, Pieces, Hooks):
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
-            raise InputError("deepcopy of a DTensor that is not a leaf", "detach it, or copy what it was made from")
+            raise InputError(
+                "deepcopy of a DTensor that is not a leaf: its grad_fn cannot be copied",
+                "detach it first: copy.deepcopy(x.detach())",
+            )
         copied = _rebuild(copy.deepcopy(self._local_shard, memo), self._spec, self.requires_grad, _is_param(self))
         memo[id(self)] = copied
         if self.grad is not None:
@@ -362,7 +368,7 @@ def plan(
 ) -> SpecPlan | MeshChange:
     """Return the plan of a redistribution: `print(plan(x, [Replicate()]))` shows steps and bytes.
 
-    With `device_mesh`, the target is on that mesh.
+    With `device_mesh`, the placements are on that mesh.
     """
     spec = source._spec if isinstance(source, DTensor) else source
     if not isinstance(target, DTensorSpec):

@@ -1,13 +1,13 @@
-"""Conversions in programs of `torch.export`: ops of our own, whose arguments besides the tensor are text and numbers.
+"""Ops for `torch.export`: `from_local`, `redistribute` and `to_local` with arguments that are text and numbers.
 
-An exported program is a graph of ops that can be written to a file. So while a module is exported, `from_local`,
-`redistribute` and `to_local` are calls of these ops, which do the conversion when the program runs:
+An exported program is a graph of ops that can be written to a file. So while a module is exported, these methods are
+calls of ops, which do the conversion when the program runs:
 
 >>> torch.ops.shardwise.from_local(x, "('cpu', [0, 1, 2, 3], ('tp',))", "(Replicate(),)")
 >>> torch.ops.shardwise.redistribute(y, "(Shard(dim=1),)")
 >>> torch.ops.shardwise.to_local(z)
 
-`ExportedProgram.run_decompositions` runs them on local tensors: what is left are local ops and functional collectives.
+`ExportedProgram.run_decompositions` decomposes them into local ops and functional collectives.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ _library = torch.library.Library("shardwise", "FRAGMENT")
 
 
 def _define(signature: str, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Define an op that traces keep as one call, and that runs this function on the tensors it is called with."""
+    """Define an op, which traces record as one call, and return it. It runs this function."""
     name = signature.partition("(")[0]
     _library.define(signature)
     _library.impl(name, run, "CompositeImplicitAutograd")
@@ -183,7 +183,7 @@ def to_local(tensor: DTensorBase, grad_placements: Placements | None) -> Tensor:
 
 
 class Redistribution:
-    """The op that redistributes. `run(tensor, target, forward_dtype, backward_dtype)` is what it does."""
+    """The op that redistributes, by `run(tensor, target, async_op, forward_dtype, backward_dtype)`."""
 
     def __init__(self, run: Callable[..., Tensor]) -> None:
         self.run = run

@@ -33,7 +33,7 @@ class FlatContext(NamedTuple):
 
     @property
     def mesh_info(self) -> MeshInfo:
-        """The mesh; an error if its world has ended."""
+        """The mesh. Raises an error if its world has ended."""
         return self.mesh.get()
 
     def spec(self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> DTensorSpec:
@@ -44,13 +44,13 @@ class FlatContext(NamedTuple):
         if stride is not None:
             meta = TensorMeta(meta.shape, sizes(tuple(stride)), dtype)
         if self.placements is None:
-            assert self.layout is not None, "a spec without placements is kept by its layout"
+            assert self.layout is not None, "a context without placements has a layout"
             return DTensorSpec.from_layout(mesh_info, self.layout, meta)
         return DTensorSpec(mesh_info.mesh, self.placements, meta, self.shard_order)
 
 
 class PyTorchContext(NamedTuple):
-    """The context that Dynamo expects of `torch.distributed.tensor.DTensor`, whose mesh is an inner object."""
+    """The context that Dynamo expects of `torch.distributed.tensor.DTensor`. The mesh is one of its inner objects."""
 
     placements: tuple[Placement, ...]
     tensor_meta: TensorMeta
@@ -83,7 +83,7 @@ def flatten(spec: DTensorSpec, requires_grad: bool) -> tuple[list[str], Context]
 
 
 def context_on(mesh_info: MeshInfo | None, context: Context) -> FlatContext:
-    """Return the context, on the mesh that is an inner object in PyTorch's form."""
+    """Return a context as a `FlatContext`; `mesh_info` is the mesh for a context in PyTorch's form."""
     if isinstance(context, FlatContext):
         return context
     assert mesh_info is not None, "in PyTorch's form the mesh is an inner object"
@@ -91,7 +91,7 @@ def context_on(mesh_info: MeshInfo | None, context: Context) -> FlatContext:
 
 
 def relate_sizes(context: FlatContext, local: Tensor, shape: Sequence[int]) -> None:
-    """Guard a graph with symbolic global and local sizes: a global size is a fixed multiple of the local one.
+    """Guard a graph with symbolic sizes: each global size is the local size times the number of shards.
 
     If shards are uneven, the graph is specialized to these sizes.
     """

@@ -1,7 +1,7 @@
 """From local tensors to one distributed tensor: checks, and the global shape that local shapes imply.
 
-A rank sees only its own shard. Unless the caller gives the global shape, all shards are taken to be alike, and nothing
-is communicated. `run_check=True` asks the ranks instead, and puts uneven shards together.
+A rank sees only its own shard. Unless the caller gives the global shape, all shards are assumed to have equal shapes,
+and nothing is communicated. With `run_check=True` the ranks exchange their shapes, so that shards may be uneven.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .local_shapes import LocalShapes
 
 
 def check_plain_tensor(tensor: object, caller: str) -> Tensor:
-    """Raise an error for objects that cannot be distributed: non-tensors, and layouts other than strided."""
+    """Return the tensor; raise an error for objects that are no tensors, and for layouts other than strided."""
     if not isinstance(tensor, Tensor):
         raise InputError(f"{caller} got a {type(tensor).__name__}", "pass a torch.Tensor")
     if tensor.layout != torch.strided:
@@ -75,7 +75,7 @@ def of_members(tensor: Tensor, mesh_info: MeshInfo) -> Tensor:
 
 
 class _ToRanks(torch.autograd.Function):
-    """One copy for every rank, and one gradient from every rank: each rank is a program with a tensor of its own."""
+    """A copy of a plain tensor for every rank, whose gradient is a `RankTensor`: each rank has a tensor of its own."""
 
     @staticmethod
     def forward(ctx: object, tensor: Tensor, ranks: int) -> Tensor:
@@ -87,7 +87,7 @@ class _ToRanks(torch.autograd.Function):
 
 
 class _OfRanks(torch.autograd.Function):
-    """The shards of some ranks. The others get gradients of zeros: nothing depends on what they hold."""
+    """The shards of some ranks. The gradients of the other shards are zeros."""
 
     @staticmethod
     def forward(ctx: Any, tensor: RankTensor, ranks: Sequence[int]) -> Tensor:
@@ -103,8 +103,8 @@ class _OfRanks(torch.autograd.Function):
 
 
 def without_grad(tensor: Tensor) -> Tensor:
-    """A tensor of the same memory that autograd does not record. A tensor of some other class stays itself unless it
-    requires grad: what `detach` makes of it may lack its attributes."""
+    """Return an alias of a tensor without autograd history; tensors of other classes that need none are returned
+    unchanged, since their `detach` may drop attributes."""
     return tensor.detach() if type(tensor) in _DETACHABLE or tensor.requires_grad else tensor
 
 
@@ -117,7 +117,7 @@ def copy_to_replicas(local: Tensor, spec: DTensorSpec) -> Tensor:
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, Replicate) and mesh_info.sizes[axis] > 1:
             sent = broadcast_move(axis, 0, mesh_info, local.dtype)(sent)
-    # What arrives is row-major, whatever lay in memory how on the sender.
+    # A broadcast returns row-major data, whatever the strides of the sender.
     return local if sent is local else in_memory_order(sent, spec.memory_order)
 
 
@@ -137,10 +137,10 @@ _SPECS: WorldCache[object, DTensorSpec] = WorldCache("specs of local tensors", 8
 
 
 class _Active:
-    """The specs of the active world that were used recently: what `spec_of_local` looks up first.
+    """The recently used specs of the active world, which `spec_of_local` looks up first.
 
-    While local tensors are checked there are none, so that none is taken without a check. One switch for the process:
-    all its threads run the same rank.
+    While local tensors are checked the table is empty, so that every tensor is. The switch is one for the process: all
+    its threads run the same rank.
     """
 
     specs: ClassVar[dict[object, DTensorSpec] | _Observed] = {}
@@ -148,11 +148,11 @@ class _Active:
 
 
 LOCAL_TENSORS: Observers[[DTensorSpec], None] = Observers()
-"""Local tensors that become distributed ones."""
+"""Observers of local tensors that become distributed ones."""
 
 
 class _Observed:
-    """The same specs, while local tensors are observed."""
+    """A look-up of specs that notifies the observers of local tensors."""
 
     def __init__(self, specs: dict[object, DTensorSpec]) -> None:
         self._specs = specs
@@ -175,7 +175,7 @@ LOCAL_TENSORS.on_change(lambda: _use_specs_of(active_runtime()))
 
 
 def set_checking(enabled: bool) -> bool:
-    """Turn on or off that ranks compare the local tensors that become distributed ones; returns what it was before."""
+    """Turn on or off that ranks compare their local tensors in `from_local`; return the setting before."""
     before, _Active.checking = _Active.checking, enabled
     _use_specs_of(active_runtime())
     return before
@@ -190,7 +190,7 @@ def spec_of_local(
     run_check: bool,
     source: Tensor,
 ) -> DTensorSpec:
-    """Return the spec of the global tensor; `source` is the local shard of this rank before it was detached."""
+    """Return the spec of the global tensor. `source` is the argument of `from_local`, which `local` was made from."""
     if type(placements) is list:
         placements = tuple(placements)
     if type(shape) is list:
@@ -238,13 +238,16 @@ def _checked_shape(local: Tensor, given: _Given) -> torch.Size | None:
             raise InputError(f"from_local got shape={shape!r}", "give one size for each dim, e.g. shape=(8, 16)")
         if len(shape) != local.dim():
             raise ShapeError(
-                f"a local tensor of {local.dim()} dims for a tensor of shape {list(shape)}",
-                "give one size for each dim",
+                f"from_local got shape={list(shape)} for a local tensor of {local.dim()} dims",
+                "give one size for each dim, e.g. shape=(8, 16)",
             )
     if stride is not None and shape is None:
         raise InputError("from_local got a stride without a shape", "give both, or neither")
     if stride is not None and len(stride) != local.dim():
-        raise ShapeError(f"a stride {list(stride)} for a tensor of {local.dim()} dims", "give one stride for each dim")
+        raise ShapeError(
+            f"from_local got stride={list(stride)} for a local tensor of {local.dim()} dims",
+            "give one stride for each dim, e.g. stride=(16, 1)",
+        )
     return None if shape is None else torch.Size(shape)
 
 

@@ -1,4 +1,4 @@
-"""Methods that need the values of the global tensor, or memory, which a distributed tensor does not have."""
+"""Methods of DTensor that gather the values of the global tensor, and those that need memory, which raise errors."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class GlobalValues(DTensorBase):
             return _gathered(self).tolist()
 
     def new_tensor(self, data: object, *args: Any, **options: Any) -> Tensor:
-        """Return a tensor with this data and, unless the options say otherwise, this dtype: replicated on the mesh.
+        """Return a replicated tensor with this data and, unless the options give another, the dtype of this tensor.
 
-        Numbers and lists of them are the same on all ranks, a plain tensor need not be: it stays plain.
+        A copy of a plain tensor stays plain: unlike numbers and lists, it may differ between ranks.
         """
         made = super().new_tensor(data, *args, **options)
         return made if isinstance(data, Tensor) else as_replicated(made, self).requires_grad_(made.requires_grad)
@@ -41,7 +41,7 @@ class GlobalValues(DTensorBase):
     share_memory_ = apply_ = map_ = __dlpack__ = _has_no_memory
 
     def storage(self) -> NoReturn:
-        """Raise an error: libraries that write tensors to files ask for the memory."""
+        """Raise an error. Libraries that write tensors to files, such as safetensors, call this."""
         raise InputError(
             f"{self._spec!r} is a DTensor and has no storage that holds its values, as safetensors and the libraries "
             "that use it need",

@@ -37,11 +37,11 @@ _size = ThreadValue("bucket_gradients", DEFAULT_SIZE)
 
 
 class bucket_gradients:
-    """Reduce the gradients of a backward pass in buckets of this size; 0 or None: each by itself, when it arrives.
+    """Reduce the gradients of a backward pass in buckets of this size; with 0 or None, each when it arrives.
 
-    The size is a number of bytes or a text; without a call it is 25 MiB. A bucket is sent as soon as it holds that
-    much, and a larger gradient is sent alone. As `torch.set_grad_enabled`, it acts on this thread, from the call on, or
-    as a context manager inside the block.
+    The size is a number of bytes or a text; the default is 25 MiB, also without a call. A bucket is sent as soon as it
+    holds that much, and a larger gradient is sent alone. Like `torch.set_grad_enabled`, it acts on this thread, from
+    the call on, or as a context manager inside the block.
 
     >>> bucket_gradients("100 MiB")
     >>> with bucket_gradients(None):
@@ -65,7 +65,7 @@ def bucket_size() -> int:
 
 
 def bytes_of(size: int | str | None, asked_by: str = "bucket_gradients") -> int:
-    """Return the number of bytes of a text such as `"25 MiB"`."""
+    """Return a size in bytes, given as a number, a text such as `"25 MiB"`, or None for 0."""
     if isinstance(size, str):
         parsed = re.fullmatch(r"\s*([0-9.]+)\s*([KMG]i?B|B)\s*", size)
         if parsed is None:
@@ -78,29 +78,29 @@ def bytes_of(size: int | str | None, asked_by: str = "bucket_gradients") -> int:
     return size or 0
 
 
-# ---- gradients whose data comes later --------------------------------------------------------------------------------
+# ---- gradients that wait for their data ------------------------------------------------------------------------------
 
 
 class Collected(LocalSource):
     """The source of a gradient that is in a bucket: its data is the result of the bucket's collective.
 
-    Autograd takes the gradient of a leaf as its `.grad`, or adds it to one, without its data. Other ops wait for that.
+    Autograd can make the gradient of a leaf its `.grad`, or add it to one, without the data. Other ops wait for it.
     """
 
-    __slots__ = ("_bucket", "_index", "_local", "_names")
+    __slots__ = ("_bucket", "_index", "_local", "_tensors")
 
     def __init__(self, bucket: Bucket, index: int) -> None:
         self._bucket, self._index = bucket, index
         self._local: Tensor | None = None
         # First the gradient, then its `.grad`. Weak: autograd copies a gradient that somebody else holds.
-        self._names: list[ref[DTensorBase]] = []
+        self._tensors: list[ref[DTensorBase]] = []
 
-    def name(self, spec: DTensorSpec, device: torch.device) -> DTensorBase:
+    def new_tensor(self, spec: DTensorSpec, device: torch.device) -> DTensorBase:
         """Return a new tensor with this source."""
         shape, stride, dtype = spec.tensor_meta
         tensor: DTensorBase = make_wrapper(DTensorBase.concrete, shape, stride, dtype=dtype, device=device)
         tensor._spec, tensor._source = spec, self
-        self._names.append(ref(tensor))
+        self._tensors.append(ref(tensor))
         return tensor
 
     def complete(self) -> None:
@@ -108,10 +108,10 @@ class Collected(LocalSource):
         with self._bucket.lock:
             if self._local is None:
                 self._local = self._bucket.results()[self._index]
-            for name in self._names:
-                if (tensor := name()) is not None:
+            for reference in self._tensors:
+                if (tensor := reference()) is not None:
                     set_local(tensor, self._local)
-            self._names.clear()
+            self._tensors.clear()
 
     def local(self, tensor: DTensorBase) -> Tensor:
         """Return the reduced gradient."""
@@ -124,11 +124,11 @@ class Collected(LocalSource):
         """Do nothing: reading the shard to write it removed the source."""
 
     def accumulate(self, gradient: DTensorBase, grad: DTensorBase | None) -> DTensorBase | None:
-        """Return the `.grad` of a leaf, whose data comes from this bucket, or is added to when the pass ends."""
-        if not self._names or self._names[0]() is not gradient:
-            return None  # it is a `.grad`, which the program may write
+        """Return the `.grad` of a leaf: a new tensor with this source, or `grad`, to which the sum is added later."""
+        if not self._tensors or self._tensors[0]() is not gradient:
+            return None  # `gradient` is a `.grad`, which the program may write
         if grad is None:
-            return self.name(gradient._spec, gradient.device)
+            return self.new_tensor(gradient._spec, gradient.device)
         return grad if _add_later(grad, gradient) else None
 
 
@@ -155,7 +155,7 @@ class AddedLater(LocalSource):
 
 
 def _add_later(grad: DTensorBase, gradient: DTensorBase) -> bool:
-    """Add a collected gradient to the `.grad` of a leaf when its pass ends, if that is possible."""
+    """Arrange that a collected gradient is added to the `.grad` of a leaf when its pass ends; False if impossible."""
     leaf = accumulated_leaf(current_node())
     buckets = _passes.get(current_pass())
     if leaf is None or leaf.grad is not grad or buckets is None:
@@ -173,7 +173,7 @@ def _add_later(grad: DTensorBase, gradient: DTensorBase) -> bool:
 
 
 class GradientBuckets:
-    """The gradients that one backward pass collects. The pass owns it, also if it fails."""
+    """The gradients that one backward pass collects. Only the pass holds this object, so it ends with a failed pass."""
 
     __slots__ = ("__weakref__", "_collected", "_open", "sums")
 
@@ -181,17 +181,17 @@ class GradientBuckets:
         self._open: dict[tuple[Channel, torch.device], Bucket] = {}
         self._collected: list[Collected] = []
         self.sums: list[DTensorBase] = []
-        """Gradients of earlier passes that are added to."""
+        """The `.grad` tensors of earlier passes to which gradients are added at the end of this one."""
 
     def collect(self, grad: DTensorBase, target: DTensorSpec, reduction: Reduction, size: int) -> DTensorBase:
-        """Return the gradient with the target's placements; its data is set at the end of the pass, or when read."""
+        """Return the gradient with the target's placements. Its data is set at the end of the pass, or when read."""
         device = grad.device
         source = Collected(*self._put(reduction, grad._local_shard, device, size))
         self._collected.append(source)
-        return source.name(target, device)
+        return source.new_tensor(target, device)
 
     def _put(self, reduction: Reduction, local: Tensor, device: torch.device, size: int) -> tuple[Bucket, int]:
-        """Put a gradient into a bucket, which is sent if that fills it."""
+        """Put a gradient into a bucket, which is sent if it is full then. Return the bucket and the index in it."""
         if reduction.nbytes >= size:  # alone, so that it is not copied
             bucket, index = Bucket(), None
         else:
@@ -225,9 +225,9 @@ _passes: WeakValueDictionary[int, GradientBuckets] = WeakValueDictionary()
 def reduced(grad: DTensorBase, target: DTensorSpec, size: int | None = None) -> DTensorBase:
     """Return the gradient of a leaf with the target's placements, reduced now or in a bucket with others.
 
-    `size` is that of the bucket, in the place of that of `bucket_gradients`. Now if the gradient gets a graph of its
-    own, which is made in the order of calls. And in recordings: tracers see no end of a pass, and an erased step joins
-    its reductions by itself.
+    `size` overrides the size of `bucket_gradients`. The gradient is reduced now if it gets a graph of its own, which
+    records calls in their order, and in recordings: tracers see no end of a pass, and an erased step joins its
+    reductions itself.
     """
     size = _size.get() if size is None else size
     if size and not torch.is_grad_enabled() and type(grad._local_shard) in _REAL and not is_recording():

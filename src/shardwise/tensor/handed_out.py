@@ -33,7 +33,7 @@ There is no alias until the shard is handed out a second time.
 
 
 def hand_out(tensor: DTensorBase) -> Tensor:
-    """Return the local shard of a tensor for the user: the same object each time, as long as the shard is."""
+    """Return the local shard of a tensor for the user: the same object each time, until the tensor gets another."""
     try:
         local = tensor._shard
     except AttributeError:  # it comes from a source
@@ -47,8 +47,8 @@ def hand_out(tensor: DTensorBase) -> Tensor:
 def hand_out_new(tensor: DTensorBase) -> Tensor:
     """Return the local shard of a tensor for the user, as a new object, for which autograd records a node.
 
-    A tensor that hands out its shard a second time will do so again and again, as parameters do: from then on, it keeps
-    the alias that others are quickly made from.
+    A tensor that hands out its shard a second time is likely to do so again and again, as parameters do: from then on
+    it caches the alias, of which new ones are quickly made.
     """
     try:
         local = tensor._shard
@@ -64,7 +64,7 @@ def hand_out_new(tensor: DTensorBase) -> Tensor:
 
 
 def _first_alias(tensor: DTensorBase, local: Tensor, keep: bool) -> Tensor:
-    """An alias of the local shard whose writes count as writes to the tensor; kept for the next time, or only noted."""
+    """Return an alias of the local shard, writes to which count as writes to the tensor; `keep` caches it."""
     memory = mark_exposed(local)
     if not _can_be_counted(tensor, local):
         return local
@@ -75,7 +75,7 @@ def _first_alias(tensor: DTensorBase, local: Tensor, keep: bool) -> Tensor:
 
 
 def exposed(tensor: Any) -> Tensor:
-    """The local shard of a gradient: no backward pass needs it unless it is differentiable itself."""
+    """Return the local shard of a gradient for the user. Writes are counted only if a backward pass may need it."""
     if tensor.requires_grad:
         found: Tensor = tensor.to_local()
         return found

@@ -1,4 +1,4 @@
-"""What PyTorch's compiler, `torch.distributed.checkpoint` and programs for PyTorch use of a distributed tensor."""
+"""Methods of DTensor that `torch.compile`, `torch.distributed.checkpoint` and programs for PyTorch's DTensor use."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Hooks(DTensorBase):
     # ---- the compiler: see tensor/flat.py -----------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], Context]:
-        """Return the names of inner tensors, and the context to rebuild this one (sizes come separately)."""
+        """Return the names of inner tensors, and the context to rebuild this one with sizes that are given then."""
         return flatten(self._spec, self.requires_grad)
 
     @staticmethod
@@ -53,13 +53,13 @@ class Hooks(DTensorBase):
         return tensor.requires_grad_() if context.requires_grad else tensor
 
     def __coerce_tangent_metadata__(self) -> DTensorBase:
-        """The gradient of a tensor like this one, which the backward pass is traced with."""
+        """Return this tensor with the spec of a gradient: the backward pass is traced with it."""
         return to_spec(self, self._spec.cotangent())
 
     def __coerce_same_metadata_as_tangent__(
         self, expected: Context, expected_type: type | None = None
     ) -> Tensor | None:
-        """This gradient with the placements that the backward pass was traced with; None if that is impossible."""
+        """Return this gradient with the placements that the backward pass was traced with; None if impossible."""
         context = context_on(self._spec.mesh_info, expected)
         if expected_type not in (None, DTensorBase.concrete) or context.mesh() is not self._spec.mesh_info:
             return None

@@ -34,9 +34,9 @@ _accumulating = ThreadValue("accumulate_gradients", False)
 def accumulate_gradients(enabled: bool = True) -> Iterator[None]:
     """Defer the reduction of gradients over the axes along which their parameter is replicated.
 
-    The first backward pass after the context adds its own share and reduces the sum. Until then `.grad` is Partial on
-    these axes. Along axes that shard a parameter its gradient is reduced in each pass, so that it needs no more
-    memory than the parameter. With `enabled=False` the context does nothing: `accumulate_gradients(not last)`.
+    The first backward pass after the context adds its own gradient and reduces the sum. Until then `.grad` is Partial
+    on these axes. Along axes that shard a parameter its gradient is reduced in each pass, so that it needs no more
+    memory than the parameter. With `enabled=False` gradients are not deferred: `accumulate_gradients(not last)`.
     """
     before = _accumulating.get()
     _accumulating.set(enabled)
@@ -63,7 +63,7 @@ class LeafGradient:
         self.bucket_size: int | None = None
         """The size of this leaf's buckets; None: that of `bucket_gradients`."""
         self.earlier: dict[torch.Size, DTensorSpec] = {}
-        """The last spec of each other shape that the leaf has had."""
+        """For each other shape that the leaf has had, its last spec with that shape."""
 
     def change(self, spec: DTensorSpec) -> None:
         """Record that the leaf has another spec. Its shape may differ: `x.unsqueeze_(0)`, `x.data = y`."""
@@ -72,7 +72,7 @@ class LeafGradient:
         self.spec = spec
 
     def of_shape(self, shape: torch.Size) -> DTensorSpec:
-        """The spec of the leaf when it had this shape, which is that of an op's gradient recorded at that time."""
+        """Return the spec of the leaf when it had this shape: gradients of ops recorded then have it."""
         return self.spec if shape == self.spec.shape else self.earlier.get(shape, self.spec)
 
     def hook(self, grad: Tensor | None) -> Tensor | None:
@@ -87,14 +87,14 @@ class LeafGradient:
             wanted = self.of_shape(spec.shape).cotangent()
         if spec.layout is wanted.layout:
             return None
-        # With the strides it has: on one device, `torch.autograd.grad` returns the gradient of a sum expanded.
+        # It keeps its strides: on one device, `torch.autograd.grad` returns the gradient of a sum expanded.
         target = wanted.with_meta(spec.tensor_meta)
         if (self.deferred or self.waits or _accumulating.get()) and spec.layout.partial:
             target = self._deferred_target(spec, target)
         return None if target.layout is spec.layout else reduced(grad, target, self.bucket_size)
 
     def _deferred_target(self, grad: DTensorSpec, wanted: DTensorSpec) -> DTensorSpec:
-        """The spec in which a gradient is added up before it is reduced; `wanted` if it is not accumulated."""
+        """Return the spec in which gradients are added up before the reduction; `wanted` if this one is not added."""
         leaf = accumulating_leaf()
         if leaf is None:
             return wanted
@@ -107,8 +107,8 @@ class LeafGradient:
 class UnreducedGradient(LeafGradient):
     """The gradient of a leaf that is not reduced when it arrives, because the owner of the leaf does that later.
 
-    `leaf.grad` has the spec of the leaf, and the local shards of a gradient with the spec `target`: the owner reads
-    these. With the spec `target` itself, ops by which autograd puts gradients into `.grad` might reduce them.
+    `leaf.grad` has the spec of the leaf, but the local shards of a gradient with the spec `target`, which the owner
+    reads. If it had the spec `target`, the ops by which autograd accumulates `.grad` might reduce it.
     """
 
     __slots__ = ("target",)
@@ -118,17 +118,17 @@ class UnreducedGradient(LeafGradient):
         self.target = target
 
     def hook(self, grad: Tensor | None) -> Tensor | None:
-        """The tensor hook of the leaf: the local shards of the gradient that its owner wants."""
+        """Return the gradient with the local shards that the owner wants; the tensor hook of the leaf."""
         if grad is None:
             return None
         moved = to_spec(as_distributed_gradient(grad, self.spec), self.target.with_dtype(grad.dtype))
-        # With the strides of the leaf, for which autograd would copy it otherwise.
+        # In the memory order of the leaf: otherwise autograd would copy it.
         local = in_memory_order(moved._local_shard, self.spec.memory_order)
         return DTensorBase.concrete.wrap(local, self.spec.with_dtype(grad.dtype))
 
 
 def leaf_without_reduction(leaf: DTensor, target: DTensorSpec) -> DTensor:
-    """Make a leaf of a distributed tensor; the local shards of its gradient are those of one with the spec `target`.
+    """Make a tensor a leaf whose gradient has the local shards of a gradient with the spec `target`.
 
     >>> leaf = leaf_without_reduction(DTensor.wrap(local, replicated), replicated.with_placements([Partial()]))
     """
@@ -166,7 +166,7 @@ def _reduce_after_backward(leaf: Any, gradient: LeafGradient) -> None:
 
 
 def _with_sums_of(wanted: DTensorSpec, grad: DTensorSpec) -> DTensorSpec:
-    """The wanted spec, but Partial where the gradient is a sum and no axis shards it."""
+    """Return the wanted spec, but Partial over the axes on which the gradient is a sum and which do not shard it."""
     layout = wanted.layout
     sharding = {axis for dim in layout.dims for factor in dim for axis in factor.axes}
     sums = tuple((axis, op) for axis, op in grad.layout.partial if axis not in sharding and op in ("sum", "avg"))

@@ -1,7 +1,7 @@
 """The local shapes of the ranks: exchanged, checked against a global shape, or combined into one.
 
-A process knows the shape of its own shard only. It asks the other ranks (one small collective, and a host read) when
-the user says so, with `run_check=True` or inside `debug.check_local_tensors()`. A simulated world has all at hand.
+A process knows only the shape of its own shard. It asks the other ranks (one small collective, and a host read) with
+`run_check=True` or inside `debug.check_local_tensors()`. In a simulated world all shapes are known.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, t
 
 
 class LocalShapes:
-    """The local shapes of all ranks that this process knows: all when simulated or asked for, else its own.
+    """The local shapes that this process knows: those of all ranks if simulated or with `ask`, else its own.
 
-    `given` is the global shape that the caller of this rank says, if any, and `requires_grad` whether the local tensor
-    does, before it was detached. `fingerprint` makes a number of a local tensor's data; the ranks exchange it, too, so
-    that replicas can be compared.
+    `given` is the `shape=` that this rank passed to `from_local`, and `requires_grad` that of the local tensor before
+    it was detached. `fingerprint` returns a hash of a local tensor's data, exchanged to compare replicas.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class LocalShapes:
             self.memory_order = _memory_order(local)
 
     def _ask(self, local: Tensor, given: Sequence[int] | None, requires_grad: bool, fingerprint: int) -> None:
-        """Exchange what is known of the local tensors with the other ranks of the mesh."""
+        """Exchange shape, dtype, memory order and the other arguments with the other ranks of the mesh."""
         lists = [local.shape, _memory_order(local), given or ()]
         row = [_DTYPES.index(local.dtype), fingerprint, int(requires_grad)]
         for values in lists:
@@ -80,7 +79,7 @@ class LocalShapes:
             for i in range(len(lists))
         )
         self.shapes, self.given = shapes, given_shapes
-        # That of the first rank, which holds the most: an empty or tiny shard does not show it.
+        # The first rank has the largest shard: an empty or tiny one does not show the order.
         self.memory_order = orders[instance[0]]
 
     def check_alike(self) -> None:
@@ -99,14 +98,14 @@ class LocalShapes:
             raise ShapeError(f"from_local got different shapes for one tensor: {shapes}", "pass the same on all ranks")
 
     def even_shape(self, order: ShardOrder) -> torch.Size:
-        """The global shape if all ranks hold shards like the first one's."""
+        """Return the global shape if all ranks have shards of the first one's shape."""
         size = list(next(iter(self.shapes.values())))
         for dim, axes in order:
             size[dim] *= math.prod(self.mesh_info.sizes[axis] for axis in axes)
         return torch.Size(size)
 
     def sum_of_shapes(self, placements: Sequence[Placement]) -> torch.Size:
-        """The global shape: along each sharded dim, the sum of what the ranks along its axes hold."""
+        """Return the global shape: along each sharded dim, the sum of the local sizes of the ranks along its axes."""
         first = next(iter(self.shapes))
         size = list(self.shapes[first])
         for dim in range(len(size)):
@@ -115,7 +114,7 @@ class LocalShapes:
         return torch.Size(size)
 
     def knows_all(self) -> bool:
-        """Whether the shapes of other ranks are known, too."""
+        """Whether the shapes of other ranks are known."""
         return len(self.shapes) > 1
 
     def check_replicas(self, placements: Sequence[Placement]) -> None:
@@ -133,19 +132,19 @@ class LocalShapes:
                     )
 
     def _peers(self, rank: int, axes: Sequence[int]) -> list[int]:
-        """The ranks that differ from this one only on these axes."""
+        """Return the ranks that differ from this one only on these axes."""
         groups = self.mesh_info.rank_groups(tuple(axes)) if axes else [[rank]]
         return next(group for group in groups if rank in group)
 
     def stride(self, shape: torch.Size) -> tuple[int, ...]:
-        """The global stride: packed, with the dims in the order in which they lie in local memory."""
+        """Return the global strides: without gaps, with the dims in the order that they have in local memory."""
         packed = contiguous_stride([shape[dim] for dim in self.memory_order])
         return tuple(packed[self.memory_order.index(dim)] for dim in range(len(shape)))
 
     def check(self, shape: torch.Size, placements: tuple[Placement, ...], order: ShardOrder, assumed: bool) -> None:
         """Raise an error for local shapes that do not follow from these placements and this global shape.
 
-        `assumed`: nobody gave the shape; it follows from one shard, if the others are like it.
+        `assumed` is whether the global shape was computed from one shard, as if all had the same shape.
         """
         mesh_info = self.mesh_info
         try:
@@ -164,7 +163,7 @@ class LocalShapes:
             return
         if assumed:
             raise ShapeError(
-                f"from_local without shape= takes the shards of all ranks to be alike, so those of a tensor of shape "
+                f"from_local without shape= assumes shards of equal shape, here those of a tensor of shape "
                 f"{list(shape)} placed by {list(placements)} over {mesh_info!r}, but {_by_rank(wrong)}",
                 "pass shape=, the global shape, or run_check=True, which asks the ranks for their shapes",
             )
@@ -184,6 +183,6 @@ def _by_rank(values: dict[int, str]) -> str:
 
 
 def _memory_order(local: Tensor) -> tuple[int, ...]:
-    """The dims in the order of their strides, major to minor."""
+    """Return the dims in the order of their strides, major to minor."""
     dims, strides = range(local.dim()), symbolic(local.stride())
     return tuple(dims) if local.is_contiguous() else tuple(sorted(dims, key=lambda dim: (-strides[dim], dim)))

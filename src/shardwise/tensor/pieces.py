@@ -1,4 +1,4 @@
-"""`split` as a method of distributed tensors: what its kernel above autograd does, without the way to that kernel."""
+"""`DTensor.split`: does the same as the kernel of `split` above autograd, without the cost of dispatching to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..sharding.base import DTensorBase
 
 
 class Pieces(DTensorBase):
-    """Tensors that are split quickly, as attention modules do with joint queries, keys and values."""
+    """A fast `split`, for example of joint queries, keys and values in attention modules."""
 
     def split(self, split_size: int | Sequence[int], dim: int = 0) -> tuple[Self, ...]:
         """Split the tensor into pieces of this size, or of these sizes, along a dim. They are views of it."""

@@ -19,7 +19,7 @@ _FIX = "save with torch.distributed.checkpoint, or save x.full_tensor(), or one 
 
 
 def loaded_shard(local: Tensor, spec: DTensorSpec, saved_at: Coordinate) -> Tensor:
-    """Return the local shard of a tensor saved by the rank at this coordinate, or raise an error if it is not ours.
+    """Return this rank's local shard of a tensor that the rank at `saved_at` saved; raise an error if it is another.
 
     A file of a simulated world holds the shards of all ranks, so every process finds its own in it.
     """

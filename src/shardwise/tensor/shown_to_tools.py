@@ -4,7 +4,7 @@ In a profile: `shardwise::mm f32[8@dp, 4], f32[4, 4]` around the local op, and
 `shardwise::redistribute f32[8@dp, 4] -> f32[8, 4] (all-gather over dp)` around its collectives. In the list of a
 `DebugMode`: ops as those of PyTorch's own DTensor, and `redistribute_input(t: f32[2, 4], trace: S(0)->R)`.
 
-The observers are there while one of the tools is active. Without them nothing is asked, and nothing costs time.
+The observers are added while one of the tools is active. Without them, ops and redistributions cost no more time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..sharding.spec import DTensorSpec
 
 
 class _Profilers:
-    """The observers while profilers are active: the same ones for all of them."""
+    """The observers that all active profilers share."""
 
     def __init__(self) -> None:
         self._active: list[ExitStack] = []
@@ -94,7 +94,7 @@ def _placements(spec: DTensorSpec) -> str:
     """Return placements as PyTorch's tools write them: `S(0)R`."""
     try:
         return "".join(map(_short, spec.placements))
-    except ShardwiseError:  # a layout that no list of placements can say
+    except ShardwiseError:  # no list of placements describes this layout
         return repr(spec)
 
 

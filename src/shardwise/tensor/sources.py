@@ -1,7 +1,8 @@
 """Sources of local shards that are not available yet, or must be recomputed.
 
-A tensor without a source holds its local shard. One with a source has an empty slot instead, and reading it asks the
-source: `Pending` waits for a collective that is under way, `Replayed` makes a view again after its root has changed.
+A tensor without a source holds its local shard in the slot `_shard`. With a source the slot is empty, and reading
+`_local_shard` asks the source: `Pending` waits for a collective in flight, `Replayed` recomputes a view after its root
+has changed.
 """
 
 from __future__ import annotations
@@ -29,17 +30,16 @@ def set_local(tensor: DTensorBase, local: Tensor) -> None:
 
 
 class Pending(LocalSource):
-    """The last collective of a redistribution, still in flight. On first use the tensor waits for it and keeps the
-    result."""
+    """The last collective of a redistribution, still in flight. The first use of the tensor waits for it."""
 
     def __init__(self, tensor: DTensorBase, complete: Callable[[], Tensor]) -> None:
-        # A finalizer, so that a result that nobody uses is waited for, too: backends warn of others at exit.
+        # A finalizer waits for results that nobody uses: backends warn at exit of collectives not waited for.
         self.complete = weakref.finalize(tensor, complete)
 
     def local(self, tensor: DTensorBase) -> Tensor:
         """Wait for the collective, and return its result."""
         found = self.complete()
-        assert found is not None, "a pending result is taken once"
+        assert found is not None, "the source is removed when the result is read"
         set_local(tensor, found)
         return found
 
@@ -59,9 +59,9 @@ def pending(complete: Callable[[], Tensor], device: torch.device, spec: DTensorS
 class Replayed(LocalSource):
     """A view that shares no memory with the local shard of its root, such as a slice of a sharded dim.
 
-    Reading it after its root has changed makes it again from the root; writing it writes the root. Whether the root has
-    changed is known from its local shard, for which all writes are counted: to the root, to other views of it, to
-    `x.data`, and to the shard itself. Several names of one view share its source.
+    Reading it after its root has changed recomputes it from the root; writing it writes the root. All writes to the
+    root's local shard are counted: those to the root, to other views of it, to `x.data`, and to the shard itself. An
+    alias of the view shares its source.
     """
 
     def __init__(self, view: ViewCall, local: Tensor) -> None:
@@ -75,17 +75,18 @@ class Replayed(LocalSource):
         if self.seen is None or self.seen != self._writes():
             fresh = self.view.of(self.view.root)
             source = fresh._source
-            # Just made, so it is not asked again: an inference tensor would be made anew for ever.
+            # The shard of this new view is up to date. Its source must not be asked: for inference tensors, whose
+            # writes are not counted, it would recompute the view for ever.
             local = source.cached if isinstance(source, Replayed) else fresh._local_shard
             self.cached = redistribute_local(local, fresh._spec, tensor._spec)
             self.seen = self._writes()
         return self.cached
 
     def write_back(self, tensor: DTensorBase) -> None:
-        """Write the root of the view, and the root's root."""
+        """Write the view's value to its root, and from there to the root's own root."""
         root = self.view.root
         if isinstance(root._source, Replayed):
-            # It may share memory with the root's shard, which is made again below.
+            # The view may share memory with the root's shard, which is recomputed below.
             self.cached = copied(self.cached, tensor._spec)
         expanded = [
             dim for dim, (n, step) in enumerate(zip(root.shape, root.stride(), strict=True)) if n > 1 and not step
@@ -103,14 +104,17 @@ class Replayed(LocalSource):
         self.seen = self._writes()
 
     def _put_into_gathered(self, tensor: DTensorBase) -> DTensorBase:
-        """Write the view's value into the gathered root, and return that."""
+        """Return the gathered root, with the view's value written into it."""
         gathered = self.view.root._spec.replicated(row_major=True)
         root_value = self._gathered_root()
         _write(self.view.of(root_value), self._gathered_value(tensor))
         return type(tensor).wrap(root_value, gathered)
 
     def _put_into_expanded(self, tensor: DTensorBase, expanded: list[int]) -> DTensorBase:
-        """The same if the root repeats its elements along some dims: a write to one of them is a write to all."""
+        """Return the gathered root, with the view's value written into it, if it is expanded along some dims.
+
+        A write to one index of these dims is a write to all.
+        """
         value = self._gathered_root()
         written = torch.zeros_like(value, dtype=torch.bool)
         _write(self.view.of(value), self._gathered_value(tensor))
@@ -122,7 +126,7 @@ class Replayed(LocalSource):
         return type(tensor).wrap(repeated, self.view.root._spec.replicated(row_major=True))
 
     def _gathered_root(self) -> Tensor:
-        """A copy of the root, on every rank, with memory for each element."""
+        """Return a copy of the gathered root, with memory for each element."""
         root = self.view.root
         value = redistribute_local(root._local_shard, root._spec, root._spec.replicated(row_major=True))
         return value.clone(memory_format=torch.contiguous_format)
@@ -145,7 +149,7 @@ class Replayed(LocalSource):
 
 
 def _write(view: Tensor, value: Tensor) -> None:
-    """Write a value to a view, which may repeat elements along some dims: then one that was changed counts."""
+    """Write a value to a view; along an expanded dim, which has one element, write an element that was changed."""
     for dim, (n, step) in enumerate(zip(view.shape, view.stride(), strict=True)):
         if n > 1 and not step:
             changed = (value != view).byte()
@@ -155,7 +159,7 @@ def _write(view: Tensor, value: Tensor) -> None:
 
 
 def replayed(view: ViewCall, local: Tensor, spec: DTensorSpec, offset: int) -> DTensorBase:
-    """Return the view that a view call makes, with its present local shard."""
+    """Return the tensor that a view call makes, with this local shard until its root changes."""
     tensor = DTensorBase.concrete.wrap(local, spec, offset)
     del tensor._shard
     tensor._source = Replayed(view, local)

@@ -1,7 +1,7 @@
 """`from_local` under the transforms of `torch.func`.
 
-A transform hides a tensor in a wrapper, which is a plain tensor to Python. PyTorch takes it off for an autograd
-function that says what its derivative is, and what a batch of inputs means.
+A transform puts a tensor into a wrapper, which is a plain tensor to Python. PyTorch unwraps it for an autograd function
+that defines its derivative (`backward`, `jvp`), and how it treats a batch of inputs (`vmap`).
 
 >>> torch.func.grad(lambda local: DTensor.from_local(local, mesh, [Shard(0)]).square().sum())(local)
 """
@@ -90,7 +90,7 @@ class _ToLocal(torch.autograd.Function):
 
 
 def _behind_batch(placements: Placements, mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
-    """Placements of a tensor of `ndim` dims for a batch of such tensors, along a new first dim."""
+    """Return the placements of a batch, along a new first dim, of tensors of `ndim` dims with these placements."""
     normal, order = normalize_placements(mesh_info_of(mesh), placements, ndim)
     if any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in order):
         raise InputError(

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.groups import adopt
 from ..errors import WorldError
 from ..sharding.layout import Coordinate, Layout, PartialAxes
-from ..sharding.memory_order import lies_as
+from ..sharding.memory_order import has_memory_order_of
 from ..sharding.mesh import MeshInfo
 from ..sharding.placement import Placements
 from ..sharding.spec import DTensorSpec, contiguous_meta
@@ -137,7 +137,7 @@ def check_strides(shard: Tensor, spec: DTensorSpec, rank: int) -> None:
     """Raise AssertionError if the shard of a rank has not the memory order that the spec gives the global tensor."""
     expected = f"{spec!r} with strides {list(spec.stride)}"
     has = f"{list(shard.shape)} with strides {list(shard.stride())}"
-    _check(lies_as(shard, spec.tensor_meta), f"{expected}: rank {rank} has {has}")
+    _check(has_memory_order_of(shard, spec.tensor_meta), f"{expected}: rank {rank} has {has}")
 
 
 def _reduced(table: dict[Key, Tensor], partial: PartialAxes, dtype: torch.dtype) -> Tensor:

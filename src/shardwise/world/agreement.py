@@ -1,4 +1,4 @@
-"""Whether the ranks of a simulated world hold the same values: needed where one value leaves the tensors.
+"""Whether the ranks of a simulated world hold the same values, as they must where a tensor becomes a Python value.
 
 >>> agreed([2.5, 2.5], "aten.item")
 2.5
@@ -29,7 +29,7 @@ def agreed(values: Sequence[T], what: str) -> T:
     listed = "; ".join(f"{value} on {_ranks_text(holders)}" for value, holders in ranks.items())
     raise WorldError(
         f"{what} returns one Python value, but the ranks differ: {listed}",
-        "look at one rank with `x.shards[rank]`, or communicate first so that all ranks hold the same",
+        "read one rank's value from `x.shards[rank]`, or communicate first so that all ranks hold the same",
     )
 
 

@@ -1,4 +1,4 @@
-"""Ops of `torch.ops.aten` that do not simply run on every rank. Each function is named after its op."""
+"""Ops of `torch.ops.aten` that need functions of their own on RankTensors. Each function is named after its op."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _AS_STRIDED = describe(torch.ops.aten.as_strided.default)
 
 @aten
 def detach(x: RankTensor) -> object:
-    """Return a tensor with the same shards: they carry no autograd state that they would have to be detached from."""
+    """Return a tensor with the same shards, which have no autograd state to be detached from."""
     return join_views(x.shards, x)
 
 
@@ -35,7 +35,10 @@ def as_strided(
     stride: Sequence[int | torch.SymInt],
     storage_offset: int | torch.SymInt | None = None,
 ) -> object:
-    """Run `as_strided` with the offset of each shard: `storage_offset` counts from the one that `x` reports."""
+    """Run `as_strided` on every shard, from its own offset plus `storage_offset - x.storage_offset()`.
+
+    The offsets of shards may differ; `x.storage_offset()` is 0 then.
+    """
     if storage_offset is not None:
         starts = [int(s.storage_offset()) for s in x.shards]
         storage_offset = rank_int(starts) + (storage_offset - x.storage_offset())

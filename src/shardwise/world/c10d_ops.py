@@ -1,6 +1,6 @@
 """The ops behind `dist.all_reduce` and the like, `torch.ops.c10d`, on RankTensors. Each function is named after its op.
 
-They work in place, and return a handle to wait for. Their groups and reduce ops arrive as boxed C++ objects.
+They work in place, and return a handle to wait for. Groups and reduce ops are passed as boxed C++ objects.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def barrier(*_: object, **__: object) -> ScriptObject:
 
 
 def _at_own_place(columns: Sequence[Sequence[Tensor]], groups: Groups) -> list[Tensor]:
-    """Return, for each rank, its entry of the column at its place in its group."""
+    """Return for each rank `columns[place][rank]`, where `place` is its index in its group."""
     found = list(columns[0])
     for ranks in groups:
         for place, rank in enumerate(ranks):

@@ -24,7 +24,7 @@ Size = int | torch.SymInt
 
 
 def all_reduce(shards: Shards, op: str, groups: Groups) -> list[torch.Tensor]:
-    """Give every rank the reduction over its group."""
+    """Return the reduction over its group for every rank."""
     out = list(shards)
     for ranks in groups:
         _check_same_shapes(shards, ranks, "all_reduce")
@@ -35,7 +35,7 @@ def all_reduce(shards: Shards, op: str, groups: Groups) -> list[torch.Tensor]:
 
 
 def all_gather(shards: Shards, groups: Groups) -> list[torch.Tensor]:
-    """Give every rank the tensors of its group, concatenated along dim 0."""
+    """Return the tensors of its group, concatenated along dim 0, for every rank."""
     out = [_empty(s) for s in shards]
     for ranks in groups:
         _check_same_shapes(shards, ranks, "all_gather_into_tensor")
@@ -46,15 +46,15 @@ def all_gather(shards: Shards, groups: Groups) -> list[torch.Tensor]:
 
 
 def reduce_scatter(shards: Shards, op: str, groups: Groups) -> list[torch.Tensor]:
-    """Give every rank its share of the rows of the reduction over its group."""
+    """Return its chunk, along dim 0, of the reduction over its group for every rank."""
     out = [_empty(s) for s in shards]
     for ranks in groups:
         _check_same_shapes(shards, ranks, "reduce_scatter_tensor")
         rows = shards[ranks[0]].shape[0]
         if rows % len(ranks):
             raise WorldError(
-                f"reduce_scatter_tensor of {rows} rows over {len(ranks)} ranks",
-                "pad dim 0 to a multiple of the group's size",
+                f"reduce_scatter_tensor of {rows} rows over {len(ranks)} ranks, which do not divide them",
+                f"pad dim 0 to a multiple of {len(ranks)}, the size of the group",
             )
         total = _reduce([shards[rank] for rank in ranks], op)
         for rank, piece in zip(ranks, total.tensor_split(len(ranks)), strict=True):
@@ -63,7 +63,7 @@ def reduce_scatter(shards: Shards, op: str, groups: Groups) -> list[torch.Tensor
 
 
 def broadcast(shards: Shards, src: int, groups: Groups) -> list[torch.Tensor]:
-    """Give every rank the tensor of the rank at position `src` of its group."""
+    """Return the tensor of the rank at position `src` of its group for every rank."""
     out = list(shards)
     for ranks in groups:
         _check_same_shapes(shards, ranks, "broadcast")
@@ -73,7 +73,7 @@ def broadcast(shards: Shards, src: int, groups: Groups) -> list[torch.Tensor]:
 
 
 def all_to_all(shards: Shards, receive: Sequence[Size], send: Sequence[Size], groups: Groups) -> list[torch.Tensor]:
-    """Give every rank the rows that each rank of its group sends to it; without `send`, equal numbers of rows."""
+    """Return the rows that each rank of its group sends to it for every rank; without `send`, equal numbers of rows."""
     out = [_empty(s) for s in shards]
     for ranks in groups:
         sizes = {rank: _rows_sent(send, rank, len(ranks), shards[rank]) for rank in ranks}
@@ -83,7 +83,7 @@ def all_to_all(shards: Shards, receive: Sequence[Size], send: Sequence[Size], gr
             got = [sizes[peer][place] for peer in ranks]
             if receive and (want := _on_rank(receive, rank)) != got:
                 raise WorldError(
-                    f"all_to_all_single: rank {rank} expects {want} rows of ranks {list(ranks)}, which send {got}",
+                    f"all_to_all_single: rank {rank} expects {want} rows from ranks {list(ranks)}, which send {got}",
                     "make each rank's output_split_sizes agree with its peers' input_split_sizes",
                 )
     return out
@@ -112,7 +112,9 @@ def _reduce(tensors: Shards, op: str) -> torch.Tensor:
     """Reduce the tensors of one group, first rank first."""
     combine = _REDUCE.get(op.lower())
     if combine is None:
-        raise WorldError(f"reduce op {op!r} is not available", f"use one of {', '.join(_REDUCE)}")
+        raise WorldError(
+            f"the reduce op {op!r} is not available in a simulated world", f"use one of {', '.join(_REDUCE)}"
+        )
     total = tensors[0].clone(memory_format=torch.contiguous_format)
     for tensor in tensors[1:]:
         total = combine(total, tensor)
@@ -132,7 +134,7 @@ def _check_same_shapes(shards: Shards, ranks: Sequence[int], what: str) -> None:
         if shards[rank].shape != shape:
             raise WorldError(
                 f"{what}: rank {rank} passes {tuple(shards[rank].shape)}, rank {ranks[0]} {tuple(shape)}",
-                "all ranks of a group pass the same shape: pad, or use all_to_all_single with split sizes",
+                "pass the same shape on all ranks of a group: pad, or use all_to_all_single with split sizes",
             )
 
 
@@ -146,13 +148,16 @@ def _rows_sent(sizes: Sequence[Size], rank: int, n: int, local: torch.Tensor) ->
     rows = local.shape[0] if local.dim() else 1
     if not sizes:
         if rows % n:
-            raise WorldError(f"all_to_all_single of {rows} rows over {n} ranks", "pass split sizes")
+            raise WorldError(
+                f"all_to_all_single of {rows} rows over {n} ranks, which do not divide them",
+                "pass input_split_sizes and output_split_sizes",
+            )
         return [rows // n] * n
     found = _on_rank(sizes, rank)
     if len(found) != n or sum(found) != rows:
         raise WorldError(
             f"all_to_all_single: rank {rank} splits {rows} rows for {n} ranks into {found}",
-            "pass one size per rank of the group; they add up to the size of dim 0",
+            "pass one size per rank of the group, which add up to the size of dim 0",
         )
     return found
 

@@ -30,30 +30,31 @@ functional = implements("_c10d_functional", "_c10d_functional_autograd")
 
 
 def parallel_groups(x: object, group: Group, group_size: int | None = None) -> Groups:
-    """Return which shards communicate with each other when `x` is communicated in `group`, one tuple per group.
+    """Return the parallel groups of `group` as indices of the shards of `x`: `((0, 2), (1, 3))`.
 
-    A tensor on a mesh of some ranks has shards for these ranks alone, in their order.
+    The indices are ranks, except for a tensor on a mesh of some ranks, which has shards for these ranks alone.
     """
     name = group if isinstance(group, str) else group.group_name
     groups = groups_of(name)
     world = current_world()
     if not isinstance(x, RankTensor):
         raise WorldError(
-            "a collective of per-rank tensors got a plain tensor", "make it per-rank with `replicate(tensor)`"
+            "a collective in a simulated world got a plain tensor, which has no value for each rank",
+            "make it a RankTensor with `shardwise.world.replicate(tensor)`",
         )
     if world is not None and len(x.shards) != world.size:
         places = {rank: place for place, rank in enumerate(sorted(rank for ranks in groups for rank in ranks))}
         if len(places) != len(x.shards):
             raise WorldError(
-                f"a tensor of {len(x.shards)} ranks communicates in a world of {world.size}, in groups of "
-                f"{len(places)} ranks",
-                "use tensors of the running simulated world, in groups of the mesh that they are on",
+                f"a collective of a tensor of {len(x.shards)} ranks in group {name!r}, which has {len(places)} ranks, "
+                f"in a world of {world.size}",
+                "use tensors of the running simulated world, and groups of the mesh that they are on",
             )
         groups = tuple(tuple(places[rank] for rank in ranks) for ranks in groups)
     sizes = {len(ranks) for ranks in groups}
     if group_size is not None and sizes != {group_size}:
         raise WorldError(
-            f"group_size={group_size}, but group {name!r} is {groups}",
+            f"a collective got group_size={group_size}, but group {name!r} consists of {groups}",
             "pass the number of ranks in the group",
         )
     return groups
@@ -68,7 +69,7 @@ def write(x: RankTensor, values: Sequence[torch.Tensor]) -> RankTensor:
 
 @functional
 def _wrap_tensor_autograd(x: RankTensor) -> RankTensor:
-    """Return the tensor: PyTorch's functions wrap it in one that waits, and here there is nothing to wait for."""
+    """Return the tensor. PyTorch wraps it in one that waits for data; here the data is there."""
     return x
 
 

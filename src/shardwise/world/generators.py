@@ -9,7 +9,7 @@ import torch
 __all__ = ["generator_for", "seed_ranks", "states_of_ranks"]
 
 _states: dict[int, list[torch.Tensor]] = {}
-"""By the id of a generator: the state of each rank, where they were seeded differently."""
+"""The state of each rank, by the id of the generator, for generators whose ranks were seeded differently."""
 
 
 def generator_for(arguments: Iterable[object], device: torch.device) -> torch.Generator:
@@ -25,13 +25,13 @@ def generator_for(arguments: Iterable[object], device: torch.device) -> torch.Ge
 
 
 def seed_ranks(generator: torch.Generator, seeds: Sequence[int] | None) -> None:
-    """Give each rank a seed of its own. With None they share the generator's state again, as they do by default."""
+    """Give each rank a seed of its own. With None all share the state of the generator again, as by default."""
     _states.pop(id(generator), None)
     if seeds is not None:
         _states[id(generator)] = [torch.Generator(generator.device).manual_seed(seed).get_state() for seed in seeds]
 
 
 def states_of_ranks(generator: torch.Generator, ranks: int) -> list[torch.Tensor] | None:
-    """Return the states of ranks that were seeded differently, to be read and replaced; None if they were not."""
+    """Return the list of the states of ranks that were seeded differently, to be updated; None if they were not."""
     states = _states.get(id(generator)) if _states else None
     return states if states is not None and len(states) == ranks else None

@@ -1,4 +1,4 @@
-"""How an op runs on RankTensors: by a function written for it, or on every rank in turn.
+"""How an op runs on RankTensors: by a function that is registered for it, or on every rank in turn.
 
 >>> implementation_of(torch.ops.aten.neg.default)([RankTensor([torch.ones(1), torch.zeros(1)])], None)
 RankTensor(rank 0: tensor([-1.]), rank 1: tensor([-0.]))
@@ -27,7 +27,9 @@ _COMMUNICATING = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d
 
 
 def implements(*namespaces: str) -> Callable[[Function], Function]:
-    """Make the decorated function run, on RankTensors, the op of its name in each of these namespaces that has one.
+    """Register the decorated function as the implementation on RankTensors of the op with its name.
+
+    In each of these namespaces that has such an op.
 
     >>> @implements("aten")
     ... def detach(x: RankTensor) -> RankTensor: ...
@@ -45,7 +47,7 @@ def implements(*namespaces: str) -> Callable[[Function], Function]:
 
 def _on_every_rank(func: OpOverload) -> Implementation:
     """Return the function of (args, kwargs) that runs this op rank by rank; raise if the op communicates."""
-    # Imported here because these modules use RankTensor, whose ops are looked up by this one.
+    # Imported here because these modules import RankTensor, which imports this one.
     from . import mapping, writing
 
     if func.namespace in _COMMUNICATING:

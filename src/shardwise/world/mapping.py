@@ -42,7 +42,7 @@ def run_view(op: RankOp, args: Sequence[object], kwargs: dict[str, object] | Non
 
 
 def by_rank(value: object) -> Sequence[object] | None:
-    """Return what each rank gets of an argument, or None if all ranks get the argument unchanged."""
+    """Return the value of an argument on each rank, or None if all ranks get the argument unchanged."""
     if isinstance(value, RankTensor):
         return value.shards
     if isinstance(value, (list, tuple)):
@@ -57,10 +57,10 @@ def by_rank(value: object) -> Sequence[object] | None:
 
 
 def one_length(lengths: set[int]) -> int:
-    """Return the number of ranks of an op's arguments, which must all have the same."""
+    """Return the only element of a set of numbers of ranks; raise an error if there are several."""
     if len(lengths) > 1:
         raise WorldError(
-            f"tensors of {' and '.join(map(str, sorted(lengths)))} ranks meet in one op",
+            f"an op got tensors of {' and '.join(map(str, sorted(lengths)))} ranks",
             "use tensors of one simulated world together",
         )
     return lengths.pop()
@@ -106,14 +106,14 @@ def _map_named(op: RankOp, columns: list[Iterable[object]], kwargs: dict[str, ob
     return [op.call(*row, **by_name) for row, by_name in calls]
 
 
-_drawing = threading.RLock()  # another thread's draw between two ranks' draws would make the ranks differ
+_drawing = threading.RLock()  # a draw of another thread between those of two ranks would make the ranks differ
 
 
 def _map_random(op: RankOp, calls: list[Call]) -> list[object]:
     """Call a random op on every rank as if each were a process with the same seed: all start from one state.
 
-    Ranks that were seeded differently (`seed_ranks`) start from their own. Rank 0 draws last. It holds the largest
-    shard, so the generator ends where it ends for rank 0.
+    Ranks that were seeded differently (`seed_ranks`) start from their own states. Rank 0, which has the largest shard,
+    draws last, so that the generator is left in the state of rank 0.
     """
     row, by_name = calls[0]
     arguments = [*row, *by_name.values()]
@@ -134,7 +134,7 @@ def _map_random(op: RankOp, calls: list[Call]) -> list[object]:
 
 
 def flat(values: Iterable[object]) -> Iterator[object]:
-    """Iterate over the values in nested lists and tuples."""
+    """Yield the values in nested lists and tuples."""
     for value in values:
         if isinstance(value, (list, tuple)):
             yield from flat(value)
@@ -146,7 +146,7 @@ def flat(values: Iterable[object]) -> Iterator[object]:
 
 
 def join(results: Sequence[Any], name: str) -> Any:
-    """Turn one result per rank into one result: tensors into a RankTensor, other values if all ranks agree."""
+    """Return one result for those of all ranks: a RankTensor of tensors, and other values if all ranks agree."""
     first = results[0]
     if isinstance(first, torch.Tensor):
         return wrap(tuple(results))

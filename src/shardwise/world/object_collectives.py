@@ -1,8 +1,8 @@
-"""Collectives on Python objects, refused in a simulated world: its ranks share the objects of this process.
+"""Collectives on Python objects raise errors in a simulated world: its ranks share the objects of this process.
 
-A program that gathers objects would get nothing from ranks that are no processes. `torch.distributed.checkpoint`
-gathers objects unless it is called with `no_dist=True`; `shardwise.checkpoint` needs no such thing. A broadcast has
-nothing to do: all ranks have the objects of the one that sends.
+A program that gathers objects would get only those of this process. `torch.distributed.checkpoint` gathers objects
+unless it is called with `no_dist=True`; `shardwise.checkpoint` does not need them. A broadcast does nothing: all ranks
+have the sender's objects already.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class ObjectCollectivesRefused:
         self._originals: dict[str, Callable[..., object]] = {}
 
     def start(self) -> None:
-        """Put the refusals in the place of the functions."""
+        """Replace the functions."""
         self._originals = {name: getattr(dist, name) for name in (*_NAMES, _BROADCAST)}
         for name in _NAMES:
             self._set(name, _refusal(name))
         self._set(_BROADCAST, _nothing)
 
     def stop(self) -> None:
-        """Put the functions back."""
+        """Restore the functions."""
         for name, function in self._originals.items():
             self._set(name, function)
 
@@ -43,7 +43,7 @@ class ObjectCollectivesRefused:
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
-    """A broadcast between ranks that share their objects."""
+    """Do nothing, in the place of a broadcast: the ranks share their objects."""
 
 
 def _refusal(name: str) -> Callable[..., NoReturn]:

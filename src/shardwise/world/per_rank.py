@@ -1,4 +1,4 @@
-"""Computing with the ranks of a simulated world explicitly: one call per rank, one copy per rank."""
+"""Functions that address the ranks of a simulated world: one call per rank, one copy per rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def map_ranks(fn: Callable[..., T], *tensors: object, ranks: int | None = None) -> T:
-    """Call `fn(rank, *local tensors)` for every rank and join the results. Autograd does not record it.
+    """Return the results of `fn(rank, *local tensors)` of every rank, joined. Autograd does not record the call.
 
     >>> x = RankTensor([torch.ones(2), torch.ones(2)])
     >>> map_ranks(lambda rank, local: local * rank, x).shards
@@ -45,5 +45,8 @@ def replicate(tensor: torch.Tensor, ranks: int | None = None) -> RankTensor:
 def _world_size() -> int:
     world = current_world()
     if world is None:
-        raise WorldError("the number of ranks is unknown", "pass it, or call this inside `with simulate(...)`")
+        raise WorldError(
+            "the number of ranks is unknown outside of a simulated world",
+            "pass ranks=, or call this inside `with shardwise.simulate(...)`",
+        )
     return world.size

@@ -2,16 +2,16 @@
 
 Where the ranks of a simulated world hold shards of different sizes, no single integer is the size. With rank 0's size,
 autograd would silently divide, expand and slice by the wrong number on all other ranks. So such a size is a `SymInt`
-whose node keeps every rank's value, and arithmetic on it is done rank by rank.
+whose node holds the value of every rank, and arithmetic on it is done rank by rank.
 
 >>> rows = rank_int([3, 3, 2])
 >>> rows, values_of(rows * 4), rank_int([2, 2, 2])
 ((3 | 3 | 2), (12, 12, 8), 2)
 
 A branch can be taken only where all ranks agree, with two exceptions. Comparisons with 0 and 1 ask "is this dim empty?"
-and "does it broadcast?". They select shortcuts whose general case is always correct, so where ranks disagree the answer
-is that of a size which is neither. Likewise strides that equal the strides of a certain layout on some ranks only are
-reported as different.
+and "does it broadcast?". They select shortcuts for special cases, and the general case is always correct; so where
+ranks disagree the answer is that of a size which is neither 0 nor 1. Likewise, strides that are equal on some ranks
+only are reported as different.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class RankIntNode(NumberNode):
         values = other.values
         if len(values) != len(self.values):
             raise WorldError(
-                f"sizes of {len(self.values)} ranks meet sizes of {len(values)} ranks",
+                f"an operation got sizes of {len(self.values)} ranks and sizes of {len(values)} ranks",
                 "use tensors of one simulated world together",
             )
         return values
@@ -144,7 +144,7 @@ class RankStrideNode(RankIntNode):
 
 
 def _by_rank(numbers: Sequence[SizeOrNode], n: int) -> list[tuple[int, ...]]:
-    """Turn sizes or strides that may be per rank into those of each rank."""
+    """Return the sizes or strides of each rank."""
     columns = [number.values if isinstance(number, RankIntNode) else (number,) * n for number in numbers]
     return cast(list[tuple[int, ...]], list(zip(*columns, strict=True)) if columns else [()] * n)
 

@@ -1,4 +1,4 @@
-"""What the schema of an op says about running it on every rank: what it writes, returns, views and draws.
+"""What running an op on every rank depends on: what it writes, returns, views and draws, from its schema.
 
 >>> describe(torch.ops.aten.add_.Tensor).writes
 ((0, 'self'),)
@@ -20,14 +20,14 @@ _RUNNING_STATISTICS = ("running_mean", "running_var")
 
 @dataclass(frozen=True, slots=True)
 class RankOp:
-    """The facts about one op overload that running it on every rank depends on."""
+    """Properties of one op overload that running it on every rank depends on."""
 
     call: Callable[..., object]
     name: str
     writes: tuple[tuple[int, str], ...]
-    """Position and name of each argument it writes to."""
+    """Position and name of each argument that it writes."""
     returns: tuple[tuple[int, str] | None, ...]
-    """For each result: which written argument it is, or None if it is a new tensor."""
+    """For each result the written argument that it is, or None for a new tensor."""
     view: bool
     random: bool
     resizes: bool
@@ -35,7 +35,7 @@ class RankOp:
 
 
 def describe(func: OpOverload) -> RankOp:
-    """Read the facts about an overload from its schema and tags."""
+    """Return the `RankOp` of an overload, from its schema and tags."""
     schema = schema_of(func)
     undeclared = _RUNNING_STATISTICS if _updates_running_statistics(schema) else ()
     writes: list[tuple[int, str]] = []
@@ -63,9 +63,9 @@ def describe(func: OpOverload) -> RankOp:
 
 
 def _updates_running_statistics(schema: torch.FunctionSchema) -> bool:
-    """Whether an op writes running statistics, declared or not: it can train, and does not return the new ones.
+    """Whether an op writes running statistics: it has the argument `training`, and does not return them.
 
-    The schemas of native_batch_norm, cudnn_batch_norm and miopen_batch_norm do not declare it.
+    The schemas of native_batch_norm, cudnn_batch_norm and miopen_batch_norm do not declare these writes.
     """
     takes = [argument.name for argument in schema.arguments]
     returns = [result.name for result in schema.returns]

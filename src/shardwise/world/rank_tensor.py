@@ -58,7 +58,7 @@ class RankTensor(torch.Tensor):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         if len(types) > 1 and not all(issubclass(t, (RankTensor, *STAND_INS)) for t in types):
-            return NotImplemented  # another subclass, which may hold RankTensors, goes first
+            return NotImplemented  # another subclass, which may hold RankTensors, handles the op
         return implementation_of(func)(args, kwargs)
 
     # ---- values that leave the tensor -----------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class RankTensor(torch.Tensor):
             suffix = f", grad_fn=<{self.grad_fn.name()}>"
         elif self.requires_grad:
             suffix = ", requires_grad=True"
-        if is_traced() or shards[0].is_meta:  # nothing can be compared
+        if is_traced() or shards[0].is_meta:  # there are no values to compare
             return f"RankTensor({shards[0]!r} and those of {n - 1} other ranks{suffix})"
         if same(shards):
             return f"RankTensor({shards[0]!r}, same on all {n} ranks{suffix})"
@@ -101,21 +101,21 @@ class RankTensor(torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
-            raise RuntimeError("only leaves, tensors that were not computed, can be deep-copied: detach() first")
+            raise RuntimeError("deepcopy of a RankTensor that is not a leaf: detach it first")
         out = _rebuild(copy.deepcopy(self.shards, memo), self.requires_grad, isinstance(self, torch.nn.Parameter))
         memo[id(self)] = out
         out.grad = copy.deepcopy(self.grad, memo)
         return out
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """For the compiler: the names of the inner tensors."""
+        """Return the names of the inner tensors; torch.compile calls this."""
         if any(type(size) is not int for size in (*self.shape, *self.stride())):
             break_graph("a simulated tensor with shards of different sizes, or with sizes that are symbols")
         return _shard_names(len(self.shards)), None
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: None, size: object, stride: object) -> RankTensor:
-        """For the compiler: back from `__tensor_flatten__`."""
+        """Return the tensor that `__tensor_flatten__` has taken apart; torch.compile calls this."""
         return wrap(tuple(inner.values()))
 
     @property
@@ -125,14 +125,16 @@ class RankTensor(torch.Tensor):
     @data.setter
     def data(self, other: torch.Tensor) -> None:
         if not isinstance(other, RankTensor):
-            raise WorldError("`.data` of a RankTensor set to a plain tensor", "set it to `replicate(tensor)`")
+            raise WorldError(
+                "the data of a RankTensor was set to a plain tensor", "set it to `shardwise.world.replicate(tensor)`"
+            )
         set_metadata(self, other)
         self.shards = other.shards
 
     def backward(self, *args: object, **kwargs: object) -> None:
         from .factories import rank_factories
 
-        with rank_factories():  # some backward formulas create tensors from sizes alone
+        with rank_factories():  # some derivative formulas create tensors from sizes alone
             super().backward(*args, **kwargs)
 
     # ---- memory: the shards have it, a RankTensor does not ---------------------------------------------------------
@@ -143,23 +145,23 @@ class RankTensor(torch.Tensor):
     __dlpack__ = __dlpack_device__ = apply_ = map_ = map2_ = share_memory_ = _no_memory
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Raise an error, except for the compiler, which describes the storages of its inputs."""
+        """Raise an error, except while torch.compile traces, which describes the storages of its inputs."""
         return super().untyped_storage() if compiles() else self._no_memory()
 
     def contiguous(self, *, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:  # type: ignore[override]
-        """Return a contiguous tensor: a copy where the shards of some ranks are not, though those of others are."""
+        """Return the tensor if all shards are contiguous, otherwise a copy of all of them."""
         are = [shard.is_contiguous(memory_format=memory_format) for shard in self.shards]
         if all(are):
             return self
         return self.clone(memory_format=memory_format) if any(are) else super().contiguous(memory_format=memory_format)
 
     def data_ptr(self) -> int:
-        """Return 0, as every wrapper does: code that copies tensors asks for it, and then copies by ops."""
+        """Return 0, as for every wrapper: code that copies tensors calls this, and then copies by ops."""
         return 0
 
 
 def _shard_names(count: int) -> list[str]:
-    """Names of attributes that are the shards of the first ranks."""
+    """Return the names of attributes that are the shards of the first `count` ranks; define those that are missing."""
     names = [f"rank{rank}" for rank in range(count)]
     for rank, name in enumerate(names):
         if not hasattr(RankTensor, name):
@@ -224,7 +226,7 @@ def wrap(shards: tuple[torch.Tensor, ...]) -> RankTensor:
 
 
 def _common_stride(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int | torch.SymInt:
-    """Return the stride of one dim, of those ranks on which it has a meaning: where the dim has two rows or more."""
+    """Return the stride of one dim; ranks on which the dim has size 0 or 1, where it means nothing, do not count."""
     meaningful = [stride for size, stride in zip(sizes, strides, strict=True) if size > 1]
     if meaningful and all(stride == meaningful[0] for stride in meaningful):
         return meaningful[0]
@@ -236,10 +238,10 @@ def common(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, RankTensor):
         return tensor
     if tensor.requires_grad:
-        raise RuntimeError("a tensor that requires grad leaves PyTorch only after detach()")
+        raise RuntimeError("cannot read the values of a RankTensor that requires grad: detach it first")
     if not same(tensor.shards):
         raise WorldError(
-            f"one value of a tensor is needed, but its ranks differ: {tensor!r}",
-            "look at one rank with `x.shards[rank]`, or communicate first so that all ranks hold the same",
+            f"one value of a tensor is needed, but the ranks differ: {tensor!r}",
+            "read one rank's value from `x.shards[rank]`, or communicate first so that all ranks hold the same",
         )
     return tensor.shards[0]

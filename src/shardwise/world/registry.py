@@ -1,7 +1,8 @@
 """Which simulated world is running, and which ranks communicate in each of its process groups.
 
-In a simulated world this process is rank 0 to PyTorch, which knows rank 0's groups only. Along a mesh axis there is one
-group per row of the mesh, and all of them communicate at once. So the name of a group refers to all parallel groups.
+For PyTorch this process is rank 0 of a simulated world, and has rank 0's groups only. Along a mesh axis there is one
+group per row of the mesh, and all of them communicate at once. So here the name of a group refers to all parallel
+groups.
 
 >>> with simulate(4):
 ...     register_group("columns", [(0, 2), (1, 3)])
@@ -41,7 +42,7 @@ def current_world() -> World | None:
 
 def _require_world(what: str) -> World:
     if not active:
-        raise WorldError(f"{what} outside a simulated world", "do it inside `with shardwise.simulate(...)`")
+        raise WorldError(f"{what} outside a simulated world", "call this inside `with shardwise.simulate(...)`")
     return active[-1]
 
 
@@ -52,8 +53,8 @@ def register_group(name: str, groups: Sequence[Sequence[int]]) -> None:
     ranks = [rank for group in parallel for rank in group]
     if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(world.size)):
         raise WorldError(
-            f"group {name!r} as {parallel} in a world of {world.size} ranks",
-            f"each rank in [0, {world.size - 1}] may be in one of the parallel groups",
+            f"register_group({name!r}, {parallel}) in a world of {world.size} ranks",
+            f"use ranks in [0, {world.size - 1}], each in one of the parallel groups at most",
         )
     world.groups[name] = parallel
 
@@ -65,7 +66,7 @@ def groups_of(name: str) -> Groups:
         return world.groups[name]
     except KeyError:
         raise WorldError(
-            f"group {name!r} belongs to no simulated mesh",
-            "in a simulated world ranks communicate along the axes of a mesh made in that world; "
-            "for a group made by hand call `register_group` with the ranks of all its parallel instances",
+            f"group {name!r} belongs to no mesh of the running simulated world",
+            "communicate along the axes of a mesh that was made in this world; or call "
+            "`shardwise.world.register_group` with the ranks of all parallel instances of the group",
         ) from None

@@ -5,9 +5,9 @@
 ...     world.size, torch.distributed.get_world_size()
 (8, 8)
 
-A world takes PyTorch's process groups out of its tables, starts a fake default group that moves no data (the
-collectives of RankTensors do: `functional_ops`), and puts the groups back when it is left. Groups that existed before,
-a live gloo group for example, can neither be seen nor be changed from inside.
+A world removes PyTorch's process groups from its tables, starts a fake default group that moves no data (the
+collectives of RankTensors do: `functional_ops`), and restores the groups when it is left. Groups that existed before, a
+live gloo group for example, can be neither seen nor changed from inside.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["SimulatedWorld", "simulate"]
 
 
 def simulate(ranks: int) -> SimulatedWorld:
-    """Return a world of `ranks` ranks in this process: use it in `with`, as a decorator, or by `start` and `stop`.
+    """Return a world of `ranks` ranks in this process: use it in `with`, as a decorator, or with `start` and `stop`.
 
     On an accelerator all ranks share the current device: `init_device_mesh("cuda", (8,))` needs one GPU.
     """
@@ -45,7 +45,7 @@ class SimulatedWorld(World, ContextDecorator):
     def start(self) -> SimulatedWorld:
         """Enter the world: until `stop`, the default process group has `size` simulated ranks."""
         if self._outer is not None:
-            raise WorldError(f"{self!r} is started twice", "make another world to nest one")
+            raise WorldError(f"{self!r} was started twice", "make another world to nest one: simulate(...)")
         self._outer = SavedProcessGroups()
         active.append(self)
         self._refused.start()
@@ -86,7 +86,7 @@ class SimulatedWorld(World, ContextDecorator):
             runtime_of_world()
 
     def _recreate_cm(self) -> SimulatedWorld:
-        return SimulatedWorld(self.size)  # each decorated call has its own
+        return SimulatedWorld(self.size)  # each call of a decorated function has its own world
 
     def __enter__(self) -> SimulatedWorld:
         return self.start()

@@ -1,4 +1,4 @@
-"""Running an op that writes to its arguments: into the memory of every shard, returning the same tensor objects."""
+"""Running an op that writes its arguments: into the memory of every shard. It returns the same tensor objects."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ def run_writing(op: RankOp, args: Sequence[object], kwargs: dict[str, object] | 
         kwargs = {name: _substitute(value, copies) for name, value in kwargs.items()}
     if op.resizes:
         for t in targets:
-            if isinstance(
-                t, RankTensor
-            ):  # a tensor detached from this one may hold the same shards: it keeps its sizes
+            if isinstance(t, RankTensor):
+                # A tensor detached from this one may hold the same shards, and must keep its sizes.
                 t.shards = tuple(s.detach() for s in t.shards)
     results = map_op(op, args, kwargs)
     for t in plain:
@@ -54,18 +53,18 @@ def run_writing(op: RankOp, args: Sequence[object], kwargs: dict[str, object] | 
 
 
 def _substitute(value: object, copies: dict[int, RankTensor]) -> object:
-    """Replace plain tensors by their per-rank copies."""
+    """Return an argument with plain tensors replaced by their per-rank copies."""
     if isinstance(value, (list, tuple)):
         return [_substitute(item, copies) for item in value]
     return copies.get(id(value), value)
 
 
 def _write_back(op: RankOp, target: torch.Tensor, copies: RankTensor) -> None:
-    """Copy into a plain tensor, which all ranks share, the value that every rank wrote into its copy."""
+    """Copy the value that every rank wrote into its copy to a plain tensor, which all ranks share."""
     if not same(copies.shards):
         raise WorldError(
-            f"{op.name} would write a different value for each rank into one plain tensor",
-            "make it per-rank first with `replicate(tensor)`",
+            f"{op.name} would write different values of the ranks into one plain tensor",
+            "make it a RankTensor first, with `shardwise.world.replicate(tensor)`",
         )
     value = copies.shards[0]
     if target.shape != value.shape:

@@ -102,7 +102,7 @@ def test_blocks_that_do_not_touch_are_refused(tmp_path: Path) -> None:
     x = distribute_tensor(WHOLE["even"], mesh_of(4), [InterleavedShard(0, 2)])
     with pytest.raises(CheckpointException) as caught:
         dcp.save({"x": x}, storage_writer=HuggingFaceStorageWriter(str(tmp_path), save_distributed=True))
-    assert "a safetensors file holds one block of a tensor, and a rank holds 2 blocks of 'x' that are not one" in str(
+    assert "a safetensors file holds one block of a tensor, but a rank holds 2 blocks of 'x' that do not form" in str(
         caught.value
     )
     assert "redistribute it first, e.g. to Shard(0)" in str(caught.value)
