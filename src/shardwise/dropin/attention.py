@@ -127,6 +127,9 @@ def context_parallel(
     kept = no_restore_buffers or set()
     saved = [None if buffer in kept else buffer.detach().clone() for buffer in buffers]
     balancer = _default_balancer(mesh, buffers[0].shape[dims[0]], buffers[0].device) if buffers else None
+    mesh_info = adopt(mesh)
+    arranged = _ARRANGED.of(mesh_info.runtime)
+    before = arranged.get(mesh_info)
     for buffer, shard in zip(buffers, _context_parallel_shard(mesh, buffers, dims, balancer), strict=True):
         _replace_data(buffer, shard)
     try:
@@ -136,6 +139,8 @@ def context_parallel(
         for buffer, original in zip(buffers, saved, strict=True):
             if original is not None:
                 _replace_data(buffer, original)
+        if not kept:  # buffers that stay sharded stay in the order of this block
+            arranged[mesh_info] = before
 
 
 def _context_parallel_shard(
