@@ -1,4 +1,4 @@
-"""Nodes of the autograd graph: the numbers they get when they are made, and the node that runs now."""
+"""Nodes of the autograd graph: the numbers they get when they are made, and the leaves where they end."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from .backward_pass import current_pass
+
 
 def next_node_number() -> int:
-    """Return the number that the next node made in this thread gets. Numbers count up."""
+    """Return the number that the next node made in this thread gets. Numbers count up.
+
+    The node of an op is made before the op runs below autograd; that of a write to a view, afterwards.
+    """
     return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
@@ -19,12 +24,7 @@ def node_number(node: Node) -> int:
 
 def in_backward_pass() -> bool:
     """Return whether the autograd engine runs a backward pass in this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def current_node() -> Node | None:
-    """Return the node whose backward function runs now; None outside of one."""
-    return torch._C._current_autograd_node()
+    return current_pass() != -1
 
 
 def accumulated_leaf(node: Node | None) -> Tensor | None:

@@ -21,11 +21,14 @@ class HookRegistration:
 
     A node calls its prehooks in the order in which they were registered. Those of programs would run after ours, as if
     they were part of what ours begin; so they are wrapped. Our own hooks are added without a handle to remove them,
-    which takes longest to make. Relies on `Function._register_hook(hooks, hook)`, which gets the hooks of a node, None
+    which takes longest to make. `before` is called before a hook of a program is added, and returns whether it has
+    added hooks of ours. Relies on `Function._register_hook(hooks, hook)`, which gets the hooks of a node, None
     if it has none yet, and returns them and a handle.
     """
 
-    def __init__(self, beginnings: Set[Hook], others: Set[Hook], wrap: Callable[[Hook], Hook]) -> None:
+    def __init__(
+        self, beginnings: Set[Hook], others: Set[Hook], wrap: Callable[[Hook], Hook], before: Callable[[], bool]
+    ) -> None:
         original: Register = Function._register_hook
         own = beginnings | others
 
@@ -35,7 +38,7 @@ class HookRegistration:
                     hooks = OrderedDict()
                     hooks[_NO_HANDLE] = hook
                     return hooks, None
-            elif hooks is not None and not beginnings.isdisjoint(hooks.values()):
+            elif before() or (hooks is not None and not beginnings.isdisjoint(hooks.values())):
                 hook = wrap(hook)
             return original(hooks, hook)
 
