@@ -36,7 +36,7 @@ def users(*args: object) -> None:
 @pytest.fixture(autouse=True)
 def registration() -> Iterator[HookRegistration]:
     CALLS.clear()
-    registration = HookRegistration({begin}, {end}, wrapped)
+    registration = HookRegistration({begin}, {end}, wrapped, lambda: False)
     registration.install()
     yield registration
     registration.uninstall()

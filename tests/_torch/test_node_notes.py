@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from shardwise._torch.autograd_graph import current_node
+from shardwise._torch.backward_pass import current_node
 from shardwise._torch.node_notes import note_of, noting_nodes, recomputes, runs_backward
 
 

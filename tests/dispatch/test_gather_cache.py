@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from shardwise import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
 from shardwise.debug import CommDebugMode
-from shardwise.dispatch.watch import mark_exposed
+from shardwise.dispatch.watch import Watch, mark_exposed
+from shardwise.world import RankTensor
 
 ROWS, COLUMNS = 8, 256
 
@@ -75,19 +77,33 @@ def add_through_data(x: DTensor) -> None:
     x.data.add_(1)
 
 
-def add_by_address(x: DTensor) -> None:
+def add_by_address(local: Any) -> None:
     """As a kernel that was given an address: no version counter sees it."""
-    for shard in x.shards.values():
-        memory = (ctypes.c_float * shard.numel()).from_address(shard.data_ptr())
-        for i in range(shard.numel()):
-            memory[i] += 1
+    for shard in local.shards:
+        numbers = (ctypes.c_float * shard.numel()).from_address(shard.data_ptr())
+        numbers[:] = [number + 1 for number in numbers]
+
+
+def add_by_address_of_shards(x: DTensor) -> None:
+    add_by_address(RankTensor(x.shards.values()))
 
 
 def add_by_address_of_local_tensor(x: DTensor) -> None:
     """The same by PyTorch's private name of the local shard, which programs pass to their kernels."""
-    for shard in x._local_tensor.shards:  # type: ignore[attr-defined]
-        numbers = (ctypes.c_float * shard.numel()).from_address(shard.data_ptr())
-        numbers[:] = [number + 1 for number in numbers]
+    add_by_address(x._local_tensor)  # type: ignore[attr-defined]
+
+
+def add_by_address_of_checkpointed_shards(x: DTensor) -> None:
+    """The same in the memory that torch.distributed.checkpoint reads and writes."""
+    size = x.shape[1] // 4
+    for rank in range(4):
+        index = MetadataIndex("x", torch.Size((0, rank * size, 0)), None)
+        add_by_address(RankTensor([x.__get_tensor_shard__(index)]))  # type: ignore[attr-defined]
+
+
+def add_by_address_of_what_is_pickled(x: DTensor) -> None:
+    """The same in the memory that torch.multiprocessing shares with another process."""
+    add_by_address(x.__reduce_ex__(4)[1][0])  # type: ignore[index]
 
 
 def give_other_data(x: DTensor) -> None:
@@ -100,8 +116,10 @@ WRITES = [
     add_in_a_rank,
     add_in_part_of_view,
     add_through_data,
-    add_by_address,
+    add_by_address_of_shards,
     add_by_address_of_local_tensor,
+    add_by_address_of_checkpointed_shards,
+    add_by_address_of_what_is_pickled,
     give_other_data,
 ]
 
@@ -119,6 +137,41 @@ def test_what_was_written_is_read_anew(write: Callable[[DTensor], None]) -> None
             again = F.linear(x, cut)
             expected = F.linear(data + 1, plain)
         torch.testing.assert_close(again.full_tensor().shards[0], expected, rtol=1e-4, atol=1e-3)
+
+
+def from_constructor(parts: Tensor, like: DTensor) -> DTensor:
+    return DTensor(parts, like.spec)
+
+
+def from_a_local_gradient(parts: Tensor, like: DTensor) -> DTensor:
+    leaf = like.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(leaf.to_local(), leaf, parts)
+    assert isinstance(gradient, DTensor)
+    return gradient
+
+
+@pytest.mark.parametrize("make", [from_constructor, from_a_local_gradient])
+def test_memory_that_the_program_brought_is_watched(make: Callable[[Tensor, DTensor], DTensor]) -> None:
+    with simulate(4):
+        mesh = init_device_mesh("cpu", (4,))
+        (plain,), (cut,) = weights(mesh, 1)
+        data = torch.randn(ROWS, COLUMNS)
+        parts = RankTensor([part.clone() for part in data.chunk(4)])
+        x = make(parts, distribute_tensor(data, mesh, [Shard(0)]))
+        with torch.no_grad():
+            F.linear(x, cut)
+            add_by_address(parts)
+            again = F.linear(x, cut)
+        expected = F.linear(data + 1, plain)
+        torch.testing.assert_close(again.full_tensor().shards[0], expected, rtol=1e-4, atol=1e-3)
+
+
+def test_memory_of_other_tensors_is_not_taken_for_memory_that_is_gone() -> None:
+    for _ in range(200):
+        local = torch.ones(4)
+        watch = Watch(local)
+        del local
+        assert not watch.unchanged(torch.ones(4))  # whose storage may have got the id of the other
 
 
 def test_a_part_that_was_handed_out_before_is_watched() -> None:

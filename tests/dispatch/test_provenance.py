@@ -166,6 +166,59 @@ class MixingForward(torch.autograd.Function):
         return gradient
 
 
+class MixingBackwardInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return mix(gradient)
+
+
+def function_before_an_op_that_took_a_plain_tensor(x: Tensor) -> Tensor:
+    y: Tensor = MixingBackward.apply(x)  # type: ignore[no-untyped-call]
+    with shardwise.implicit_replication():
+        z = y * PLAIN
+        with torch.no_grad():
+            z.mul_(2)
+    return z
+
+
+def function_in_place_after_an_op_that_took_a_plain_tensor(x: Tensor) -> Tensor:
+    with shardwise.implicit_replication():
+        y = x * PLAIN
+        z: Tensor = MixingBackwardInPlace.apply(y)  # type: ignore[no-untyped-call]
+    return z
+
+
+def function_in_place_before_a_write_to_a_view(x: Tensor) -> Tensor:
+    y: Tensor = MixingBackwardInPlace.apply(x * 1)  # type: ignore[no-untyped-call]
+    with shardwise.implicit_replication():
+        y[1].mul_(PLAIN[0])
+        with torch.no_grad():
+            y.mul_(2)
+    return y
+
+
+def node_hook_of_an_op_that_took_a_plain_tensor(x: Tensor) -> Tensor:
+    with shardwise.implicit_replication():
+        y = x * PLAIN
+        assert y.grad_fn is not None
+        y.grad_fn.register_hook(lambda grad_inputs, grad_outputs: tuple(map(mix, grad_inputs)))
+    return y
+
+
+def node_prehook_of_an_op_that_took_a_plain_tensor(x: Tensor) -> Tensor:
+    with shardwise.implicit_replication():
+        y = x * PLAIN
+        assert y.grad_fn is not None
+        y.grad_fn.register_prehook(lambda grad_outputs: tuple(map(mix, grad_outputs)))
+    return y
+
+
 def unpack_hook(x: Tensor) -> Tensor:
     with saved_tensors_hooks(lambda tensor: tensor, mix):
         return x * x
@@ -194,6 +247,11 @@ USERS: list[Callable[[Any], Any]] = [
     module_full_backward_hook,
     module_full_backward_pre_hook,
     MixingBackward.apply,
+    function_before_an_op_that_took_a_plain_tensor,
+    function_in_place_after_an_op_that_took_a_plain_tensor,
+    function_in_place_before_a_write_to_a_view,
+    node_hook_of_an_op_that_took_a_plain_tensor,
+    node_prehook_of_an_op_that_took_a_plain_tensor,
     unpack_hook,
     unpack_hook_of_a_formula_that_makes_tensors,
 ]
@@ -288,6 +346,7 @@ SAVED: dict[str, Callable[[Any], Any]] = {
     "index_put": lambda x: x.index_put((INDEX,), PLAIN[:3]),
     "index_put in place": lambda x: x.clone().index_put_((INDEX,), PLAIN[:3]),
     "write to a view": lambda x: write_to_a_view(x),
+    "several writes": lambda x: several_writes(x),
     "maximum": lambda x: torch.maximum(x, PLAIN),
     "mse_loss": lambda x: nn.functional.mse_loss(x, PLAIN),
     "pow": lambda x: x.abs() ** PLAIN,
@@ -305,6 +364,17 @@ def write_to_a_view(x: Any) -> Any:
     y[1].mul_(PLAIN[0])
     y[2:][INDEX] = PLAIN[:3]
     return y
+
+
+def several_writes(x: Any) -> Any:
+    y = x * PLAIN
+    y.mul_(x)
+    with torch.no_grad():
+        y.mul_(1)
+    y.add_(PLAIN).mul_(2)
+    pieces = [y * 1, y * 2]
+    torch._foreach_mul_(pieces, [PLAIN, PLAIN])
+    return pieces[0] * pieces[1]
 
 
 @pytest.mark.parametrize("case", SAVED)

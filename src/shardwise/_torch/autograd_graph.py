@@ -1,4 +1,4 @@
-"""Nodes of the autograd graph: their numbers, the leaf that one accumulates into, and the node that runs now."""
+"""Nodes of the autograd graph: the numbers they get when they are made, and the leaves where they end."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from .backward_pass import current_node as current_node
 from .backward_pass import current_pass
 
 
 def next_node_number() -> int:
-    """Return the number that the next node made in this thread will get. Later nodes have higher numbers."""
+    """Return the number that the next node made in this thread gets. Numbers count up.
+
+    The node of an op is made before the op runs below autograd; that of a write to a view, afterwards.
+    """
     return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 

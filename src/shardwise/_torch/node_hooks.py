@@ -22,11 +22,14 @@ class HookRegistration:
     Our prehooks `beginnings` mark the beginning of something, such as a derivative formula. A node calls its prehooks
     in the order in which they were registered, so prehooks of programs that run after ours would count as part of it:
     they are wrapped by `wrap`. Our own hooks are added without a handle to remove them, which would take most of the
-    time. Relies on `Function._register_hook(hooks, hook)`, which gets the hooks of a node, None if it has none yet, and
-    returns them and a handle.
+    time. `before` is called before a hook of a program is added, and returns whether it has added hooks of ours. Relies
+    on `Function._register_hook(hooks, hook)`, which gets the hooks of a node, None if it has none yet, and returns them
+    and a handle.
     """
 
-    def __init__(self, beginnings: Set[Hook], others: Set[Hook], wrap: Callable[[Hook], Hook]) -> None:
+    def __init__(
+        self, beginnings: Set[Hook], others: Set[Hook], wrap: Callable[[Hook], Hook], before: Callable[[], bool]
+    ) -> None:
         original: Register = Function._register_hook
         own = beginnings | others
 
@@ -36,7 +39,7 @@ class HookRegistration:
                     hooks = OrderedDict()
                     hooks[_NO_HANDLE] = hook
                     return hooks, None
-            elif hooks is not None and not beginnings.isdisjoint(hooks.values()):
+            elif before() or (hooks is not None and not beginnings.isdisjoint(hooks.values())):
                 hook = wrap(hook)
             return original(hooks, hook)
 

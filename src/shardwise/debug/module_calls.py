@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from .._torch.autograd_graph import accumulated_leaf, current_node, in_backward_pass, next_node_number, node_number
+from .._torch.autograd_graph import accumulated_leaf, in_backward_pass, next_node_number, node_number
+from .._torch.backward_pass import current_node
 
 ROOT = "Global"
 

@@ -124,7 +124,7 @@ class OpDispatcher:
             if planned is None:
                 assert replicas is not None
                 result = self.torch_dispatch(func, (), *replicas)
-                hold_result(result)
+                hold_result(result if op.returns else [replicas[0][position] for position in op.writes])
                 return result
         _, plan, ready, outside, tried = planned
         if plan is None:

@@ -13,13 +13,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from .._torch import pytree
+from .._torch.autograd_graph import next_node_number, node_number
 from .._torch.backward_pass import current_node, current_pass, materialized, metadata_of, saved_tensor_hooks
 from .._torch.node_hooks import HookRegistration
 from ..ops.replicated import as_replicated
@@ -154,7 +155,9 @@ def _outside(hook: Callable[..., object]) -> Callable[..., object]:
     return run
 
 
-hook_registration = HookRegistration({_begin, _enter_formula, _begin_join}, {_end}, _outside)
+hook_registration = HookRegistration(
+    {_begin, _enter_formula, _begin_join}, {_end}, _outside, lambda: mark_held_result()
+)
 """While it is installed, prehooks that a program registers on a marked node run outside of its formula."""
 
 
@@ -198,7 +201,7 @@ def hold_result(result: object) -> None:
     _end_join()
     if torch.is_grad_enabled():
         tensors = [value for value in pytree.tree_leaves(result) if isinstance(value, DTensorBase)]
-        hold(partial(_mark_results, tensors, [value._version for value in tensors]))
+        hold(partial(_mark_results, [Recorded.now(value, len(tensors)) for value in tensors]))
 
 
 def _end_join() -> None:
@@ -207,29 +210,45 @@ def _end_join() -> None:
         _leave()
 
 
-def mark_held_result() -> None:
-    """Mark the nodes of the last call that accepted a plain tensor, if they are not marked yet."""
+def mark_held_result() -> bool:
+    """Mark the nodes of the last call that accepted a plain tensor, if they are not marked yet; returns whether."""
     mark, _held.mark = _held.mark, None
-    if mark is not None:
-        mark()
+    if mark is None:
+        return False
+    mark()
+    return True
 
 
-def nodes_since(tensor: Tensor, version: int) -> Iterator[Node]:
-    """Yield the nodes that a call, and in-place writes since, recorded for a tensor that it returned at this version.
+class Recorded(NamedTuple):
+    """A tensor that a call returns or writes, before autograd has recorded the call."""
 
-    A write to a view is recorded on its base, whose nodes are included.
-    """
-    for written in (tensor,) if tensor._base is None else (tensor, tensor._base):
-        node = written.grad_fn
-        for _ in range(1 + tensor._version - version):
-            if node is None:
-                break
-            yield node
+    tensor: Tensor
+    number: int
+    """Of the next node."""
+    tensors: int
+    """How many tensors the call returns or writes: each may have a node."""
+
+    @classmethod
+    def now(cls, tensor: Tensor, tensors: int) -> Recorded:
+        """At the end of the call, below autograd."""
+        return cls(tensor, next_node_number(), tensors)
+
+    def node(self) -> Node | None:
+        """The node that autograd has recorded for the call, if it has.
+
+        It is made before the op runs; that of a write to a view, on the base, afterwards. Nodes of later writes are not
+        of this call, nor are those before it: some may be functions of the user.
+        """
+        base, number = self.tensor._base, self.number
+        first = number - self.tensors if base is None else number
+        node = (self.tensor if base is None else base).grad_fn
+        while node is not None and node_number(node) >= first + self.tensors:
             node = node.next_functions[0][0] if node.next_functions else None
+        return node if node is not None and node_number(node) >= first else None
 
 
-def _mark_results(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    for tensor, version in zip(tensors, versions, strict=True):
-        mark = mark_formula if tensor._base is None else mark_write
-        for node in nodes_since(tensor, version):
-            mark(node)
+def _mark_results(results: Sequence[Recorded]) -> None:
+    for result in results:
+        node = result.node()
+        if node is not None:
+            (mark_formula if result.tensor._base is None else mark_write)(node)

@@ -39,6 +39,8 @@ class GatherCache:
 
     def __init__(self) -> None:
         self._entry: _Entry | None = None
+        self.prepared_input: object | None = None
+        """The last prepared input of a module (`parallel/last_input`): like the operand, it ends with any write."""
 
     def find(self, tensor: DTensorBase, target: DTensorSpec) -> Tensor | None:
         """Return the cached local shard of `tensor` under the target spec, unless it was written since."""
@@ -64,7 +66,7 @@ class GatherCache:
             self._entry = None
 
 
-_GATHERED = WorldState(GatherCache)
+GATHERED = WorldState(GatherCache)
 
 
 class _Active:
@@ -74,7 +76,7 @@ class _Active:
 
 
 def _use_cache_of(runtime: Runtime) -> None:
-    _Active.cache = _GATHERED.of(runtime)
+    _Active.cache = GATHERED.of(runtime)
 
 
 on_activate(_use_cache_of)
@@ -92,7 +94,8 @@ def redistributed(tensor: DTensorBase, target: DTensorSpec) -> Tensor:
 
 def forget_gathered() -> None:
     """Empty the cache: something was written."""
-    _Active.cache._entry = None
+    cache = _Active.cache
+    cache._entry = cache.prepared_input = None
 
 
 def after_write(tensor: DTensorBase) -> None:

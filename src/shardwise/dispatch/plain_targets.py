@@ -21,7 +21,7 @@ from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
 from .arguments import Args, Kwargs, Written, named_tensors, replace_tensors, written_arguments
 from .explicit import refuse_gathering
-from .formulas import Gradients, hold, hold_result, mark_formula_of_plain, nodes_since
+from .formulas import Gradients, Recorded, hold, hold_result, mark_formula_of_plain
 from .modes import modes
 from .provenance import takes_plain_as_replicated
 
@@ -94,19 +94,19 @@ def _hold_writes(targets: Sequence[Tensor], sources: Sequence[DTensorBase]) -> N
         return
     origins: list[Node | Tensor] = [source.grad_fn or source for source in sources if source.requires_grad]
     if origins:
-        versions = [target._version for target in targets]
-        hold(partial(_mark_writes, targets, versions, origins, sources[0]))
+        writes = [Recorded.now(target, len(targets)) for target in targets]
+        hold(partial(_mark_writes, writes, origins, sources[0]))
 
 
-def _mark_writes(
-    targets: Sequence[Tensor], versions: Sequence[int], origins: Sequence[Node | Tensor], like: DTensorBase
-) -> None:
-    for target, version in zip(targets, versions, strict=True):
-        for node in nodes_since(target, version):
-            edges = frozenset(i for i, (fn, _) in enumerate(node.next_functions) if _is_one_of(fn, origins))
-            if edges:
-                mark_formula_of_plain(node)
-                node.register_hook(partial(_distribute_gradients, edges, like))
+def _mark_writes(writes: Sequence[Recorded], origins: Sequence[Node | Tensor], like: DTensorBase) -> None:
+    for write in writes:
+        node = write.node()
+        if node is None:
+            continue
+        edges = frozenset(i for i, (fn, _) in enumerate(node.next_functions) if _is_one_of(fn, origins))
+        if edges:
+            mark_formula_of_plain(node)
+            node.register_hook(partial(_distribute_gradients, edges, like))
 
 
 def _is_one_of(node: object, origins: Sequence[Node | Tensor]) -> bool:

@@ -73,9 +73,10 @@ def _expose(shard: Tensor, notes: MemoryNotes) -> None:
 
 
 def _state(local: Tensor) -> tuple[object, ...]:
+    """The memory of a shard and its version. Notes stand for the memory: the id of a storage may be used again."""
     if type(local) is Tensor:
-        return (id(local.untyped_storage()), local.storage_offset(), local._version)
-    shards = ((id(s.untyped_storage()), s.storage_offset(), s._version) for s in shards_of(local))
+        return (notes_of(local), local.storage_offset(), local._version)
+    shards = ((notes_of(s), s.storage_offset(), s._version) for s in shards_of(local))
     return (local._version, *shards)
 
 

@@ -191,3 +191,18 @@ class Facts(TypedDict, total=False):
     makes_tensors: bool
     derivative_makes_tensors: bool
     batch_rule_makes_tensors: bool
+
+
+FACTS_OF_ANY_RULE = (
+    "updates",
+    "cpu_dtypes",
+    "gradient_of",
+    "reads_numbers",
+    "addresses_storage",
+    "returns_shard",
+    "takes_plain",
+    "strides",
+    "masks_results",
+    "takes_empty",
+)
+"""What holds of an op with any rule: a user's rule does not change it."""

@@ -24,7 +24,7 @@ from ..notation.patterns import RuleError
 from ..notation.rule import Rule, parse
 from ..sharding.runtime import clear_all_caches
 from .kernel import Kernel
-from .op import Facts, Op, Source
+from .op import FACTS_OF_ANY_RULE, Facts, Op, Source
 from .resolve import ResolvedOp, kernel_for
 from .schema import (
     Operands,
@@ -86,9 +86,11 @@ class Registry:
                     else "leave kernels out, or name their factors in a clause: kernel k",
                 )
             given = inherited
-        before = self._built_in_for(name)
-        unread = None if before is None else before.gradient_of  # an argument that rules of this op do not mention
-        self._user[name] = Op(name, source, given, gradient_of=unread, origin="user", file="a call of register")
+        built_in = self._built_in_for(name) or Op(name)
+        facts = {fact: getattr(built_in, fact) for fact in FACTS_OF_ANY_RULE}
+        if rule == built_in.rule:
+            facts["list_kernel"] = built_in.list_kernel
+        self._user[name] = Op(name, source, given, origin="user", file="a call of register", **facts)
         self._changed()
 
     def _kernels_for(self, name: str, rule: Rule) -> dict[str, Kernel]:
@@ -173,10 +175,12 @@ class Registry:
         if found is None:
             # The record of the op may have a rule for other overloads.
             found = own if own is not None and own.rule is None else Op(overload_key(func)), None
-        resolved = ResolvedOp(func, *found, own)
-        resolved.in_place_view = self._in_place_view(func)
+        built_in = resolved = ResolvedOp(func, *found, own)
         by_user = next(self._candidates(func, self._user), None)
-        return resolved if by_user is None else ResolvedOp(func, *by_user, own, built_in=resolved)
+        if by_user is not None:
+            resolved = ResolvedOp(func, *by_user, own, built_in=built_in)
+        built_in.in_place_view = resolved.in_place_view = self._in_place_view(func)
+        return resolved
 
     def _in_place_view(self, func: OpOverload) -> OpOverload | None:
         """For an op that turns a tensor into a view of itself, such as `t_`, return the view op, such as `t`."""

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._torch.dynamo import constant_in_graphs, in_graph
 from .._torch.transforms import innermost, transforms_active
 from ..comm.groups import adopt
+from ..dispatch.gather_cache import GATHERED
 from ..errors import MeshError, ShapeError
 from ..sharding.placement import AnyShard, Placement
 from ..sharding.runtime import WorldCache, WorldState
@@ -26,7 +27,7 @@ from ..sharding.spec import DTensorSpec, contiguous_meta, normalize_placements
 from ..tensor.autograd import to_spec
 from ..tensor.dtensor import DTensor
 from .axis import StyleAxis
-from .last_input import LAST_INPUT
+from .last_input import LastInput
 
 _MAX_TARGETS = 4096
 _CONVERTERS: WorldCache[object, InputConverter | OutputConverter] = WorldCache("converters", max_bytes=1 << 18)
@@ -40,7 +41,7 @@ class _State:
     def __init__(self, axis: StyleAxis) -> None:
         self.axis = axis
         self.targets: dict[DTensorSpec, DTensorSpec] = {}
-        self.last = LAST_INPUT.of(axis.mesh_info.runtime)
+        self.last = LastInput(GATHERED.of(axis.mesh_info.runtime))
 
 
 class Converter:

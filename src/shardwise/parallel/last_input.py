@@ -1,12 +1,12 @@
 """One-entry cache of the last prepared module input.
 
 Several modules often take the same input: q, k and v of an attention. One redistribution then serves all of them, and
-one reduction in the backward pass. A write to the input or to the result invalidates the entry; it is dropped with the
-input.
+one reduction in the backward pass. A write by an op on distributed tensors invalidates the entry, as does a write of
+the user to the input or the result, and other data of the input (`x.data = y`). It is dropped with the input.
 
-A kernel may write a plain input through its address, which no version counts. So a result is cached only if it shares
-the memory of the plain input, as a replicated input does: then it sees every write. Data that was gathered from a plain
-input is gathered again.
+A kernel may write a plain tensor through its address, which no version counts. So if the input or the result is plain,
+the result is cached only if it shares the memory of the input, as that of a replicated input does: then it sees every
+write. Data that was gathered from or into a plain tensor is gathered again.
 """
 
 from __future__ import annotations
@@ -17,77 +17,86 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from .._torch.fake_tensors import is_traced
+from ..dispatch.gather_cache import GatherCache
 from ..dispatch.watch import Watch
 from ..sharding.base import DTensorBase
-from ..sharding.runtime import WorldState
 from ..world import RankTensor
 
 
 class _Entry(NamedTuple):
     source: weakref.ref[Tensor]
     source_version: int
-    watched: list[tuple[Watch, Tensor]]
+    watches: list[Watch]
     key: object
     result: Tensor
     result_version: int
 
 
 class LastInput:
-    """The last prepared input of one world."""
+    """The last prepared input of one world, which is kept beside its last redistributed operand."""
 
-    def __init__(self) -> None:
-        self._entry: _Entry | None = None
+    def __init__(self, cache: GatherCache) -> None:
+        self._cache = cache
+
+    @property
+    def _entry(self) -> _Entry | None:
+        found = self._cache.prepared_input
+        assert found is None or isinstance(found, _Entry)
+        return found
 
     def find(self, source: Tensor, key: object) -> Tensor | None:
         """Return the cached result for this tensor and key, unless either was written since."""
         entry = self._entry
         if entry is None or entry.source() is not source or entry.key != key:
             return None
-        written = entry.result_version != entry.result._version or source._version != entry.source_version
-        return None if written or not all(watch.unchanged(local) for watch, local in entry.watched) else entry.result
+        result = entry.result
+        if entry.result_version != result._version or source._version != entry.source_version:
+            return None
+        if not _are_distributed(source, result) and not _share_memory(source, result):
+            return None  # other data (`x.data = y`)
+        shards = zip(entry.watches, _shards_read(source, result), strict=True)
+        return result if all(watch.unchanged(shard) for watch, shard in shards) else None
 
     def keep(self, source: Tensor, key: object, result: Tensor) -> None:
         """Cache this result, replacing the present entry, if writes to both are counted."""
-        watched = None if result is source else _watched(source, result)
-        if watched is None or result.is_inference():
-            self._entry = None
+        if result is source or result.is_inference() or not _may_be_kept(source, result):
+            self._cache.prepared_input = None
         else:
+            watches = [Watch(shard) for shard in _shards_read(source, result)]
             ref = weakref.ref(source, self._drop)
-            self._entry = _Entry(ref, source._version, watched, key, result, result._version)
+            self._cache.prepared_input = _Entry(ref, source._version, watches, key, result, result._version)
 
     def _drop(self, source: object) -> None:
         if self._entry is not None and self._entry.source is source:
-            self._entry = None
+            self._cache.prepared_input = None
 
 
-LAST_INPUT = WorldState(LastInput)
-
-
-def _watched(source: Tensor, result: Tensor) -> list[tuple[Watch, Tensor]] | None:
-    """Return the local shards to watch for writes; None if results for this tensor are not cached.
+def _may_be_kept(source: Tensor, result: Tensor) -> bool:
+    """Return whether the result for this tensor is cached.
 
     They are not for parameters, whose result should not outlive the call, for inference tensors, whose writes are not
     counted, and while tracing, since a traced tensor belongs to one graph.
     """
     # The type is compared first, since isinstance with Parameter calls Python code.
     if (type(source) is not Tensor and isinstance(source, nn.Parameter)) or source.is_inference() or is_traced():
-        return None
-    if not isinstance(source, DTensorBase):
-        return [] if _share_memory(source, result) else None
-    local, base = source._local_shard, source._base
-    watched = [(Watch(local), local)]
-    if isinstance(base, DTensorBase):
-        watched.append((Watch(base._local_shard), base._local_shard))
-    return watched
+        return False
+    return _are_distributed(source, result) or _share_memory(source, result)
+
+
+def _are_distributed(source: Tensor, result: Tensor) -> bool:
+    return isinstance(source, DTensorBase) and isinstance(result, DTensorBase)
+
+
+def _shards_read(source: Tensor, result: Tensor) -> list[Tensor]:
+    """The local shards to watch: of an input, of what it views, and of the result, which a module may write."""
+    return [each._local_shard for each in (source, source._base, result) if isinstance(each, DTensorBase)]
 
 
 def _share_memory(source: Tensor, result: Tensor) -> bool:
-    """Return whether the local shard of a result shares the memory of a plain tensor, on every rank."""
-    local = result._local_shard if isinstance(result, DTensorBase) else result
-    if type(source) is type(local) is Tensor:
-        return source.untyped_storage() is local.untyped_storage()
-    if isinstance(source, RankTensor) and isinstance(local, RankTensor):
-        return all(map(_share_memory, source.shards, local.shards))
-    if isinstance(source, RankTensor) or isinstance(local, RankTensor):
+    """Whether a result is the memory of an input, on every rank."""
+    one, other = (each._local_shard if isinstance(each, DTensorBase) else each for each in (source, result))
+    if isinstance(one, RankTensor) and isinstance(other, RankTensor):
+        return all(map(_share_memory, one.shards, other.shards))
+    if isinstance(one, RankTensor) or isinstance(other, RankTensor):
         return False
-    return source.untyped_storage() is local.untyped_storage()
+    return one.untyped_storage() is other.untyped_storage()

@@ -14,6 +14,7 @@ from .._torch.modes import count_modes
 from .._torch.proxies import call_in_graph
 from ..comm.redistribute import redistribute_local, start_redistribute
 from ..dispatch.modes import modes
+from ..dispatch.watch import mark_exposed
 from ..errors import InputError, MixedTensorError
 from ..sharding.base import DTensorBase
 from ..sharding.memory_order import in_memory_order
@@ -211,6 +212,7 @@ class ToLocal(QuickFunction):
         # A local gradient may have any strides; views of it must be legal where they are for the global tensor.
         mesh_info = spec.mesh_info
         grad = in_memory_order(on_mesh(grad, mesh_info), None if mesh_info.outside else spec.memory_order)
+        mark_exposed(grad)  # the program may hold it
         if torch.is_grad_enabled() and grad.requires_grad:
             return FromLocal.apply(grad, grad.detach(), spec, spec.cotangent()), None
         return DTensorBase.concrete.wrap(grad, spec), None

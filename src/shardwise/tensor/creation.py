@@ -311,7 +311,7 @@ def _made(spec: DTensorSpec, make: Callable[[], Tensor], requires_grad: bool) ->
 def _wrapped(local: Tensor, spec: DTensorSpec) -> DTensor:
     """Return the tensor with this local shard; while a module is exported, as the result of an op."""
     if not exporting():
-        return DTensor(local, spec, requires_grad=False)
+        return DTensor.wrap(local, spec)
     shape, stride, _ = spec.tensor_meta
     return DTensor.from_local(local, spec.mesh, spec.placements_alone, shape=shape, stride=stride)
 

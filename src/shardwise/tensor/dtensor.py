@@ -58,7 +58,7 @@ from .exported import exporting
 from .from_local import check_plain_tensor, copy_to_replicas, of_members, on_mesh, spec_of_local, without_grad
 from .global_values import GlobalValues
 from .handed_out import hand_out, hand_out_new
-from .hooks import Hooks
+from .hooks import Hooks, mark_if_in_memory
 from .leaf_gradient import LeafGradient, reduce_gradient_of
 from .other_mesh import spec_on, target_on
 from .pieces import Pieces
@@ -96,6 +96,7 @@ class DTensor(ChangingShape, GlobalValues, Pieces, Hooks):
             )
         if not spec.mesh_info.adopted:
             adopt(spec.mesh)
+        mark_if_in_memory(local_tensor)  # the caller holds it
         tensor = DTensor.wrap(local_tensor, spec, kind=cls)
         return tensor.requires_grad_() if requires_grad else tensor
 
@@ -355,7 +356,7 @@ class DTensor(ChangingShape, GlobalValues, Pieces, Hooks):
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         spec = self._spec
-        return _load, (self._local_shard, spec, self.requires_grad, _is_param(self), spec.mesh_info.coordinate)
+        return _load, (self._local_tensor, spec, self.requires_grad, _is_param(self), spec.mesh_info.coordinate)
 
 
 DTensorBase.concrete = DTensor

@@ -27,12 +27,12 @@ class Hooks(DTensorBase):
     def _local_tensor(self) -> Tensor:
         """PyTorch's name for the local shard. Programs that read it may write it, also by its address."""
         local = self._local_shard
-        _mark_if_in_memory(local)
+        mark_if_in_memory(local)
         return local
 
     @_local_tensor.setter
     def _local_tensor(self, local: Tensor) -> None:
-        _mark_if_in_memory(local)
+        mark_if_in_memory(local)
         self._local_shard = local
 
     # ---- the compiler: see tensor/flat.py -----------------------------------------------------------------------
@@ -88,10 +88,10 @@ class Hooks(DTensorBase):
         """Return the shard at an index, for torch.distributed.checkpoint."""
         from .checkpoint import shard_at
 
-        return shard_at(index, self._local_shard, self._spec)
+        return shard_at(index, self._local_tensor, self._spec)
 
 
-def _mark_if_in_memory(local: Tensor) -> None:
+def mark_if_in_memory(local: Tensor) -> None:
     """Record that a program has this local shard. A stand-in in a compiler's trace has no memory to write."""
     if not any(isinstance(shard, STAND_INS) for shard in shards_of(local)):
         mark_exposed(local)

@@ -11,7 +11,8 @@ from types import FrameType
 
 from torch.autograd.graph import Node
 
-from ..._torch.autograd_graph import current_node, in_backward_pass
+from ..._torch.autograd_graph import in_backward_pass
+from ..._torch.backward_pass import current_node
 from ..._torch.node_notes import note_of, noting_nodes, recomputes, runs_backward
 from ...sharding.source_lines import Line, is_library
 

@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from ..._torch.autograd_graph import accumulated_leaf, current_node
+from ..._torch.autograd_graph import accumulated_leaf
+from ..._torch.backward_pass import current_node
 from ...comm.buckets import Bucket
 from ...comm.token_route import ExpertAxis
 from ...erasing.replay import Replay

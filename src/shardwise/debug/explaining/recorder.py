@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..._torch.autograd_graph import current_node, next_node_number, node_number
+from ..._torch.autograd_graph import next_node_number, node_number
+from ..._torch.backward_pass import current_node
 from ..._torch.modes import OwnMode, without_modes
 from ..._torch.ops import OpOverload
 from ...comm.cost import cost_model, links_of
