@@ -87,6 +87,28 @@ def test_a_function_of_the_call() -> None:
     check(weighted, X, WEIGHT, limit=4, grad=False)
 
 
+@torch.library.custom_op("shardwise_tests::centered", mutates_args=())
+def centered(x: Tensor, power: float) -> Tensor:
+    """The tensor without its mean, to a power; to the power 1, the tensor."""
+    return x.clone() if power == 1 else (x - x.mean()) ** power
+
+
+@centered.register_fake
+def _(x: Tensor, power: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_function_that_looks_at_a_number() -> None:
+    shardwise.register_sharding(
+        torch.ops.shardwise_tests.centered.default,
+        lambda call: "a b -> a b" if call.arg("power") == 1 else "[a] [b] -> [a] [b]",
+    )
+    with shardwise.simulate(2):
+        x = shardwise.distribute_tensor(X, init_device_mesh("cpu", (2,)), [Shard(0)])
+        for power in (1.0, 2.0, 1.0, 3.0, 1.0):
+            torch.testing.assert_close(assemble(centered(x, power)), centered(X, power))
+
+
 def test_without_a_rule_it_runs_on_gathered_inputs() -> None:
     with pytest.warns(GatherWarning, match=r"shardwise.register_sharding\(torch.ops.shardwise_tests.weighted.default"):
         check(weighted, X, WEIGHT, limit=2, grad=False, meshes=((2,),))

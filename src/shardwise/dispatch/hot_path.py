@@ -152,8 +152,10 @@ RETURNING_SHARD: Ready = (lambda shard: shard, None, None, None, lambda shard, a
 
 def ready_call(op: ResolvedOp, plan: CallPlan | ListPlan, args: Args, kwargs: Kwargs, kind: type[Any]) -> Ready | None:
     """Return the hot-path entry of a planned call, or None if every call needs the dispatcher."""
-    if plan.communication or op.op.reads_numbers or op.op.addresses_storage or not _are_known(args, kwargs, kind):
+    if plan.communication or op.op.addresses_storage or not _are_known(args, kwargs, kind):
         return None
+    if op.op.reads_numbers and any(where in op.number_arguments for where in (*range(len(args)), *kwargs)):
+        return None  # the key of the call has the types of numbers
     if isinstance(plan, ListPlan):
         return _ready_list(op, plan, args, kwargs, kind)
     if plan.is_view != plan.local_view or any(plan.kwargs.values()):

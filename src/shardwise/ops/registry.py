@@ -90,6 +90,8 @@ class Registry:
         facts = {fact: getattr(built_in, fact) for fact in FACTS_OF_ANY_RULE}
         if rule == built_in.rule:
             facts["list_kernel"] = built_in.list_kernel
+        elif callable(rule) and not isinstance(rule, Rule):
+            facts["reads_numbers"] = True  # nobody knows what the user's function looks at
         self._user[name] = Op(name, source, given, origin="user", file="a call of register", **facts)
         self._changed()
 
