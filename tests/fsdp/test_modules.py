@@ -28,6 +28,7 @@ from shardwise.fsdp import (
     schedule,
 )
 from shardwise.parallel import ColwiseParallel, parallelize_module
+from shardwise.sharding.mesh import MeshInfo, mesh_info_of
 from tests.fsdp.models import assert_same_parameters, batches, full, loss_of, new_model, shard
 from tests.worlds import mesh_of
 
@@ -538,6 +539,18 @@ def test_running_statistics_are_those_of_the_global_batch() -> None:
         assert_same_gradients(model, expected)
         torch.testing.assert_close(full(model[1].running_var), expected[1].running_var)
         assert full(model[1].num_batches_tracked) == 1
+
+
+def test_a_step_does_not_keep_a_world() -> None:
+    def step() -> weakref.ref[MeshInfo]:
+        with mesh_of(2, names=("dp",)) as mesh:
+            model = nn.Sequential(*(fully_shard(nn.Linear(4, 4), mesh=mesh) for _ in range(2)))
+            fully_shard(model, mesh=mesh)(over_rows(mesh)(torch.randn(4, 4))).sum().backward()
+            return weakref.ref(mesh_info_of(mesh))
+
+    info = step()
+    gc.collect()
+    assert info() is None
 
 
 def test_a_class_that_a_function_defines_ends_with_its_modules() -> None:

@@ -117,7 +117,10 @@ class Erased(Generic[Parameters, Result]):
         The first calls may do so to fill caches.
         """
         escapes = self._recordings().escapes
-        escapes[signature] = count = escapes.get(signature, 0) + 1
+        count = escapes.pop(signature, 0) + 1
+        while len(escapes) >= _MOST_SIGNATURES:
+            del escapes[next(iter(escapes))]
+        escapes[signature] = count
         if count >= _MOST_ATTEMPTS:
             raise EraseError(
                 f"{lines[0]}: something outside the step keeps a tensor that this line makes, in each of {count} "

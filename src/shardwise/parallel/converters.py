@@ -21,6 +21,7 @@ from .._torch.transforms import innermost, transforms_active
 from ..comm.groups import adopt
 from ..dispatch.gather_cache import GATHERED
 from ..errors import MeshError, ShapeError
+from ..sharding.cache import ENTRY_BYTES, Cache
 from ..sharding.placement import AnyShard, Placement
 from ..sharding.runtime import WorldCache, WorldState
 from ..sharding.spec import DTensorSpec, contiguous_meta, normalize_placements
@@ -29,10 +30,14 @@ from ..tensor.dtensor import DTensor
 from .axis import StyleAxis
 from .last_input import LastInput
 
-_MAX_TARGETS = 4096
+_TARGET_BYTES = 1 << 20
 _CONVERTERS: WorldCache[object, InputConverter | OutputConverter] = WorldCache("converters", max_bytes=1 << 18)
 """Converters for the methods of styles, which get mesh and layouts at each call. Keys contain the id of the mesh, which
 a cached converter keeps alive."""
+
+
+Targets = Cache[DTensorSpec, DTensorSpec]
+"""The target of each spec that a converter has met."""
 
 
 class _State:
@@ -40,7 +45,7 @@ class _State:
 
     def __init__(self, axis: StyleAxis) -> None:
         self.axis = axis
-        self.targets: dict[DTensorSpec, DTensorSpec] = {}
+        self.targets: Targets = Cache(_TARGET_BYTES, lambda spec, target: ENTRY_BYTES)
         self.last = LastInput(GATHERED.of(axis.mesh_info.runtime))
 
 
@@ -122,7 +127,7 @@ class InputConverter(Converter):
         state = self._state() or self._ended()
         if transforms_active():  # their wrappers of tensors are not cached
             return self._convert(value, state)
-        if isinstance(value, DTensor) and not self.use_local and state.targets.get(value._spec) is value._spec:
+        if isinstance(value, DTensor) and not self.use_local and state.targets.recent.get(value._spec) is value._spec:
             return value
         key = (self.key, torch.is_grad_enabled())
         found = state.last.find(value, key)
@@ -193,9 +198,7 @@ def output_converter(
     return found
 
 
-def redistribute_axis(
-    tensor: DTensor, axis: StyleAxis, placement: Placement, targets: dict[DTensorSpec, DTensorSpec]
-) -> DTensor:
+def redistribute_axis(tensor: DTensor, axis: StyleAxis, placement: Placement, targets: Targets) -> DTensor:
     """Return the tensor redistributed to this placement on one axis. `targets` caches the target of each spec."""
     spec = tensor._spec
     target = targets.get(spec)
@@ -205,8 +208,6 @@ def redistribute_axis(
                 f"a module that was parallelized over {axis.mesh_info!r} got an input {spec!r} on {spec.mesh_info!r}",
                 f"pass the mesh of its inputs to parallelize_module; styles act on its axis {axis.name!r}",
             )
-        if len(targets) >= _MAX_TARGETS:
-            targets.clear()
         target = targets[spec] = _with_placements(spec, axis.placements_with(tensor, placement))
     return tensor if target is spec else to_spec(tensor, target)
 

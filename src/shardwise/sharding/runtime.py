@@ -58,6 +58,12 @@ class Runtime:
             if isinstance(state, Cache):
                 state.clear()
 
+    def end(self) -> None:
+        """Drop everything. What the program still holds of an ended world must not keep all the rest of it alive."""
+        self._state.clear()
+        self.meshes.clear()
+        self.adopted.clear()
+
 
 class WorldState(Generic[T]):
     """Declares state of which each world has its own: `COUNTS = WorldState(dict)`, `COUNTS.of(runtime)`."""
@@ -133,6 +139,8 @@ def end_world(default_group: dist.ProcessGroup | None) -> None:
     ended = None if default_group is None else _runtimes.pop(default_group, None)
     if ended is _Active.runtime or default_group is None:
         _activate(Runtime())
+    if ended is not None:
+        ended.end()
     forget_last_trace()
 
 
@@ -140,7 +148,7 @@ def _drop_ended_worlds() -> None:
     """Drop the runtimes of worlds that destroy_process_group() has ended: their meshes keep groups alive."""
     for world in [*_runtimes]:
         if not group_is_registered(world):
-            del _runtimes[world]
+            _runtimes.pop(world).end()
             forget_last_trace()
 
 
