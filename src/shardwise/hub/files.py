@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -244,12 +243,3 @@ def file_size(text: int | str) -> int:
         if text.upper().endswith(unit):
             return int(float(text[:-2]) * factor)
     raise CheckpointError(f"hub.save got max_shard_size={text!r}", 'pass a number of bytes, or a text such as "5GB"')
-
-
-def sync_file(path: Path) -> None:
-    """Flush a file to the disk."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.folders import saving
+from ..checkpoint.folders import saving, sync_path
 from ..checkpoint.progress import Progress
 from ..checkpoint.ranks import Ranks, on_all, ranks_of_world
 from ..errors import CheckpointError
 from ..sharding.base import DTensorBase
 from .conversions import to_files
-from .files import Described, create_files, file_size, lay_out, sync_file
+from .files import Described, create_files, file_size, lay_out
 from .folder import commit, prepare
 from .positioned import Transfer, Writer
 from .state import State, parameter_count, state_of
@@ -113,7 +113,7 @@ def _complete(folder: Path, ranks: Ranks, sync: bool) -> None:
         return
     if sync:
         for path in saving(folder).iterdir():
-            sync_file(path)
+            sync_path(path)
     commit(folder, sync)
 
 
