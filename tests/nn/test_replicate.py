@@ -115,6 +115,17 @@ def test_local_batches_on_processes() -> None:
     check_local_batches(mesh_of(4))
 
 
+@on_processes
+def test_buffers_over_two_axes_without_a_group_of_both_on_processes() -> None:
+    """Their groups were not created: the mesh is a slice that does not cover the world."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))["dp", "cp"]
+    one, model = Net(), replicate(Net(), mesh=mesh)
+    assert (0, 1) not in mesh_info_of(mesh).groups
+    model(rows(mesh.get_local_rank("dp")))
+    one(rows(0))
+    torch.testing.assert_close(whole_of(model.norm.running_var), one.norm.running_var)
+
+
 def train(model: nn.Module, place: Any, steps: int = 8) -> list[Tensor]:
     optimizer = optim.AdamW(model.parameters(), lr=0.01)
     for step in range(steps):
