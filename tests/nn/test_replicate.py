@@ -17,6 +17,7 @@ import shardwise
 from shardwise import DTensor, P, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, replicate, simulate
 from shardwise.debug import CommDebugMode
 from shardwise.errors import InputError, PlacementError
+from shardwise.fsdp import fully_shard
 from shardwise.nn import ReplicateModule
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from shardwise.sharding.mesh import MeshInfo, mesh_info_of
@@ -243,6 +244,13 @@ def test_copies_submodules_and_errors() -> None:
             replicate(Net(), mesh=mesh, mixed_precision=object())
         with pytest.raises(PlacementError, match="over dp"):
             replicate(shardwise.shard_parameters(Net(), mesh, P("dp")), mesh=mesh)
+
+
+def test_the_default_mesh_is_made_once() -> None:
+    with simulate(4):
+        one, other = (replicate(nn.Linear(3, 3)).weight.device_mesh for _ in range(2))
+        assert one is other
+        assert fully_shard(nn.Linear(3, 3)).weight.device_mesh is one
 
 
 @on_processes
