@@ -29,6 +29,7 @@ from shardwise.comm import streaming
 from shardwise.comm.mesh_change import MeshChange
 from shardwise.comm.rank_group import group_over
 from shardwise.debug import CommDebugMode
+from shardwise.errors import MeshError
 from shardwise.sharding.spec import contiguous_meta
 from shardwise.testing import assemble, make_dtensor
 from shardwise.testing.live_bytes import LiveBytes
@@ -255,6 +256,16 @@ def test_instances_of_submeshes_stay_apart() -> None:
             assert torch.equal(assemble(y, instance=instance), values.shards[4 * instance])
         copied = make_dtensor(values.shards[0], mesh, P("tp"), seed=0).redistribute(mesh["dp"], [Shard(1)])
         assert torch.equal(assemble(copied), values.shards[0])
+
+
+def test_an_instance_that_shares_ranks_with_two_of_the_source_is_an_error() -> None:
+    """Here another instance of the target shares no rank with the source, so that the sizes add up."""
+    with simulate(8):
+        source = DeviceMesh("cpu", [[0, 4], [1, 5]], mesh_dim_names=("i", "s"))["s"]
+        target = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("j", "t"))["t"]
+        x = distribute_tensor(torch.arange(8.0), source, [Shard(0)])
+        with pytest.raises(MeshError, match="each instance has a tensor of its own"):
+            x.redistribute(target, [Replicate()])
 
 
 def test_strides_of_the_source_do_not_matter(three: Any) -> None:

@@ -293,6 +293,20 @@ def test_a_copy_has_parameters_of_its_own() -> None:
         assert_same_parameters(copied, expected)
 
 
+def test_a_copy_starts_from_the_first_pass_of_its_own() -> None:
+    """Also where the original runs first, on distributed inputs, over whose mesh its buffers are then replicated."""
+    torch.manual_seed(0)
+    expected, x = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), torch.randn(13, 6)
+    with mesh_of(4, names=("dp",)) as mesh:
+        model = fully_shard(copy.deepcopy(expected), mesh=mesh)
+        copied = copy.deepcopy(model)
+        expected(x).square().sum().backward()
+        for each in (model, copied):
+            each(over_rows(mesh)(x)).square().sum().backward()
+            assert_same_gradients(each, expected)
+            torch.testing.assert_close(full(each[1].running_var), expected[1].running_var)
+
+
 def test_inference_leaves_nothing_gathered() -> None:
     expected = new_model()
     with mesh_of(4, names=("dp",)) as mesh:
@@ -384,8 +398,10 @@ def test_another_method_as_forward() -> None:
         model.zero_grad()
         fully_shard(model, mesh=mesh)
         register_fsdp_forward_method(model, "score")
-        model.score(over_rows(mesh)(x)).backward()
-        assert_same_gradients(model, expected)
+        copied = copy.deepcopy(model)
+        for each in (model, copied):
+            each.score(over_rows(mesh)(x)).backward()
+            assert_same_gradients(each, expected)
 
 
 def test_without_a_mesh_all_ranks_shard() -> None:

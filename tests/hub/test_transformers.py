@@ -15,8 +15,9 @@ pytest.importorskip("transformers")
 import transformers
 from safetensors.torch import save_file
 
-from shardwise import DTensor, P, Shard, init_device_mesh
+from shardwise import DTensor, P, Shard, init_device_mesh, replicate
 from shardwise.errors import CheckpointError
+from shardwise.fsdp import fully_shard
 from shardwise.hub import load, load_with_report, save
 from tests.hub.models import assert_same
 from tests.processes.pool import on_processes
@@ -163,6 +164,17 @@ def test_on_processes(name: str, axis: str | None, plan: str, tmp_path: Path) ->
     round_trip(model, tmp_path, mesh if axis is None else mesh[axis], by_parameter if plan == "by_parameter" else plan)
     if rank == 0:
         check_files(model, tmp_path)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_replicated_model_is_saved_as_one_of_its_own_class(sharded: bool, tmp_path: Path) -> None:
+    model = make("llama")
+    with mesh_of(2, names=("dp",)) as mesh:
+        found = fully_shard(make("llama"), mesh=mesh) if sharded else replicate(make("llama"), mesh=mesh)
+        assert type(found) is not type(model)
+        save(found, tmp_path / "many", sync=False)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "many")
+    assert back.config.architectures == [type(model).__name__]
 
 
 @on_processes

@@ -17,6 +17,7 @@ import shardwise
 from shardwise import DTensor, P, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, replicate, simulate
 from shardwise.debug import CommDebugMode
 from shardwise.errors import InputError, PlacementError
+from shardwise.fsdp import fully_shard
 from shardwise.nn import ReplicateModule
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from shardwise.sharding.mesh import MeshInfo, mesh_info_of
@@ -113,6 +114,17 @@ def test_copies_have_a_view_of_their_own() -> None:
 @on_processes
 def test_local_batches_on_processes() -> None:
     check_local_batches(mesh_of(4))
+
+
+@on_processes
+def test_buffers_over_two_axes_without_a_group_of_both_on_processes() -> None:
+    """Their groups were not created: the mesh is a slice that does not cover the world."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))["dp", "cp"]
+    one, model = Net(), replicate(Net(), mesh=mesh)
+    assert (0, 1) not in mesh_info_of(mesh).groups
+    model(rows(mesh.get_local_rank("dp")))
+    one(rows(0))
+    torch.testing.assert_close(whole_of(model.norm.running_var), one.norm.running_var)
 
 
 def train(model: nn.Module, place: Any, steps: int = 8) -> list[Tensor]:
@@ -232,6 +244,13 @@ def test_copies_submodules_and_errors() -> None:
             replicate(Net(), mesh=mesh, mixed_precision=object())
         with pytest.raises(PlacementError, match="over dp"):
             replicate(shardwise.shard_parameters(Net(), mesh, P("dp")), mesh=mesh)
+
+
+def test_the_default_mesh_is_made_once() -> None:
+    with simulate(4):
+        one, other = (replicate(nn.Linear(3, 3)).weight.device_mesh for _ in range(2))
+        assert one is other
+        assert fully_shard(nn.Linear(3, 3)).weight.device_mesh is one
 
 
 @on_processes

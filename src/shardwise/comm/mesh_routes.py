@@ -71,7 +71,8 @@ def _parts(source: MeshInfo, target: MeshInfo) -> tuple[tuple[RankSet, RankSet],
     if len(have) == 1:
         return (everyone,)
     parts = [(ranks, frozenset[int]().union(*(other for other in need if other & ranks))) for ranks in have]
-    apart = sum(len(others) for _, others in parts) == len(everyone[1]) and all(others for _, others in parts)
+    shared_with = [sum(bool(ranks & other) for ranks in have) for other in need]
+    apart = all(count == 1 for count in shared_with) and all(others for _, others in parts)
     # Simulated ranks run the parts in one collective, whose groups have one size.
     alike = len({len(ranks | others) for ranks, others in parts}) == 1
     return tuple(parts) if apart and alike else (everyone,)

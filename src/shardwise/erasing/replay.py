@@ -17,7 +17,7 @@ from .passes import PASSES
 from .program import Program, axes_of
 from .record import Recorded, Value
 from .recorder import local_of
-from .stages import Run, Staged, captured, compiled
+from .stages import OwnInputs, Run, Staged, captured, compiled
 
 T = TypeVar("T")
 
@@ -41,6 +41,8 @@ class Replay:
         self.text = program.text
         self._run: Run = program.run if backend == "eager" else Staged(recorded.graph, _BACKENDS[backend])
         self._copies = backend == "cudagraph"  # the next replay overwrites its results
+        if self._copies:
+            self._run = _on_own_inputs(self._run, recorded)
         self._arguments = recorded.arguments
         self._live = list(recorded.live_grads.values())
         self._state = [tensor for node, tensor in recorded.state.items() if node not in recorded.live_grads]
@@ -120,11 +122,22 @@ def _without_unread_state(recorded: Recorded) -> Recorded:
     return recorded._replace(state=state, live_grads=live)
 
 
+def _on_own_inputs(run: Run, recorded: Recorded) -> OwnInputs:
+    """Return a function that copies the arguments and the gradients of a recording, and not its other state."""
+    count = len(recorded.arguments) + len(recorded.live_grads)
+    placeholders = [node for node in recorded.graph.nodes if node.op == "placeholder"]
+    written = _written_nodes(recorded.graph)
+    return OwnInputs(run, count, [index for index, node in enumerate(placeholders[:count]) if node in written])
+
+
+def _written_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes whose memory a graph writes."""
+    memory = Memory(graph)
+    return {root for node in graph.nodes for argument in written_by(node) for root in memory.roots(argument)}
+
+
 def _written_state(recorded: Recorded) -> list[Tensor]:
     """Return the state that the recording writes."""
-    memory = Memory(recorded.graph)
-    written = {
-        root for node in recorded.graph.nodes for argument in written_by(node) for root in memory.roots(argument)
-    }
+    written = _written_nodes(recorded.graph)
     stepped = [local_of(p) for step in recorded.steps for p in step.parameters]
     return [tensor for node, tensor in recorded.state.items() if node in written] + stepped

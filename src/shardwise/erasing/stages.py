@@ -92,8 +92,43 @@ class Staged:
 # ---- CUDA graphs ----------------------------------------------------------------------------------------------------
 
 
+class OwnInputs:
+    """Runs a function on copies of its first `count` inputs, at the same addresses in each call, as CUDA graphs need.
+
+    These are the tensors that a caller passes, and gradients, which are other tensors in each call: a graph captured on
+    their memory would read and write that of an earlier call. Those in `written` are copied back. The other inputs are
+    the state of the program, and stay the user's memory.
+    """
+
+    def __init__(self, run: Run, count: int, written: list[int]) -> None:
+        self._run, self._count, self._written = run, count, written
+        self._own: list[Tensor] = []
+
+    def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
+        """Copy the inputs, run the function, and copy back what it has written."""
+        passed, state = given[: self._count], given[self._count :]
+        if not self._own:
+            self._own = [tensor.detach().new_empty_strided(tensor.size(), tensor.stride()) for tensor in passed]
+        with torch.no_grad():
+            for own, tensor in zip(self._own, passed, strict=True):
+                _without_repeats(own).copy_(_without_repeats(tensor))
+        results = self._run(*self._own, *state)
+        with torch.no_grad():
+            for index in self._written:
+                _without_repeats(passed[index]).copy_(_without_repeats(self._own[index]))
+        return results
+
+
+def _without_repeats(tensor: Tensor) -> Tensor:
+    """Return a view without the elements that an expanded tensor repeats: they share memory, and cannot be written."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
 def captured(graph: fx.Graph, given: list[Tensor]) -> Run:
-    """Return a stage as one CUDA graph. Later inputs at other addresses are copied into the memory of these."""
+    """Return a stage as one CUDA graph. Results of calls, at other addresses later, are copied into memory of these."""
     if not all(tensor.is_cuda for tensor in given if isinstance(tensor, Tensor)):
         raise EraseError("backend='cudagraph' got tensors that are not on a GPU", "use backend='eager'")
     program = Program(graph, bindings_of(graph), {})

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -90,14 +91,19 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if state is None:
         return
     original = getattr(module, method_name)
+    bound = isinstance(original, MethodType) and original.__self__ is module
+    function = original.__func__ if bound else original
     index = next(i for i, each in enumerate(state.modules) if each is module)
 
     @functools.wraps(original)
-    def method(*args: object, **kwargs: object) -> object:
+    def method(self: nn.Module, *args: object, **kwargs: object) -> object:
+        state = state_of(self)
+        assert state is not None
+        run = MethodType(function, self) if bound else function
         args, kwargs = state.pre_forward(index, args, kwargs)
-        return state.post_forward(index, original(*args, **kwargs))
+        return state.post_forward(index, run(*args, **kwargs))
 
-    setattr(module, method_name, method)
+    setattr(module, method_name, MethodType(method, module))  # a deep copy of the module binds it to the copy
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

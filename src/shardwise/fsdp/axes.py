@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.device_mesh import root_mesh
 from ..comm.groups import adopt, common_root
 from ..comm.rank_group import named_group
 from ..errors import InputError, MeshError
-from ..sharding.mesh import MeshInfo, require_world
-from ..sharding.runtime import WorldState, runtime_of_world
+from ..sharding.mesh import MeshInfo, mesh_of_all_ranks
+from ..sharding.runtime import WorldState
 from ..world import register_group
 
 _NEIGHBOURS: WorldState[dict[tuple[MeshInfo, int], str]] = WorldState(dict)
-_DEFAULT: WorldState[dict[str, DeviceMesh]] = WorldState(dict)
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def _partition(mesh_info: MeshInfo, axes: tuple[int, ...]) -> set[frozenset[int]
 
 def data_axes(mesh: DeviceMesh | None) -> DataAxes:
     """Return the data axes of the mesh passed to `fully_shard`, by default a mesh of all ranks."""
-    mesh = mesh if mesh is not None else _default_mesh()
+    mesh = mesh if mesh is not None else mesh_of_all_ranks()
     if not isinstance(mesh, DeviceMesh):
         raise InputError(f"fully_shard got mesh={mesh!r}", 'pass a DeviceMesh of one or two axes, such as mesh["dp"]')
     if mesh.ndim > 2:
@@ -117,16 +116,6 @@ def data_axes(mesh: DeviceMesh | None) -> DataAxes:
             'pass the axis that shards, mesh["dp"], or those that replicate and shard, mesh["replicate", "dp"]',
         )
     return DataAxes(adopt(mesh))
-
-
-def _default_mesh() -> DeviceMesh:
-    """Return a mesh of all ranks, the same object in each call."""
-    require_world()
-    made = _DEFAULT.of(runtime_of_world())
-    if "mesh" not in made:
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        made["mesh"] = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
-    return made["mesh"]
 
 
 def joined_mesh(data: DataAxes, others: MeshInfo) -> MeshInfo:

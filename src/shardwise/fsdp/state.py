@@ -74,6 +74,9 @@ class ModuleState:
         copied.settings = copy.copy(self.settings)
         copied.forward_prefetch = copy.deepcopy(self.forward_prefetch, memo)
         copied.backward_prefetch = copy.deepcopy(self.backward_prefetch, memo)
+        copied._to_run = set(self._to_run)
+        copied._is_data_mesh = dict(self._is_data_mesh)
+        copied._with_buffers = set(self._with_buffers)
         return copied
 
     def reset(self) -> None:

@@ -15,6 +15,8 @@ from ..checkpoint.folders import saving, sync_path
 from ..checkpoint.progress import Progress
 from ..checkpoint.ranks import Ranks, on_all, ranks_of_world
 from ..errors import CheckpointError
+from ..fsdp import FSDPModule
+from ..nn import ReplicateModule
 from ..sharding.base import DTensorBase
 from .conversions import to_files
 from .files import Described, create_files, file_size, lay_out
@@ -124,7 +126,12 @@ def _write_configuration(model: nn.Module, folder: Path) -> None:
     if not hasattr(config, "save_pretrained"):
         return
     config.dtype = str(owner.dtype).removeprefix("torch.")
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.architectures = [_own_class(model).__name__]
     config.save_pretrained(folder)
     if owner.can_generate():
         owner.generation_config.save_pretrained(folder)
+
+
+def _own_class(model: nn.Module) -> type:
+    """Return the class that a model had before `fully_shard` or `replicate` gave it a subclass."""
+    return next(cls for cls in type(model).__mro__ if not issubclass(cls, (FSDPModule, ReplicateModule)))

@@ -142,17 +142,24 @@ def _take_from_first(buffers: list[DTensor], data: MeshInfo) -> None:
 
     They get new memory, since the forward pass may have saved the old one for backward.
     """
-    axes = tuple(range(len(data.sizes)))
     by_dtype: dict[torch.dtype, list[DTensor]] = {}
     for buffer in buffers:
         by_dtype.setdefault(buffer.dtype, []).append(buffer)
     with torch.no_grad():
         for same in by_dtype.values():
             local = [buffer._local_shard for buffer in same]
-            received = wait(broadcast(torch.cat([tensor.reshape(-1) for tensor in local]), 0, data.groups[axes]))
+            received = torch.cat([tensor.reshape(-1) for tensor in local])
+            for name in _groups(data):
+                received = wait(broadcast(received, 0, name))
             pieces = received.split([tensor.numel() for tensor in local])
             for buffer, tensor, piece in zip(same, local, pieces, strict=True):
                 buffer._local_shard = piece.view_as(tensor).clone()
+
+
+def _groups(data: MeshInfo) -> list[str]:
+    """Return the group of all axes, or, where it was not created, those of the axes: one broadcast after the other."""
+    axes = tuple(range(len(data.sizes)))
+    return [data.groups[axes]] if axes in data.groups else [data.groups[axis,] for axis in axes]
 
 
 def _before(module: nn.Module, args: object, kwargs: object) -> None:

@@ -12,13 +12,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.groups import adopt, common_root
 from ..errors import InputError, MeshError, PlacementError
-from ..sharding.mesh import MeshInfo, current_mesh, init_device_mesh, require_world
+from ..sharding.mesh import MeshInfo, current_mesh, mesh_of_all_ranks
 from ..sharding.placement import Placement, Replicate
 from ..tensor.dtensor import DTensor
 from ..tensor.gradient_buckets import bytes_of
@@ -134,9 +133,7 @@ def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     try:
         return current_mesh()
     except MeshError:
-        require_world()
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
+        return mesh_of_all_ranks()
 
 
 def _distribute(module: nn.Module, data: MeshInfo, skipped: set[int], source: int | None) -> list[Shown]:

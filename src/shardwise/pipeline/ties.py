@@ -107,7 +107,7 @@ class Ties:
                 shares[target, source] = shares[source, source]
             else:
                 if source in own:
-                    self.courier.send(action, shares[source, source], key)
+                    self.courier.send(action, shares[source, source], key, across)
                 if target in own:
                     shares[target, source] = self.courier.receive(action, key, across)
             if target in own:

@@ -19,12 +19,14 @@ from .._torch import pytree
 from .._torch.collectives import group_named
 from ..errors import InputError
 from ..ops.above_autograd import new_op
+from ..sharding.cache import Cache
 from ..sharding.mesh import DeviceMesh, mesh_info_of
 from ..sharding.placement import Partial, Placement, Replicate
 from ..tensor.dtensor import DTensor
 from .schedule import Action
 
 _LENGTH, _TEXT = 254, 255  # message indices, beyond those of tensors, for the metadata that the receiver needs first
+_KNOWN_BYTES, _ENTRY_BYTES = 1 << 20, 1 << 10  # of the metadata that two stages have; an entry is about so large
 
 __all__ = ["Courier", "Mailbox", "is_of_backward", "without_partial"]
 
@@ -96,7 +98,7 @@ class Mailbox:
         info = mesh_info_of(mesh)
         self.group = info.groups[info.axis_index(axis),]
 
-    def send(self, to: Action, value: object, key: object) -> None:
+    def send(self, to: Action, value: object, key: object, came_from: int = -1) -> None:
         """Store the input of another stage's action."""
         mesh, tag = self.mesh_of(to.stage), _tag(to, 0)
 
@@ -134,7 +136,8 @@ class Courier:
     """Sends tensors from stage to stage between processes, and receives them.
 
     Sends are waited for at the end of a step. Metadata is sent once for each `key`, the shapes of a microbatch, and
-    cached. With NCCL, forward and backward have separate process groups: in one group, operations run in order, and
+    cached. Sender and receiver must evict the same entries: each pair of stages has a cache of its own, which both use
+    with the same keys in the same order, and in which all entries count alike. With NCCL, forward and backward have separate process groups: in one group, operations run in order, and
     ranks would wait for each other in a circle.
     """
 
@@ -150,13 +153,14 @@ class Courier:
             backward = made[lines.index(self.line)]
         self.groups = {False: forward, True: backward}
         self.device = torch.device(mesh.device_type)
-        self.known: dict[tuple[int, object], object] = {}
+        self._known: dict[tuple[bool, int, int], Cache[object, object]] = {}
         self.under_way: list[tuple[Any, Tensor]] = []
 
-    def send(self, to: Action, value: object, key: object) -> None:
-        """Start to send the input of another stage's action."""
-        if (to.stage, key) not in self.known:
-            about = self.known[to.stage, key] = pytree.tree_map_only(Tensor, described, value)
+    def send(self, to: Action, value: object, key: object, came_from: int = -1) -> None:
+        """Start to send the input of another stage's action; `came_from` is the distance to this stage."""
+        known = self._known_to_both(to, came_from)
+        if known.get(key) is None:
+            about = known[key] = pytree.tree_map_only(Tensor, described, value)
             # Not by send_object_list, which waits: two ranks that send to each other would wait forever.
             text = torch.frombuffer(bytearray(pickle.dumps(about)), dtype=torch.uint8).to(self.device)
             self._send_one(to, torch.tensor([text.numel()], device=self.device), _LENGTH)
@@ -169,13 +173,14 @@ class Courier:
 
     def receive(self, to: Action, key: object, came_from: int = -1) -> Any:
         """Receive the input of an action; `came_from` is the distance to the stage that sends it."""
-        if (to.stage, key) not in self.known:
+        known = self._known_to_both(to, came_from)
+        about = known.get(key)
+        if about is None:
             length = torch.empty(1, dtype=torch.int64, device=self.device)
             self._receive_one(to, length, came_from, _LENGTH).wait()
             text = torch.empty(int(length.item()), dtype=torch.uint8, device=self.device)
             self._receive_one(to, text, came_from, _TEXT).wait()
-            self.known[to.stage, key] = pickle.loads(text.cpu().numpy().tobytes())
-        about = self.known[to.stage, key]
+            about = known[key] = pickle.loads(text.cpu().numpy().tobytes())
         leaves = [leaf for leaf in pytree.tree_leaves(about) if isinstance(leaf, Described)]
         found = iter(self._receive(to, leaves, came_from))
         return pytree.tree_map_only(Described, lambda _: next(found), about)
@@ -193,6 +198,13 @@ class Courier:
         for work, _ in self.under_way:
             work.wait()
         self.under_way.clear()
+
+    def _known_to_both(self, to: Action, came_from: int) -> Cache[object, object]:
+        """Return the metadata that both stages have, by key."""
+        place = to.backward, to.stage, came_from
+        if place not in self._known:
+            self._known[place] = Cache(_KNOWN_BYTES, lambda key, about: _ENTRY_BYTES)
+        return self._known[place]
 
     def _send(self, to: Action, tensors: Sequence[Tensor]) -> None:
         for index, tensor in enumerate(tensors):

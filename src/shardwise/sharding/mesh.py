@@ -29,7 +29,9 @@ from .runtime import Runtime, WorldState, runtime_of_world
 if TYPE_CHECKING:
     from .spec import DTensorSpec
 
-__all__ = ["DeviceMesh", "MeshInfo", "MeshReference", "current_mesh", "init_device_mesh", "mesh_info_of"]
+__all__ = ["DeviceMesh", "MeshInfo", "MeshReference", "current_mesh", "init_device_mesh", "mesh_info_of", "mesh_of_all_ranks"]
+
+_OF_ALL_RANKS: WorldState[dict[str, DeviceMesh]] = WorldState(dict)
 
 Axes = tuple[int, ...]
 Coordinate = tuple[int, ...]
@@ -178,6 +180,16 @@ def current_mesh() -> DeviceMesh:
     if mesh is None:
         raise MeshError("no device_mesh was given", "pass one, or call inside a `with mesh:` block")
     return mesh
+
+
+def mesh_of_all_ranks() -> DeviceMesh:
+    """Return a mesh of one axis, "dp", over all ranks: the same object in each call in one world."""
+    require_world()
+    made = _OF_ALL_RANKS.of(runtime_of_world())
+    if "mesh" not in made:
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        made["mesh"] = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    return made["mesh"]
 
 
 # ---- process groups by name -----------------------------------------------------------------------------------------
