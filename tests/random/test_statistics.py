@@ -95,9 +95,7 @@ def test_integers_of_a_very_wide_range(low: int, high: int) -> None:
         (torch.float32, (1 << 24) - 4, (1 << 24) + 4, (1 << 24) - 4, (1 << 24) + 2),
     ],
 )
-def test_integers_are_not_rounded_out_of_range(
-    dtype: torch.dtype, low: int, high: int, first: int, last: int
-) -> None:
+def test_integers_are_not_rounded_out_of_range(dtype: torch.dtype, low: int, high: int, first: int, last: int) -> None:
     values = drawn("random_", low, high, dtype=dtype)
     assert (values.min().item(), values.max().item()) == (first, last)
 
