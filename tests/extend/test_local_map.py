@@ -1,5 +1,6 @@
 """local_map: functions on distributed tensors from functions on local ones."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,6 +42,14 @@ def gradients_match(result: DTensor, leaves: list[DTensor], plain: Tensor, plain
         assert isinstance(leaf.grad, DTensor)
         assert leaf.grad.placements == leaf.placements
         torch.testing.assert_close(assemble(leaf.grad), wanted.grad)
+
+
+def test_callables_without_a_name(mesh: DeviceMesh) -> None:
+    x, linear = on(mesh, X, ROW), torch.nn.Linear(4, 3)
+    for func, wanted in ((functools.partial(product, w=W), X @ W), (linear, linear(X))):
+        torch.testing.assert_close(assemble(local_map(func, out_placements=ROW)(x)), wanted)
+        with pytest.raises(InputError, match=rf"2 in_placements for 1 arguments of {type(func).__name__}"):
+            local_map(func, out_placements=ROW, in_placements=(ROW, ROW))(x)
 
 
 @pytest.mark.parametrize(

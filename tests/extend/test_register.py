@@ -11,7 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise
 from shardwise import Partial, Replicate, Shard
 from shardwise.dispatch.fallback import GatherWarning
+from shardwise.errors import InputError
 from shardwise.notation import RuleError
+from shardwise.ops.kernel import Kernel
 from shardwise.ops.registry import registry
 from shardwise.testing import assemble, check, make_dtensor
 
@@ -172,6 +174,14 @@ def test_rows_that_no_rule_can_express_are_left_out() -> None:
         ]
 
     check(weighted, X, WEIGHT, limit=8, grad=False)
+
+
+def test_kernels_need_a_rule_that_names_their_factors() -> None:
+    kernel = Kernel(lambda call, shard: call.run(), traffic=0.0)
+    with pytest.raises(
+        InputError, match=r"kernels= without a rule[\s\S]*register_sharding\(op, rule, kernels=kernels\)"
+    ):
+        shardwise.register_sharding(OP, kernels={"k": kernel})  # type: ignore[call-overload]
 
 
 def test_rows_of_the_wrong_length() -> None:

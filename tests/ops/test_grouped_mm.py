@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwise import DTensor, InterleavedShard, P, Placement, Replicate, Shard, distribute_tensor
 from shardwise.comm import token_route
+from shardwise.ops import grouped_exchange
 from shardwise.debug import CommDebugMode
 from shardwise.errors import InputError
 from tests.ops.helpers import check_case, on, r, ranks, table, whole
@@ -146,6 +147,7 @@ def test_a_layer_reads_sizes_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ends.clamp_(max=5)  # another route
         assert not whole(both(x, up, down, ends))[5:].any()
         assert len(reads) == 2
+        assert len(ends.__dict__[grouped_exchange._ROUTES][1]) == 1  # the old one is dropped
     with ranks(4) as mesh, torch.inference_mode():
         tensors = (on(mesh, r(12, 16), Shard(0)), *(on(mesh, r(8, n, 16), Shard(0)) for n in (32, 16)))
         found = both(*tensors, distribute_tensor(EIGHT, mesh, P()))

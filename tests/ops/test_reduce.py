@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shardwise import Partial, Replicate, Shard
+from shardwise.ops import extremes
 from tests.ops.helpers import Case, check_case, communication, no_communication, on, r, ranks, table, whole
 
 BF16, C64, F64 = torch.bfloat16, torch.complex64, torch.float64
@@ -119,6 +120,20 @@ CASES: list[Case] = [
 @table(CASES)
 def test_one_device_answer(fn, args) -> None:
     check_case(fn, args, limit=6)
+
+
+@table([case for case in CASES if case[0].startswith(("argm", "max dim", "min dim"))])
+def test_an_extreme_among_more_elements_than_32_bits_count(fn, args, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extremes, "_MOST_PACKED", 0)
+    check_case(fn, args, limit=6)
+
+
+def test_values_are_packed_with_indices_of_32_bits_only() -> None:
+    for index in (0, (1 << 32) - 1):
+        packed = extremes.pack(torch.tensor([3.0]), torch.tensor([index]), True)
+        assert extremes.unpack(packed, torch.float32, True) == (torch.tensor([3.0]), torch.tensor([index]))
+    assert extremes._packs(torch.float32, 1 << 32)
+    assert not extremes._packs(torch.float32, (1 << 32) + 1)
 
 
 LOCAL = {

@@ -305,6 +305,26 @@ def test_blocks_that_a_mask_does_not_list_are_not_computed():
     assert_all_close(found, on_one_device(tensors, None, lambda b, h, q, k: indices[q // 8] == k // 8))
 
 
+def test_the_lists_of_a_mask_may_be_written_between_calls():
+    tensors = inputs(32, batch=1, heads=1)
+    with ranks(2) as mesh:
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                counts, columns = torch.ones(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, 4, 4, dtype=torch.int32)
+                mask = BlockMask.from_kv_blocks(counts, columns, BLOCK_SIZE=8, seq_lengths=(32, 32))
+                if inference:
+                    assert mask.kv_indices.is_inference()
+                for block in (0, 3, 1):
+                    if block == 1:
+                        mask.kv_indices = torch.ones_like(columns)
+                    else:
+                        mask.kv_indices.fill_(block)
+                    placed = [distribute_tensor(tensor, mesh, [S(2)]) for tensor in tensors]
+                    found = whole(flex_attention(*placed, block_mask=mask))
+                    seen = [tensor[:, :, 8 * block : 8 * block + 8] for tensor in tensors[1:]]
+                    torch.testing.assert_close(found, F.scaled_dot_product_attention(tensors[0], *seen))
+
+
 def test_half_precision():
     tensors = [tensor.bfloat16() for tensor in inputs(33)]
     expected = F.scaled_dot_product_attention(*tensors, is_causal=True)

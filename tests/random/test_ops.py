@@ -106,6 +106,15 @@ def test_attention_kernels_of_gpus(kernel: Any) -> None:
                 torch.testing.assert_close(whole(shard.grad), given.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_a_scale_of_zero_is_not_the_default_scale() -> None:
+    """All scores are the same, so that each query gets the mean of the values."""
+    q, k, v = (r(2, 4, 6, 8, seed=seed) for seed in range(3))
+    with ranks(2) as mesh:
+        inputs = [on(mesh, t, Shard(1)) for t in (q, k, v)]
+        result = torch.ops.aten._scaled_dot_product_flash_attention(*inputs, 1e-9, scale=0.0)[0]
+        torch.testing.assert_close(whole(result), v.mean(2, keepdim=True).expand_as(v))
+
+
 def test_permutations() -> None:
     torch.manual_seed(4)
     expected, state = torch.randperm(70_001), torch.get_rng_state()

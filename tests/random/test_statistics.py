@@ -72,6 +72,34 @@ def test_integers_and_coins() -> None:
     assert abs(trials.mean() - 1 / 0.3) < 4 * math.sqrt(0.7) / 0.3 / math.sqrt(N)
 
 
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [(-(1 << 63), 1 << 62), (-(1 << 62), (1 << 63) - 1), (-(1 << 62), 1 << 62), (-2, (1 << 63) - 1), (-(1 << 63), 0)],
+)
+def test_integers_of_a_very_wide_range(low: int, high: int) -> None:
+    """64 random bits modulo the width of the range, as in PyTorch."""
+    values = drawn("random_", low, high, dtype=torch.int64)
+    assert (values.min() >= low) & (values.max() < high)
+    if high - low >= 1 << 63:
+        words = drawn("random_", -(1 << 63), None, dtype=torch.int64)[:1000].tolist()
+        assert values[:1000].tolist() == [low + word % (1 << 64) % (high - low) for word in words]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low", "high", "first", "last"),
+    [
+        (torch.bfloat16, 0, 300, 0, 298),
+        (torch.bfloat16, 257, 303, 258, 302),
+        (torch.bfloat16, -303, -257, -302, -258),
+        (torch.float16, 0, 4096, 0, 4094),
+        (torch.float32, (1 << 24) - 4, (1 << 24) + 4, (1 << 24) - 4, (1 << 24) + 2),
+    ],
+)
+def test_integers_are_not_rounded_out_of_range(dtype: torch.dtype, low: int, high: int, first: int, last: int) -> None:
+    values = drawn("random_", low, high, dtype=dtype)
+    assert (values.min().item(), values.max().item()) == (first, last)
+
+
 def test_moments_and_tails_of_normals() -> None:
     x = drawn("normal_", 0.0, 1.0).double()
     for power, moment, spread in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):

@@ -54,26 +54,28 @@ def local_map(
             redistribute_inputs=redistribute_inputs,
         )
 
+    name_of_func = getattr(func, "__name__", type(func).__name__)
+
     @functools.wraps(func)
     def mapped(*args: object, **kwargs: object) -> object:
         flat, tree = pytree.tree_flatten(args)
         for name, given in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
             if given is not None and len(given) != len(flat):
                 raise InputError(
-                    f"{len(given)} {name} for {len(flat)} arguments of {func.__name__}",
+                    f"{len(given)} {name} for {len(flat)} arguments of {name_of_func}",
                     "give one for each argument, None for those that are not DTensors",
                 )
         wanted, grads = in_placements or (None,) * len(flat), in_grad_placements or (None,) * len(flat)
         for i, value in enumerate(flat):
             if isinstance(value, DTensor) and in_placements is not None:
-                flat[i] = _with_placements(value, i, wanted[i], redistribute_inputs, func.__name__)
+                flat[i] = _with_placements(value, i, wanted[i], redistribute_inputs, name_of_func)
         local_args = [
             value.to_local(grad_placements=grad) if isinstance(value, DTensor) else value
             for value, grad in zip(flat, grads, strict=True)
         ]
         result = func(*pytree.tree_unflatten(local_args, tree), **kwargs)
         inputs = [value for value in flat if isinstance(value, DTensor)]
-        return _distributed_results(result, out_placements, device_mesh, inputs, func.__name__) if inputs else result
+        return _distributed_results(result, out_placements, device_mesh, inputs, name_of_func) if inputs else result
 
     return mapped
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import overload
 
 from .._torch.ops import OpOverload, schema_of
+from ..errors import InputError
 from ..notation import Rule, RuleError, parse
 from ..notation.rule import NO_DIMS
 from ..ops.call import Call
@@ -27,7 +28,7 @@ def register_sharding(
 
 @overload
 def register_sharding(
-    op: OpOverload | list[OpOverload], rule: None = None, *, kernels: Mapping[str, Kernel] | None = None
+    op: OpOverload | list[OpOverload], rule: None = None
 ) -> Callable[[RowsFunction], RowsFunction]: ...
 
 
@@ -52,6 +53,12 @@ def register_sharding(
         for each in ops:
             register(each, rule, kernels)
         return None
+    if kernels is not None:
+        raise InputError(
+            "register_sharding got kernels= without a rule",
+            "pass the rule whose `kernel` clause names their factors, register_sharding(op, rule, kernels=kernels), "
+            "or leave kernels= out above a function in PyTorch's form",
+        )
 
     def decorate(rows_of: RowsFunction) -> RowsFunction:
         for each in ops:

@@ -47,7 +47,9 @@ def _attention(given: Kwargs, mask: Tensor | None) -> tuple[_Attention, Tensor]:
     shared = query.shape[1] // key.shape[1]
     if shared > 1:
         key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-    scale = given.get("scale") or 1.0 / math.sqrt(max(query.shape[-1], 1))
+    scale = given.get("scale")
+    if scale is None:
+        scale = 1.0 / math.sqrt(max(query.shape[-1], 1))
     scores = (query @ key.transpose(-2, -1)).float() * scale
     if given.get("attn_bias") is not None:
         scores = scores + given["attn_bias"]

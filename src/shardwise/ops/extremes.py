@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -16,13 +17,21 @@ from .sorting import SCATTERS_INTO_ZEROS
 define = definitions_in(__name__)
 
 _LOW_HALF = 0xFFFFFFFF
+_MOST_PACKED = 1 << 32
 _NAN = 0x7FFFFFFF
 _LEAST = -(2**63)
 
 
-def _packs(dtype: torch.dtype) -> bool:
-    """Whether a value of this dtype fits into half an int64."""
-    return dtype.itemsize < 4 or dtype in (torch.float32, torch.int32)
+def _packs(dtype: torch.dtype, indices: int) -> bool:
+    """Whether a value of this dtype, and an index below `indices`, fit into half an int64 each."""
+    return indices <= _MOST_PACKED and (dtype.itemsize < 4 or dtype in (torch.float32, torch.int32))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return a dtype of 8 bytes for values of this dtype."""
+    if dtype.itemsize == 8:
+        return dtype
+    return torch.float64 if dtype.is_floating_point else torch.int64
 
 
 def pack(value: Tensor, index: Tensor, largest: bool) -> Tensor:
@@ -50,27 +59,27 @@ def unpack(packed: Tensor, dtype: torch.dtype, largest: bool) -> tuple[Tensor, T
 
 
 def _first_extreme(
-    value: Tensor | None, index: Tensor | None, like: Tensor, shard: FactorShard, largest: bool
+    value: Tensor | None, index: Tensor | None, indices: int, like: Tensor, shard: FactorShard, largest: bool
 ) -> Steps[tuple[Tensor, Tensor]]:
-    """Return the extreme of all ranks, with shape and dtype of `like`, and its index.
+    """Return the extreme of all ranks, with shape and dtype of `like`, and its index, which is below `indices`.
 
     `value` and `index` are those of this rank; None if its shard is empty.
     """
-    dtype = like.dtype
-    if _packs(dtype):
+    dtype, wide = like.dtype, _wide(like.dtype)
+    if _packs(dtype, indices):
         least = torch.full(like.shape, _LEAST, dtype=torch.int64, device=like.device)
         found = least if value is None or index is None else pack(value, index, largest)
         return unpack((yield Reduce(found, "max")), dtype, largest)
-    value = torch.zeros_like(like) if value is None else value
+    value = torch.zeros_like(like, dtype=wide) if value is None else value.to(wide)
     index = torch.zeros_like(like, dtype=torch.int64) if index is None else index
     bits = value.contiguous().view(torch.int64)
     parts = yield Gather(torch.stack([bits, index]))
     parts = parts[[start < stop for start, stop in shard.bounds]]
     # Pieces of several sharded dims are in no order: among equals the smallest index is the first.
-    values, indices = parts[:, 0].contiguous().view(dtype), parts[:, 1]
+    values, places = parts[:, 0].contiguous().view(wide), parts[:, 1]
     best = values.amax(0) if largest else values.amin(0)
     wins = (values == best) | values.isnan() if dtype.is_floating_point else values == best
-    return best, torch.where(wins, indices, torch.iinfo(torch.int64).max).amin(0)
+    return best.to(dtype), torch.where(wins, places, torch.iinfo(torch.int64).max).amin(0)
 
 
 def _local_extreme(x: Tensor, dim: int, largest: bool) -> tuple[Tensor, Tensor]:
@@ -89,9 +98,9 @@ def extreme(largest: bool, values: bool) -> dict[str, Kernel]:
         else:
             like = x.new_empty([size for d, size in enumerate(x.shape) if d != dim])
             value, index = _local_extreme(x, dim, largest) if shard.held else (None, None)
-            found = yield from _first_extreme(
-                value, None if index is None else index + shard.start, like, shard, largest
-            )
+            index = None if index is None else index + shard.start
+            size = call.given[0].shape[dim]
+            found = yield from _first_extreme(value, index, size, like, shard, largest)
             if call["keepdim"]:
                 found = found[0].unsqueeze(dim), found[1].unsqueeze(dim)
         return found if values else found[1]
@@ -111,7 +120,7 @@ def _of_all(call: LocalCall, shard: FactorShard, largest: bool) -> Steps[tuple[T
         for place, start, size in zip(places, layout.offset(call.at), layout.shape, strict=True):
             index = index * size + place + start
         value, index = value.reshape(shape), index.reshape(shape)
-    return (yield from _first_extreme(value, index, x.new_empty(shape), shard, largest))
+    return (yield from _first_extreme(value, index, math.prod(layout.shape), x.new_empty(shape), shard, largest))
 
 
 def extreme_rule(outputs: int) -> Callable[[Call], str]:

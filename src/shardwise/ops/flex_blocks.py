@@ -19,19 +19,46 @@ if TYPE_CHECKING:
 SKIPPED, MASKED, FULL = 0, 1, 2
 """States of a block: not computed, computed where the mask is True, computed without reading the mask."""
 
-_STATES: WeakKeyDictionary[BlockMask, Tensor] = WeakKeyDictionary()
+_Tables = tuple[Tensor | None, ...]
+
+
+class _Read(NamedTuple):
+    """The states of a mask's blocks, and the tables that they were read from; no versions if none are counted."""
+
+    tables: _Tables
+    versions: list[int] | None
+    states: Tensor
+
+
+_STATES: WeakKeyDictionary[BlockMask, _Read] = WeakKeyDictionary()
 
 
 def block_states(mask: BlockMask) -> Tensor:
     """The state of every block, `[batch or 1, heads or 1, blocks of queries, blocks of keys]`."""
     found = _STATES.get(mask)
-    if found is None:
+    tables = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
+    versions = _versions(tables)
+    if found is None or versions is None or found.versions != versions or not _same(found.tables, tables):
         with torch.inference_mode(False):  # the next call may need gradients
-            states = MASKED * _listed(mask.kv_num_blocks, mask.kv_indices)
-            if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-                states = states.maximum(FULL * _listed(mask.full_kv_num_blocks, mask.full_kv_indices))
-        found = _STATES[mask] = states
-    return found
+            found = _STATES[mask] = _Read(tables, versions, _states(*tables))
+    return found.states
+
+
+def _versions(tables: _Tables) -> list[int] | None:
+    """Return how often each table was written; None if a table is an inference tensor, whose writes are not counted."""
+    present = [table for table in tables if table is not None]
+    return None if any(table.is_inference() for table in present) else [table._version for table in present]
+
+
+def _same(tables: _Tables, others: _Tables) -> bool:
+    return all(one is other for one, other in zip(tables, others, strict=True))
+
+
+def _states(counts: Tensor, indices: Tensor, full_counts: Tensor | None, full_indices: Tensor | None) -> Tensor:
+    states = MASKED * _listed(counts, indices)
+    if full_counts is not None and full_indices is not None:
+        states = states.maximum(FULL * _listed(full_counts, full_indices))
+    return states
 
 
 def _listed(counts: Tensor, indices: Tensor) -> Tensor:

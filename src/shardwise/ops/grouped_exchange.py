@@ -146,7 +146,10 @@ def _on_ranks(op: Callable[..., Tensor], axis: ExpertAxis, left: Tensor, right: 
 # ---- routes ---------------------------------------------------------------------------------------------------------
 
 _ROUTES = "_routes_of_rows"
-"""The attribute of a distributed tensor of ends that holds the routes made from it: products of a layer share one."""
+"""The attribute of a distributed tensor of ends that holds the routes made from it, and the versions it had then.
+
+Products of a layer share one route. After a write of the ends, their routes are made again, and the old ones dropped.
+"""
 
 
 def _route(exchange: Exchange, ends: DTensorBase) -> TokenRoute:
@@ -156,11 +159,14 @@ def _route(exchange: Exchange, ends: DTensorBase) -> TokenRoute:
     shards = local.shards if isinstance(local, RankTensor) else (local,)
     if any(tensor.is_inference() for tensor in (ends, *shards)):  # no version says whether they were written
         return _made(local.long(), layout, axis)
-    known: dict[object, TokenRoute] = ends.__dict__.setdefault(_ROUTES, {})
-    key = (layout.dims[0], axis.index, axis.experts, ends._version, *(shard._version for shard in shards))
-    if key not in known:
-        known[key] = _made(local.long(), layout, axis)
-    return known[key]
+    versions = (ends._version, *(shard._version for shard in shards))
+    known: tuple[object, dict[object, TokenRoute]] | None = ends.__dict__.get(_ROUTES)
+    if known is None or known[0] != versions:
+        known = ends.__dict__[_ROUTES] = versions, {}
+    routes, key = known[1], (layout.dims[0], axis.index, axis.experts)
+    if key not in routes:
+        routes[key] = _made(local.long(), layout, axis)
+    return routes[key]
 
 
 def _made(ends: Tensor, layout: Layout, axis: ExpertAxis) -> TokenRoute:

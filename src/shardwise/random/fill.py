@@ -100,12 +100,25 @@ def _fill_complex(out: Tensor, box: Box, key: Key, name: str, arguments: Argumen
 
 
 def _range(dtype: torch.dtype, *bounds: float | None) -> tuple[int, int]:
-    """Return the range that `random_` draws from: by default all integers from 0 that the dtype represents."""
+    """Return the range that `random_` draws from: by default all integers from 0 that the dtype represents.
+
+    The first and the last integer are ones that it represents, so that no number is rounded to one out of range.
+    """
     low, high = (0, *bounds) if len(bounds) == 1 else bounds or (0, None)
     if high is None:
         most = 2 if dtype is torch.bool else 0 if dtype.is_floating_point else torch.iinfo(dtype).max + 1
         high = most or 2 ** _FRACTION[dtype] + 1
-    return int(low or 0), int(high)
+    low, high = int(low or 0), int(high)
+    if not dtype.is_floating_point:
+        return low, high
+    first, last = -_rounded_down(-low, dtype), _rounded_down(high - 1, dtype)
+    return (first, last + 1) if first <= last else (low, high)
+
+
+def _rounded_down(number: int, dtype: torch.dtype) -> int:
+    """Return the largest integer up to this one that a floating-point dtype represents."""
+    step = 1 << max(0, abs(number).bit_length() - _FRACTION[dtype])
+    return number // step * step
 
 
 def _pairs(dtype: torch.dtype, name: str, arguments: Arguments) -> bool:
@@ -191,6 +204,10 @@ def _integers(dtype: torch.dtype, low: int, high: int) -> Maker:
         drawn = mix(piece, key)
         if span < 1 << 63:
             drawn.bitwise_right_shift_(1).bitwise_and_((1 << 63) - 1).remainder_(span).add_(low)
+        elif span < 1 << 64:  # the remainder of an unsigned number, which is at most one span too large
+            signed = span - (1 << 64)
+            too_large = (drawn < 0) & (drawn >= signed)
+            drawn.sub_(too_large * signed).add_(low)
         out.copy_(drawn)
 
     return narrow if span <= _NARROW_RANGE else wide
