@@ -21,6 +21,7 @@ import shardwise.parallel
 from shardwise import DTensor, P, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, plan, simulate
 from shardwise.comm.plan import received_exactly
 from shardwise.debug import CommDebugMode
+from shardwise.debug.module_calls import ModuleCalls
 from tests.processes.pool import on_processes
 
 public, native = torch.ops.c10d_functional, torch.ops._c10d_functional
@@ -287,6 +288,15 @@ def test_gradients_are_reduced_for_the_module_that_owns_the_parameter() -> None:
         with shardwise.bucket_gradients(None):
             assert counted() == {"Global": 4, "Sequential": 4, "Sequential.0": 2, "Sequential.1": 2}
         assert counted() == {"Global": 1}  # at the end of the pass, for several modules
+
+
+def test_a_tensor_at_the_address_of_a_former_parameter_has_no_name() -> None:
+    calls, module = ModuleCalls(), nn.Linear(2, 2)
+    with calls.track():
+        module(torch.ones(2))
+    assert calls.parameter_name(module.weight) == "Linear.weight"
+    module.weight = nn.Parameter(torch.ones(2, 2))
+    assert [calls.parameter_name(tensor) for tensor in [torch.ones(2) for _ in range(100)]] == [None] * 100
 
 
 def test_tables_and_files(tmp_path) -> None:

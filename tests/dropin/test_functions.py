@@ -39,6 +39,7 @@ from shardwise.debug import CommDebugMode
 from shardwise.errors import InputError, ShapeError
 from shardwise.experimental import context_parallel
 from shardwise.placement_types import _StridedShard
+from shardwise.world import replicate
 from tests.parallel.models import first
 from tests.worlds import mesh_of
 
@@ -187,6 +188,32 @@ def test_context_parallel_is_attention_over_the_whole_sequence(is_causal, rotate
         for leaf, reference in zip(placed, plain, strict=True):
             (gradient,) = context_parallel_unshard(mesh, [leaf.grad], [2])
             torch.testing.assert_close(gradient, reference.grad)
+
+
+def test_the_order_of_a_block_ends_with_it_unless_buffers_stay_sharded(monkeypatch):
+    """Later blocks without buffers get the shards in the order of the sequence, or of the buffers that stayed."""
+    monkeypatch.setattr(_cp_options, "enable_load_balance", True)
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, 2, 8, 4) for _ in range(3)]
+    expected = F.scaled_dot_product_attention(*tensors, is_causal=True)
+    with mesh_of(2) as mesh:
+        in_order = [distribute_tensor(tensor, mesh, [Shard(2)]).to_local() for tensor in tensors]
+
+        def attend(shards):
+            with context_parallel(mesh):
+                found = F.scaled_dot_product_attention(*shards, is_causal=True)
+            return DTensor.from_local(found, mesh, [Shard(2)]).full_tensor()
+
+        buffers = [replicate(tensor) for tensor in tensors]
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2]):
+            assert buffers[0].shape == (1, 2, 4, 4)
+        torch.testing.assert_close(first(attend(in_order)), expected)
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2], no_restore_buffers=set(buffers)):
+            pass
+        found = attend(buffers)
+        assert not torch.allclose(first(found), expected)
+        balancer = _HeadTailLoadBalancer(8, 2, "cpu")
+        torch.testing.assert_close(first(found), expected[:, :, balancer._generate_indices(restore=False)[0]])
 
 
 def test_plain_buffers_of_context_parallel_are_refused_when_simulated():

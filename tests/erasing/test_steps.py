@@ -93,6 +93,23 @@ def test_gradients_dropped_before_or_after(zero_first):
         assert step.recordings == 1
 
 
+def test_an_odd_number_of_rows_over_two_ranks():
+    """Where a copy is made of memory that is larger on some ranks and not on others, it stays."""
+    with mesh_of(2, 2) as mesh:
+
+        def setup():
+            model = model_on(mesh)
+
+            def step(x):
+                loss = model(x).square().mean()
+                loss.backward()
+                return loss.detach()
+
+            return step, [model]
+
+        compare(setup, [(batch(mesh, seed, rows=7),) for seed in range(3)])
+
+
 def test_uneven_rows_and_three_axes():
     with mesh_of(2, 3) as mesh:
         compare(training(mesh), pairs(mesh, 3, rows=5))

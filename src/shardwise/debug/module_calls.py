@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._torch.autograd_graph import accumulated_leaf, in_backward_pass, next_node_number, node_number
 from .._torch.backward_pass import current_node
@@ -62,8 +63,10 @@ class ModuleCalls:
         """All modules that were called, and their submodules."""
         self.called: set[str] = set()
         self._names: dict[nn.Module, str] = {}
-        self._owners: dict[int, tuple[str, ...]] = {}
-        self._parameters: dict[int, str] = {}
+        self._owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        """For each parameter, the modules that it is in."""
+        self._parameters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        """For each parameter, its name."""
 
     @contextmanager
     def track(self) -> Iterator[None]:
@@ -95,8 +98,8 @@ class ModuleCalls:
         self.current.inner.append(call)
         self.called.add(call.module)
         for name, parameter in module.named_parameters(recurse=False):
-            self._owners.setdefault(id(parameter), call.path())
-            self._parameters.setdefault(id(parameter), f"{call.module}.{name}")
+            self._owners.setdefault(parameter, call.path())
+            self._parameters.setdefault(parameter, f"{call.module}.{name}")
         return call
 
     def _name(self, module: nn.Module) -> None:
@@ -109,16 +112,16 @@ class ModuleCalls:
             known = self._names.setdefault(submodule, f"{name}.{path}" if path else name)
             self.modules.setdefault(known, submodule)
             for own, parameter in submodule.named_parameters(recurse=False):  # before hooks replace them
-                self._parameters.setdefault(id(parameter), f"{known}.{own}")
+                self._parameters.setdefault(parameter, f"{known}.{own}")
 
     def parameter_name(self, tensor: Tensor) -> str | None:
         """Return the name of a parameter of a called module, with the path of the module; None for other tensors."""
-        return self._parameters.get(id(tensor))
+        return self._parameters.get(tensor)
 
     def owners(self, leaf: Tensor) -> tuple[str, ...]:
         """Return the modules that a parameter is in, outermost first."""
-        module = self._parameters.get(id(leaf), "").rpartition(".")[0]
-        return self._owners.get(id(leaf), (ROOT, module) if module else (ROOT,))
+        module = self._parameters.get(leaf, "").rpartition(".")[0]
+        return self._owners.get(leaf, (ROOT, module) if module else (ROOT,))
 
     def now(self) -> Moment:
         """Return the current position in the program."""
@@ -130,6 +133,6 @@ class ModuleCalls:
         if node is None:
             return Moment((ROOT,), True, False)
         leaf = accumulated_leaf(node)
-        if leaf is not None and id(leaf) in self._owners:  # the gradient of a parameter belongs to its module
-            return Moment(self._owners[id(leaf)], True, False)
+        if leaf is not None and leaf in self._owners:  # the gradient of a parameter belongs to its module
+            return Moment(self._owners[leaf], True, False)
         return Moment(self.root.at(node_number(node)).path(), True, False)

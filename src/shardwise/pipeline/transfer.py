@@ -137,8 +137,8 @@ class Courier:
 
     Sends are waited for at the end of a step. Metadata is sent once for each `key`, the shapes of a microbatch, and
     cached. Sender and receiver must evict the same entries: each pair of stages has a cache of its own, which both use
-    with the same keys in the same order, and in which all entries count alike. With NCCL, forward and backward have separate process groups: in one group, operations run in order, and
-    ranks would wait for each other in a circle.
+    with the same keys in the same order, and in which all entries count alike. With NCCL, forward and backward have
+    separate process groups: in one group, operations run in order, and ranks would wait for each other in a circle.
     """
 
     def __init__(self, mesh_of: Callable[[int], DeviceMesh], mesh: DeviceMesh, axis: str) -> None:

@@ -29,7 +29,15 @@ from .runtime import Runtime, WorldState, runtime_of_world
 if TYPE_CHECKING:
     from .spec import DTensorSpec
 
-__all__ = ["DeviceMesh", "MeshInfo", "MeshReference", "current_mesh", "init_device_mesh", "mesh_info_of", "mesh_of_all_ranks"]
+__all__ = [
+    "DeviceMesh",
+    "MeshInfo",
+    "MeshReference",
+    "current_mesh",
+    "init_device_mesh",
+    "mesh_info_of",
+    "mesh_of_all_ranks",
+]
 
 _OF_ALL_RANKS: WorldState[dict[str, DeviceMesh]] = WorldState(dict)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...sharding.source_lines import Line
 from ..module_calls import ModuleCalls
@@ -14,22 +15,22 @@ class Names:
 
     def __init__(self, calls: ModuleCalls) -> None:
         self._calls = calls
-        self._leaves: dict[int, tuple[str | None, Line]] = {}
+        self._leaves: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         """For each leaf, the variable and the line through which a forward pass last read it."""
 
     def note_leaf(self, leaf: Tensor) -> None:
         """Record where a leaf is read."""
         line = line_now()
-        if line is not None and self._leaves.get(id(leaf), (None, None))[1] != line:
-            self._leaves[id(leaf)] = self.variable(leaf), line
+        if line is not None and self._leaves.get(leaf, (None, None))[1] != line:
+            self._leaves[leaf] = self.variable(leaf), line
 
     def line_of_leaf(self, leaf: Tensor) -> Line | None:
         """Return the line that last read a leaf in a forward pass; None if none did."""
-        return self._leaves.get(id(leaf), (None, None))[1]
+        return self._leaves.get(leaf, (None, None))[1]
 
     def of_leaf(self, leaf: Tensor, otherwise: str) -> str:
         """Return the name of a leaf in a backward pass: its path as a parameter, or the variable that last held it."""
-        return self.parameter(leaf) or self._leaves.get(id(leaf), (None, None))[0] or otherwise
+        return self.parameter(leaf) or self._leaves.get(leaf, (None, None))[0] or otherwise
 
     def parameter(self, tensor: Tensor) -> str | None:
         """Return the path of a parameter of a called module; None for other tensors."""

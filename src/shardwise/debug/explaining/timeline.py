@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..._torch import pytree
 from ..._torch.ops import OpOverload, packet_name
@@ -73,7 +74,8 @@ class Timeline:
     def __init__(self) -> None:
         self.events: list[Computed | Communicated | Waited] = []
         self.simulated = False
-        self._pending: dict[int, int] = {}
+        self._pending: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        """For the result of each collective that is not waited for yet, its number."""
         # Where measured times begin: the clock of all processes of a machine.
         self.epoch = time.time() - time.perf_counter()
 
@@ -91,7 +93,7 @@ class Timeline:
         """Record an op that ran on local tensors; `part_of` is the op on distributed tensors around it."""
         name = packet_name(func)
         if name.endswith("::wait_tensor"):
-            number = self._pending.pop(id(args[0]), None)
+            number = self._pending.pop(args[0], None)
             if number is not None:
                 self.events.append(Waited(number, measured))
             return
@@ -106,7 +108,7 @@ class Timeline:
         self.simulated = current_world() is not None
         pending = waits and isinstance(result, Tensor)
         if pending:
-            self._pending[id(result)] = sent.number
+            self._pending[result] = sent.number
         self.events.append(Communicated(sent, tuple(groups), measured, pending))
 
     # ---- spans ------------------------------------------------------------------------------------------------------

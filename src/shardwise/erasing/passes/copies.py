@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from torch import fx
+from torch import SymInt, fx
 
 from ...ops.recorded import COPIES
+from ...world.rank_int import values_of
 from ..effects import Memory, is_op, starts_collective
+from ..recorder import Meta
 
 
 def merge_copies(graph: fx.Graph) -> int:
@@ -55,11 +58,11 @@ class _Copies:
             return False
         return all(self._is_free(root, self.order[node], one) for root in self._roots(source))
 
-    def _is_free(self, root: fx.Node, at: int, copy: object) -> bool:
+    def _is_free(self, root: fx.Node, at: int, copy: Meta) -> bool:
         made = root.meta.get("tensor")
         if not is_op(root) or starts_collective(root) or made is None:
             return False
-        same_size = math.prod(made.shape) == math.prod(copy.shape)  # type: ignore[attr-defined]  # else more memory is held for longer
+        same_size = _numels(made.shape) == _numels(copy.shape)  # else more memory is held for longer
         return same_size and self.last_use[root] <= at
 
     def _copies_a_copy(self, node: fx.Node, source: fx.Node) -> bool:
@@ -72,3 +75,9 @@ class _Copies:
         between = range(self.order[source], self.order[node])
         roots = self._roots(base) | self.memory.roots(base) | {source}
         return not any(self.order[writer] in between for root in roots for writer in self.memory.writers.get(root, ()))
+
+
+def _numels(shape: Sequence[int | SymInt]) -> object:
+    """Return the number of elements; where simulated ranks have different numbers, that of each."""
+    numel = math.prod(shape)
+    return values_of(numel) or numel
