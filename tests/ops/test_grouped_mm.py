@@ -11,9 +11,9 @@ from torch import Tensor
 
 from shardwise import DTensor, InterleavedShard, P, Placement, Replicate, Shard, distribute_tensor
 from shardwise.comm import token_route
-from shardwise.ops import grouped_exchange
 from shardwise.debug import CommDebugMode
 from shardwise.errors import InputError
+from shardwise.ops import grouped_exchange
 from tests.ops.helpers import check_case, on, r, ranks, table, whole
 
 ENDS = torch.tensor([3, 3, 7, 12], dtype=torch.int32)

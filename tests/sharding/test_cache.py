@@ -41,6 +41,21 @@ def test_what_is_used_stays_and_what_is_not_goes():
     assert cache.get("unused") is None
 
 
+def test_an_entry_counts_once():
+    cache = Cache(max_bytes=100, size_of=lambda key, value: value)
+    for value in (10, 20, 30, 5):
+        cache["again"] = value
+        assert (len(cache), cache.nbytes) == (1, value)
+    for key in range(5):
+        cache[key] = 10
+    assert not cache.recent
+    assert (len(cache), cache.nbytes) == (6, 55)
+    assert cache.get("again") == 5  # used in the older generation
+    cache[0] = 20  # and set there
+    assert (len(cache), cache.nbytes) == (6, 65)
+    assert len({*cache.recent, *cache.older}) == 6
+
+
 def test_the_recent_generation_is_one_dict():
     cache = small_cache()
     recent = cache.recent

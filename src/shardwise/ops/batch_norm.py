@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..notation.build import join, kernel_clause
 from .call import Call
+from .channels import dims_but_channels, per_channel
 from .kernel import FactorShard, Kernel, KernelRun, LocalCall, LocalResult, Reduce
 from .norm import TRAFFIC, cast_results
 from .op import Local
@@ -33,16 +34,6 @@ def _operand(call: Call, with_kernel: bool) -> tuple[str, str]:
     return text, kernel_clause(others) if with_kernel else ""
 
 
-def _dims(x: Tensor) -> list[int]:
-    """The dims that are normalized together: all but that of the channels."""
-    return [dim for dim in range(x.dim()) if dim != 1]
-
-
-def _per_channel(values: Tensor, like: Tensor) -> Tensor:
-    """One value for each channel, in a shape that broadcasts against `like`."""
-    return values.view(-1, *[1] * (like.dim() - 2))
-
-
 # ---- with the statistics of the batch -------------------------------------------------------------------------------
 
 
@@ -59,16 +50,16 @@ def _training_rule(call: Call) -> str:
 
 def batch_norm(call: LocalCall, shard: FactorShard) -> KernelRun:
     """Normalize by the statistics of the global batch."""
-    x, dims = call["input"], _dims(call["input"])
+    x, dims = call["input"], dims_but_channels(call["input"])
     x = x.to(wide(x.dtype))
     count = math.prod(call.given[0].shape[dim] for dim in dims)
     center, squares = yield from moments(x, dims, count, shard)
     rstd = (squares / count + call["eps"]).rsqrt()
     result = (x - center) * rstd
     if call["weight"] is not None:
-        result = result * _per_channel(call["weight"], x)
+        result = result * per_channel(call["weight"], x)
     if call["bias"] is not None:
-        result = result + _per_channel(call["bias"], x)
+        result = result + per_channel(call["bias"], x)
     center, rstd = center.flatten(), rstd.flatten()
     results = [result, center, rstd]
     if "running_mean" in call.arguments:
@@ -134,13 +125,13 @@ def _requested(call: LocalCall, *gradients: Tensor) -> tuple[Tensor | None, ...]
 def batch_norm_backward(call: LocalCall, shard: FactorShard) -> KernelRun:
     """Compute the gradients; two sums for each channel are reduced."""
     gradient, x = (call[name].to(wide(call[name].dtype)) for name in ("grad_out", "input"))
-    dims = _dims(x)
-    rstd = _per_channel(call["save_invstd"], x)
-    x_hat = (x - _per_channel(call["save_mean"], x)) * rstd
+    dims = dims_but_channels(x)
+    rstd = per_channel(call["save_invstd"], x)
+    x_hat = (x - per_channel(call["save_mean"], x)) * rstd
     sums = yield Reduce(torch.stack([gradient.sum(dims), (gradient * x_hat).sum(dims)]))
     count = math.prod(call.given[0].shape[dim] for dim in dims)
-    mean, mean_product = (_per_channel(total, x) for total in sums / count)
-    scale = rstd if call["weight"] is None else rstd * _per_channel(call["weight"], x)
+    mean, mean_product = (per_channel(total, x) for total in sums / count)
+    scale = rstd if call["weight"] is None else rstd * per_channel(call["weight"], x)
     return _requested(call, (gradient - mean - x_hat * mean_product) * scale, sums[1], sums[0])
 
 
@@ -161,10 +152,10 @@ def _local_backward(call: LocalCall) -> tuple[Tensor | None, ...]:
         mean, rstd = call["running_mean"], (call["running_var"] + call["eps"]).rsqrt()
     elif x.shape[1]:
         mean, rstd = call["save_mean"], call["save_invstd"]
-    x_hat = (x - _per_channel(mean, x)) * _per_channel(rstd, x)
+    x_hat = (x - per_channel(mean, x)) * per_channel(rstd, x)
     scale = rstd if call["weight"] is None else rstd * call["weight"]
-    dims = _dims(x)
-    return _requested(call, gradient * _per_channel(scale, x), (gradient * x_hat).sum(dims), gradient.sum(dims))
+    dims = dims_but_channels(x)
+    return _requested(call, gradient * per_channel(scale, x), (gradient * x_hat).sum(dims), gradient.sum(dims))
 
 
 define(

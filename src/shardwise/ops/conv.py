@@ -16,6 +16,7 @@ from torch import Tensor
 from ..notation.build import join, kernel_clause
 from ..sharding.layout import Run
 from .call import Call
+from .channels import dims_but_channels, per_channel
 from .kernel import FactorShard, Fetch, Kernel, KernelRun, LocalCall, Return, clipped, without_communication
 from .op import Local
 from .registry import definitions_in
@@ -107,7 +108,7 @@ def channels_backward(call: LocalCall, shard: FactorShard) -> Gradients:
 
 def _only_bias(call: LocalCall) -> Tensor:
     result = call.zeros(call["input"])
-    return result if call["bias"] is None else result + _per_channel(call["bias"], result.dim())
+    return result if call["bias"] is None else result + per_channel(call["bias"], result)
 
 
 def _only_bias_gradient(call: LocalCall, input: Tensor) -> Gradients:
@@ -120,11 +121,7 @@ def _only_bias_gradient(call: LocalCall, input: Tensor) -> Gradients:
 
 def _bias_gradient(call: LocalCall) -> Tensor:
     gradient: Tensor = call["grad_output"]
-    return gradient.sum([dim for dim in range(gradient.dim()) if dim != 1])
-
-
-def _per_channel(bias: Tensor, ndim: int) -> Tensor:
-    return bias.view(-1, *[1] * (ndim - 2))
+    return gradient.sum(dims_but_channels(gradient))
 
 
 # ---- a spatial dim is sharded ---------------------------------------------------------------------------------------
@@ -198,7 +195,7 @@ def halo_forward(call: LocalCall, shard: FactorShard) -> KernelRun:
         return call.run(input=windows.padded(rows, shard.piece), **windows.arguments())
     result = call.run(input=rows, bias=None, **windows.arguments())
     result = _padded(result, dim, windows.missing(shard.piece, result.shape[dim]))
-    return result if call["bias"] is None else result + _per_channel(call["bias"], result.dim())
+    return result if call["bias"] is None else result + per_channel(call["bias"], result)
 
 
 def halo_backward(call: LocalCall, shard: FactorShard) -> KernelRun:

@@ -38,7 +38,7 @@ class Cache(Generic[K, V]):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all entries, by `size_of`. An entry that was set or used again may count twice."""
+        """The bytes of all entries, by `size_of`."""
         return self._recent_bytes + self._older_bytes
 
     def __len__(self) -> int:
@@ -48,12 +48,16 @@ class Cache(Generic[K, V]):
         """Return the value of a key, or None."""
         found = self.recent.get(key)
         if found is None and self.older:
-            found = self.older.pop(key, None)
+            found = self.older.get(key)
             if found is not None:
                 self[key] = found
         return found
 
     def __setitem__(self, key: K, value: V) -> None:
+        if (before := self.recent.get(key)) is not None:
+            self._recent_bytes -= self._size_of(key, before)
+        elif (before := self.older.pop(key, None)) is not None:
+            self._older_bytes -= self._size_of(key, before)
         self.recent[key] = value
         self._recent_bytes += self._size_of(key, value)
         if self._recent_bytes > self.max_bytes // 2:

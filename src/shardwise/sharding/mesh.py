@@ -275,7 +275,7 @@ def mesh_like(description: MeshDescription) -> DeviceMesh:
         if torch.equal(mesh_info.mesh.mesh, ranks):
             return mesh_info.mesh
     for mesh_info in alike:
-        if mesh_info.coordinate and any(torch.equal(instance, ranks) for instance in mesh_info.instances):
+        if any(torch.equal(instance, ranks) for instance in mesh_info.instances):
             return mesh_info.mesh
     return mesh_without_groups(device_type, ranks, names, dist.get_rank() if initialised else 0)
 

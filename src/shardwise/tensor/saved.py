@@ -2,7 +2,8 @@
 
 A file of `torch.save` holds the shard of the rank that wrote it, together with the coordinate of that rank. It loads on
 every rank that has the same shard: the one that wrote it, and those that replicate it. Elsewhere loading is refused,
-since the tensor would silently have another rank's data.
+since the tensor would silently have another rank's data. Ranks that are not in the mesh hold nothing of the tensor:
+their files load on each other.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
+from ..comm.on_ranks import shard_outside
 from ..errors import WorldError
 from ..sharding.layout import Coordinate
 from ..sharding.spec import DTensorSpec
@@ -29,11 +31,15 @@ def loaded_shard(local: Tensor, spec: DTensorSpec, saved_at: Coordinate) -> Tens
         if not spec.is_replicated():
             raise WorldError(f"{_held(spec, saved_at)}, but a simulated world needs all shards", _FIX)
         return replicate(local, len(spec.mesh_info.ranks))
-    here = spec.mesh_info.coordinate
-    if isinstance(local, RankTensor) and not spec.mesh_info.outside:
-        return local.shards[spec.mesh_info.ranks.index(dist.get_rank())]
-    if saved_at != here and not here:
-        raise WorldError(f"{_held(spec, saved_at)}, but this rank is not in that mesh", _FIX)
+    here, nothing = spec.mesh_info.coordinate, shard_outside(spec.ndim, spec.dtype, local.device)
+    if isinstance(local, RankTensor):
+        return nothing if spec.mesh_info.outside else local.shards[spec.mesh_info.ranks.index(dist.get_rank())]
+    if spec.mesh_info.outside:
+        if local.shape != nothing.shape:
+            raise WorldError(f"{_held(spec, saved_at)}, but this rank is not in that mesh", _FIX)
+        return local
+    if local.shape == nothing.shape != spec.local_shape(saved_at):
+        raise WorldError(f"the file was saved by a rank that is not in {spec.mesh_info!r}, and holds no shard", _FIX)
     if saved_at != here and not _same_shard(spec, saved_at, here):
         raise WorldError(f"{_held(spec, saved_at)}, but this rank, at {_text(spec, here)}, has another shard", _FIX)
     return local

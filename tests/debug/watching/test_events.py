@@ -2,18 +2,21 @@
 
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import Replicate, Shard, distribute_tensor
+from shardwise import DTensor, Replicate, Shard, distribute_tensor
+from shardwise.debug.watching import collective_events, op_events
 from shardwise.debug.watching.hooks import Hooks
 from shardwise.debug.watching.journal import Journal
+from shardwise.debug.watching.stream import Stream
 from shardwise.dispatch.observe import LOOKUPS
-from shardwise.sharding.runtime import clear_all_caches
+from shardwise.sharding.runtime import clear_all_caches, runtime_of_world
 from tests.worlds import lone_rank
 
 
@@ -26,10 +29,10 @@ class Passing(TorchDispatchMode):
 
 
 @contextmanager
-def hooked() -> Iterator[Journal]:
+def hooked(meet: Callable[[Stream], None] = lambda stream: None) -> Iterator[Journal]:
     journal = Journal(0)
     hooks = Hooks(journal)
-    hooks.install(lambda: None, lambda stream: None)
+    hooks.install(lambda: None, meet)
     try:
         yield journal
     finally:
@@ -155,6 +158,40 @@ def test_lines_of_one_collective_are_told_apart_however_deep_they_are() -> None:
             for name in order:
                 ways[name]()
             assert taken(journal) == [fresh[name] for name in order]
+
+
+def test_what_ranks_have_met_at_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cleared at an event, not at a time, so that all ranks wait for each other at the same events."""
+    monkeypatch.setattr(collective_events, "_MOST_MET", 4)
+
+    def all_reduce(size: int) -> None:
+        dist.all_reduce(torch.ones(size))
+
+    with lone_rank():
+        met: list[int] = []
+        with hooked(lambda stream: met.append(size)) as journal:
+            for size in (1, 2, 3, 4, 1, 2, 5, 5, 1, 4, 5):
+                all_reduce(size)
+                assert all(len(stream.met) <= 4 for stream in journal.streams.values())
+        assert met == [1, 2, 3, 4, 5, 1, 4]
+
+
+def test_specs_of_local_tensors_are_bounded_and_keep_their_events() -> None:
+    with lone_rank() as mesh, hooked() as journal:
+
+        def make(size: int) -> None:
+            DTensor.from_local(torch.ones(size), mesh, [Shard(0)])
+
+        make(1)
+        (first,) = taken(journal)
+        cache = op_events._MADE.of(runtime_of_world())
+        cache.max_bytes = 4096
+        for size in range(2, 100):
+            make(size)
+        assert len(cache) < 10
+        taken(journal)
+        make(1)
+        assert taken(journal) == [first]
 
 
 def test_a_rank_outside_a_group_does_nothing_there() -> None:

@@ -8,8 +8,20 @@ import pytest
 import torch
 
 import shardwise
-from shardwise import DTensor, InterleavedShard, P, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from shardwise.errors import MeshError
+from shardwise import (
+    DeviceMesh,
+    DTensor,
+    InterleavedShard,
+    P,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
+from shardwise.errors import MeshError, WorldError
+from tests.worlds import fake_group
 
 WHOLE = torch.arange(15.0).view(5, 3)
 CUTS = [
@@ -120,6 +132,41 @@ def test_modules() -> None:
             for other in (twin.get_parameter(name), whole.get_parameter(name)):
                 for rank, shard in parameter.shards.items():
                     assert torch.equal(other.shards[rank], shard)
+
+
+# ---- ranks outside the mesh ------------------------------------------------------------------------------------------
+
+
+def of_two_ranks(rank: int, placement: Placement, data: io.BytesIO | None = None) -> tuple[DTensor, io.BytesIO]:
+    """A tensor on ranks 0 and 1 of four, made or loaded by any rank of them, and its file."""
+    with fake_group(4, rank):
+        mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
+        made = DTensor.from_local(torch.ones(2, 3), mesh, [placement])
+        if data is None:
+            return made, saved(made)
+        data.seek(0)
+        loaded = torch.load(data, weights_only=True)
+        assert loaded._spec is made._spec
+        return loaded, data
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_a_rank_outside_the_mesh_does_not_load_a_shard(placement: Placement) -> None:
+    for rank in (0, 1):
+        data = of_two_ranks(rank, placement)[1]
+        assert of_two_ranks(rank, placement, data)[0].to_local().shape == (2, 3)
+        with pytest.raises(WorldError, match=f"the file holds the shard at tp={rank} .*this rank is not in that mesh"):
+            of_two_ranks(2, placement, data)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_the_file_of_a_rank_outside_the_mesh_loads_on_such_ranks_only(placement: Placement) -> None:
+    data = of_two_ranks(2, placement)[1]
+    for rank in (2, 3):
+        assert of_two_ranks(rank, placement, data)[0].to_local().shape == (0,)
+    for rank in (0, 1):
+        with pytest.raises(WorldError, match="saved by a rank that is not in mesh"):
+            of_two_ranks(rank, placement, data)
 
 
 # ---- another world ---------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from .stream import Stream
 _frame = sys._getframe
 _MOST_CALLS = 1 << 12
 _MOST_DEPTHS = 8
+_MOST_MET = 1 << 16
 
 COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"),
@@ -178,8 +179,18 @@ class CollectiveEvents:
             return
         self._journal.remember(event, Event(collective.what, line_of(user)))
         collective.append(event)
-        collective.stream.met.add(event)
+        self._add_met(collective.stream, event)
         self._meet(collective.stream)
+
+    def _add_met(self, stream: Stream, event: int) -> None:
+        """Add an event to those that are not new. All ranks of the group clear these at the same event.
+
+        With them go the positions of all collectives, so that every event is looked for here before it is quick again.
+        """
+        if len(stream.met) >= _MOST_MET:
+            stream.met.clear()
+            self.forget_groups()
+        stream.met.add(event)
 
 
 def _first_tensor(values: Iterable[object]) -> Tensor | None:

@@ -46,12 +46,14 @@ _Made = tuple[Callable[[int], None] | None, int | None, int, str]
 """For a spec: `append` of its stream (None if it is not an event), its event if a library makes it, digest and text."""
 
 _CALLS: WorldCache[Key, _Call] = WorldCache("watched calls", 32 << 20, lambda key, call: 4 * ENTRY_BYTES)
+_MADE: WorldCache[DTensorSpec, _Made] = WorldCache("watched specs", 8 << 20, lambda spec, made: 2 * ENTRY_BYTES)
 
 
 def forget_calls() -> None:
-    """Clear the cached calls of all worlds, which belong to another journal."""
+    """Clear the cached calls and specs of all worlds, which belong to another journal."""
     for runtime in {*all_runtimes(), active_runtime()}:
         _CALLS.of(runtime).clear()
+        _MADE.of(runtime).clear()
 
 
 class OpEvents:
@@ -60,7 +62,6 @@ class OpEvents:
     def __init__(self, journal: Journal, failing: Failing) -> None:
         self._journal, self._failing = journal, failing
         self._in_library: dict[int, bool] = {}
-        self._made: dict[DTensorSpec, _Made] = {}
 
     def watched_lookup(self, look_up: Lookup) -> Lookup:
         """Return the look-up of the hot path, extended to append an event for each call."""
@@ -100,17 +101,17 @@ class OpEvents:
             return None, None, None, None
         what = f"{func}({', '.join(_text(part) for part in key[1:])}) on {spec.mesh_info!r}"
         number, append = digest(f"{what} {_strides(key)}"), self._journal.stream(spec.mesh_info.ranks).append
-        if self._is_first_in_library(number, what, frame.f_back):
+        if self._is_first_in_library(number, what, frame.f_back and calling_frame(frame.f_back)):
             return None, append, None, number + 1
         return None, append, {}, (number, what)
 
     def _is_first_in_library(self, number: int, what: str, caller: FrameType | None) -> bool:
-        """Whether a library made the first of these calls. Not in the call cache, which one rank may clear alone."""
+        """Whether a library made the first of these calls. Not in the caches, which one rank may clear alone."""
         found = self._in_library.get(number)
         if found is None:
             if len(self._in_library) >= _MOST_CALLS:
                 self._in_library.clear()
-            event = number + 1 if caller is None else self._journal.place_of_call(number, what, calling_frame(caller))
+            event = number + 1 if caller is None else self._journal.place_of_call(number, what, caller)
             found = self._in_library[number] = event == number + 1
         return found
 
@@ -131,9 +132,10 @@ class OpEvents:
         """Record that a DTensor is made from local tensors: its spec must be the same on all ranks."""
         if self._failing.failure is not None:
             self._failing.check()
-        made = self._made.get(spec)
+        cache = _MADE.of(spec.mesh_info.runtime)
+        made = cache.get(spec)
         if made is None:
-            made = self._made[spec] = self._first_tensor(spec, _maker(_frame(1)))
+            made = cache[spec] = self._first_tensor(spec, _maker(_frame(1)))
         append, event, number, what = made
         if append is not None:
             append(self._journal.place(number, what, _frame(1)) if event is None else event)
@@ -144,8 +146,8 @@ class OpEvents:
             return None, None, 0, ""
         what = f"make {spec!r} from local tensors on {spec.mesh_info!r}"
         number, append = digest(what), self._journal.stream(spec.mesh_info.ranks).append
-        event = self._journal.place_of_call(number, what, caller)
-        return append, event if event == number + 1 else None, number, what
+        in_library = self._is_first_in_library(number, what, caller)
+        return append, number + 1 if in_library else None, number, what
 
 
 def _maker(frame: FrameType) -> FrameType:
