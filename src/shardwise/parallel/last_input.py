@@ -26,7 +26,8 @@ from ..world import RankTensor
 class _Entry(NamedTuple):
     source: weakref.ref[Tensor]
     source_version: int
-    watches: list[Watch]
+    watches: list[Watch] | None
+    """None for a plain tensor and a result that share their memory."""
     key: object
     result: Tensor
     result_version: int
@@ -52,39 +53,38 @@ class LastInput:
         result = entry.result
         if entry.result_version != result._version or source._version != entry.source_version:
             return None
-        if not _are_distributed(source, result) and not _share_memory(source, result):
-            return None  # other data (`x.data = y`)
+        if entry.watches is None:  # after `x.data = y` they share no memory
+            return result if _share_memory(source, result) else None
         shards = zip(entry.watches, _shards_read(source, result), strict=True)
         return result if all(watch.unchanged(shard) for watch, shard in shards) else None
 
     def keep(self, source: Tensor, key: object, result: Tensor) -> None:
         """Cache this result, replacing the present entry, if writes to both are counted."""
-        if result is source or result.is_inference() or not _may_be_kept(source, result):
-            self._cache.prepared_input = None
-        else:
+        self._cache.prepared_input = None
+        if result is source or not _may_be_kept(source) or result.is_inference():
+            return
+        watches = None
+        if isinstance(source, DTensorBase) and isinstance(result, DTensorBase):
             watches = [Watch(shard) for shard in _shards_read(source, result)]
-            ref = weakref.ref(source, self._drop)
-            self._cache.prepared_input = _Entry(ref, source._version, watches, key, result, result._version)
+        elif not _share_memory(source, result):
+            return
+        ref = weakref.ref(source, self._drop)
+        self._cache.prepared_input = _Entry(ref, source._version, watches, key, result, result._version)
 
     def _drop(self, source: object) -> None:
         if self._entry is not None and self._entry.source is source:
             self._cache.prepared_input = None
 
 
-def _may_be_kept(source: Tensor, result: Tensor) -> bool:
-    """Return whether the result for this tensor is cached.
+def _may_be_kept(source: Tensor) -> bool:
+    """Return whether results for this tensor are cached.
 
     They are not for parameters, whose result should not outlive the call, for inference tensors, whose writes are not
     counted, and while tracing, since a traced tensor belongs to one graph.
     """
     # The type is compared first, since isinstance with Parameter calls Python code.
-    if (type(source) is not Tensor and isinstance(source, nn.Parameter)) or source.is_inference() or is_traced():
-        return False
-    return _are_distributed(source, result) or _share_memory(source, result)
-
-
-def _are_distributed(source: Tensor, result: Tensor) -> bool:
-    return isinstance(source, DTensorBase) and isinstance(result, DTensorBase)
+    is_parameter = type(source) is not Tensor and isinstance(source, nn.Parameter)
+    return not (is_parameter or source.is_inference() or is_traced())
 
 
 def _shards_read(source: Tensor, result: Tensor) -> list[Tensor]:
@@ -93,8 +93,9 @@ def _shards_read(source: Tensor, result: Tensor) -> list[Tensor]:
 
 
 def _share_memory(source: Tensor, result: Tensor) -> bool:
-    """Whether a result is the memory of an input, on every rank."""
-    one, other = (each._local_shard if isinstance(each, DTensorBase) else each for each in (source, result))
+    """Return whether a result is in the memory of an input, on every rank."""
+    one = source._local_shard if isinstance(source, DTensorBase) else source
+    other = result._local_shard if isinstance(result, DTensorBase) else result
     if isinstance(one, RankTensor) and isinstance(other, RankTensor):
         return all(map(_share_memory, one.shards, other.shards))
     if isinstance(one, RankTensor) or isinstance(other, RankTensor):
