@@ -5,9 +5,12 @@
 `ops` are the rows of `eager.py`, and the repeated calls of `redistribute.py`; `first` are those of `cold.py`. Each
 checkout runs in processes of its own, pinned to one core. They take turns, row by row, so that they meet the same
 disturbances. A row has the best and the lower quartile of both checkouts, in microseconds, and the ratio of each; where
-both ratios are above 1.03, it is marked. First calls happen once in a process, so there is a process for each round: a
-row is the median over samples of the best, and of the median, over rounds. In each round the garbage collector
-interrupts other samples, so that a row is not slower because its samples happen to be those.
+both ratios are above 1.03, it is marked.
+
+First calls happen once in a process, so there is a process for each round. Each sample of a row is a call of its own,
+and the checkouts are compared sample by sample: a row has the medians, over samples, of the best and of the median over
+rounds, and of their ratios. Where samples come in two kinds, as placements alternate, the medians of two checkouts may
+be of different kinds; those of ratios are not. In each round the garbage collector interrupts other samples.
 """
 
 from __future__ import annotations
@@ -20,12 +23,22 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 WORKER = Path(__file__).parent / "worker.py"
 Times = dict[str, list[list[float]]]
 """For each row, the times of the first checkout and of the second."""
+Statistic = Callable[[list[float]], float]
+
+
+class Pair:
+    """The times of both checkouts, and their ratio, which is that of the times unless it is given."""
+
+    def __init__(self, old: float, new: float, ratio: float | None = None) -> None:
+        self.old, self.new = old, new
+        self.ratio = new / old if ratio is None else ratio
 
 
 def start(checkout: Path, part: str, core: str, *options: str) -> subprocess.Popen[str]:
@@ -61,7 +74,7 @@ def ops(checkouts: list[Path], given: argparse.Namespace) -> None:
                     times[name][which].append(read(workers[which]))
         for worker in workers:
             worker.communicate()
-    show({name: [(min(both[i]), statistics.quantiles(both[i])[0]) for i in (0, 1)] for name, both in times.items()})
+    show({name: [Pair(*map(min, both)), Pair(*map(lower_quartile, both))] for name, both in times.items()})
 
 
 def first_calls(checkouts: list[Path], given: argparse.Namespace) -> None:
@@ -74,27 +87,31 @@ def first_calls(checkouts: list[Path], given: argparse.Namespace) -> None:
                     times[name][which][sample].append(time)
             worker.communicate()
 
-    def row(samples: dict[int, list[float]]) -> tuple[float, float]:
-        rounds = samples.values()
-        return statistics.median(map(min, rounds)), statistics.median(map(statistics.median, rounds))
+    def column(old: dict[int, list[float]], new: dict[int, list[float]], over_rounds: Statistic) -> Pair:
+        pairs = [Pair(over_rounds(old[sample]), over_rounds(new[sample])) for sample in old]
+        median = statistics.median
+        return Pair(median(p.old for p in pairs), median(p.new for p in pairs), median(p.ratio for p in pairs))
 
-    show({name: [row(both[i]) for i in (0, 1)] for name, both in times.items() if is_wanted(name, given.only)})
+    wanted = {name: both for name, both in times.items() if is_wanted(name, given.only)}
+    show({name: [column(*both, min), column(*both, statistics.median)] for name, both in wanted.items()})
 
 
 def is_wanted(name: str, only: list[str]) -> bool:
     return not only or any(text in name for text in only)
 
 
-def show(rows: dict[str, list[tuple[float, float]]]) -> None:
+def lower_quartile(times: list[float]) -> float:
+    return statistics.quantiles(times)[0]
+
+
+def show(rows: dict[str, list[Pair]]) -> None:
     """Print the rows, in microseconds, and the geometric means of their ratios."""
-    ratios: list[tuple[float, float]] = []
     width = max(map(len, rows), default=0)
-    for name, (old, new) in rows.items():
-        ratios.append((new[0] / old[0], new[1] / old[1]))
-        both = "   ".join(f"{old[i]:9.2f} {new[i]:9.2f} {ratios[-1][i]:6.3f}" for i in (0, 1))
-        print(f"{name:{width}}   {both}{'  <<<' if min(ratios[-1]) > 1.03 else ''}", flush=True)
-    means = [math.exp(statistics.mean(math.log(pair[i]) for pair in ratios)) for i in (0, 1)]
-    print(f"geometric means of {len(ratios)} rows: {means[0]:.3f}, {means[1]:.3f}\n", flush=True)
+    for name, columns in rows.items():
+        text = "   ".join(f"{pair.old:9.2f} {pair.new:9.2f} {pair.ratio:6.3f}" for pair in columns)
+        print(f"{name:{width}}   {text}{'  <<<' if min(pair.ratio for pair in columns) > 1.03 else ''}", flush=True)
+    means = [math.exp(statistics.mean(math.log(row[i].ratio) for row in rows.values())) for i in (0, 1)]
+    print(f"geometric means of {len(rows)} rows: {means[0]:.3f}, {means[1]:.3f}\n", flush=True)
 
 
 PARTS = {"ops": ops, "first": first_calls}

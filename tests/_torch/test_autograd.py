@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from shardwise._torch.autograd import call_after_backward, in_backward
+from shardwise._torch.autograd import QuickFunction, call_after_backward, in_backward
 
 
 def test_in_backward_is_true_inside_a_backward_formula_only() -> None:
@@ -65,3 +66,36 @@ def test_a_pass_that_fails_forgets_the_function() -> None:
         leaf.sum().backward()
     assert not current.pop()
     assert alive() is None
+
+
+class Cube(QuickFunction):
+    callers: ClassVar[list[str]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.factor = factor
+        return factor * x**3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        Cube.callers.append(sys._getframe(1).f_code.co_name)
+        (x,) = ctx.saved_tensors
+        return gradient * ctx.factor * 3 * x**2, None
+
+
+def test_the_engine_calls_the_derivative_of_a_quick_function_without_a_frame_between() -> None:
+    Cube.callers.clear()
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    (first,) = torch.autograd.grad(Cube.apply(x, 2.0).sum(), x, create_graph=True)
+    assert first.tolist() == [6.0, 24.0]
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert second.tolist() == [12.0, 24.0]
+    assert Cube.callers == ["_engine_run_backward"], "the class of its nodes has another method for this"
+
+
+def test_a_node_of_a_quick_function_can_be_applied_by_hand() -> None:
+    y = Cube.apply(torch.tensor([2.0], requires_grad=True), 1.0)
+    gradient, none = y.grad_fn.apply(torch.ones(1))
+    assert gradient.tolist() == [12.0]
+    assert none is None

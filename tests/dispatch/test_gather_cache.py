@@ -235,10 +235,10 @@ def test_nothing_is_kept_when_the_tensor_goes() -> None:
         x = distribute_tensor(torch.randn(1, ROWS, COLUMNS), mesh, [Shard(1)])
         with torch.no_grad():
             F.linear(x, cut)
-        assert _Active.cache._entry is not None
+        assert _Active.cache.operand is not None
         del x
         gc.collect()
-        assert _Active.cache._entry is None
+        assert _Active.cache.operand is None
 
 
 def test_a_rank_that_looks_at_its_shard_does_not_communicate_alone() -> None:

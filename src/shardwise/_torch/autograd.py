@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionMeta
 from torch.utils.hooks import RemovableHandle
 
 
@@ -24,8 +25,23 @@ class Context(Protocol):
         """Set whether the gradients of unused results are zeros instead of None."""
 
 
-class QuickFunction(torch.autograd.Function):
-    """An autograd function whose `apply` skips the preparation for functorch where none of its transforms is active."""
+class _BackwardCalledDirectly(FunctionMeta):
+    """The metaclass of `QuickFunction`: makes `backward` of a function the method that the engine calls on its nodes.
+
+    Relies on `_backward_cls`, the class of the nodes, whose method `apply` would look up `backward` at each call.
+    """
+
+    def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, object]) -> None:
+        super().__init__(name, bases, attributes)
+        function: Any = cls
+        function._backward_cls.apply = function.backward
+
+
+class QuickFunction(torch.autograd.Function, metaclass=_BackwardCalledDirectly):
+    """An autograd function whose `apply` skips the preparation for functorch where none of its transforms is active.
+
+    Its derivative is a static method `backward`.
+    """
 
     def __init_subclass__(cls) -> None:
         """Bind `apply` once for each class: a look-up in the base classes at each call takes as long as the call."""

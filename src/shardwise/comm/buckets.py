@@ -168,7 +168,9 @@ class Bucket:
             return len(self._locals) - 1
 
     def start(self) -> None:
-        """Start the collective."""
+        """Start the collective, unless it was started."""
+        if self.started:
+            return
         with self.lock, below_autograd():
             if not self.started:
                 self.started = True
@@ -193,8 +195,8 @@ class Bucket:
     def results(self) -> list[Tensor]:
         """Wait for the collective, and return the reduced local tensors: views of what was received."""
         with self.lock:
-            self.start()
             if self._results is None:
+                self.start()
                 assert self._raw is not None
                 _, op, divisor, _, _, dtype = self._reductions[0].channel
                 _, divide = divided_sum(divisor, dtype)

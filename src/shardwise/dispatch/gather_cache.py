@@ -21,49 +21,62 @@ from ..comm.redistribute import redistribute_local
 from ..sharding.base import DTensorBase
 from ..sharding.runtime import Runtime, WorldState, on_activate
 from ..sharding.spec import DTensorSpec
-from .watch import Watch
+from .watch import Watch, WatchingCache, use_cache
 from .writes import count_write, count_writes
 
 
-class _Entry(NamedTuple):
+class GatheredOperand(NamedTuple):
+    """The last redistributed operand of an op."""
+
     root: weakref.ref[DTensorBase]
     source: DTensorSpec
     target: DTensorSpec
-    watch: Watch
     result: Tensor
-    result_watch: Watch
+    watch: Watch
+    """Of the local shard and of the result."""
 
 
-class GatherCache:
-    """The last redistributed operand of one world."""
+class PreparedInput(NamedTuple):
+    """The last prepared input of a module (`parallel/last_input`)."""
 
-    def __init__(self) -> None:
-        self._entry: _Entry | None = None
-        self.prepared_input: object | None = None
-        """The last prepared input of a module (`parallel/last_input`): like the operand, it ends with any write."""
+    source: weakref.ref[Tensor]
+    source_version: int
+    key: object
+    result: Tensor
+    result_version: int
+    watch: Watch | None
+    """None for a plain tensor and a result that share their memory."""
+
+
+class GatherCache(WatchingCache):
+    """The last redistributed operand of one world, and the last prepared input. Both end with any write."""
+
+    operand: GatheredOperand | None = None
+    prepared_input: PreparedInput | None = None
 
     def find(self, tensor: DTensorBase, target: DTensorSpec) -> Tensor | None:
         """Return the cached local shard of `tensor` under the target spec, unless it was written since."""
-        entry = self._entry
+        entry = self.operand
         if entry is None or entry.target is not target or entry.source is not tensor._spec:
             return None
-        if entry.root() is not root_of(tensor) or not entry.watch.unchanged(tensor._local_shard):
+        if entry.root() is not root_of(tensor):
             return None
-        return entry.result if entry.result_watch.unchanged(entry.result) else None
+        return entry.result if entry.watch.unchanged(tensor._local_shard, entry.result) else None
 
     def keep(self, tensor: DTensorBase, target: DTensorSpec, result: Tensor) -> None:
         """Cache `result`, the local shard of `tensor` under the target spec, replacing the present entry."""
         root, local = root_of(tensor), tensor._local_shard
         # Writes to inference tensors are not counted.
         if local.is_inference() or result.is_inference() or result is local or is_weight(root):
-            self._entry = None
+            self.operand = None
         else:
-            ref = weakref.ref(root, self._drop)
-            self._entry = _Entry(ref, tensor._spec, target, Watch(local), result, Watch(result))
+            watch = Watch(local, result)
+            self.operand = GatheredOperand(weakref.ref(root, self._drop), tensor._spec, target, result, watch)
+            watch.start()
 
     def _drop(self, root: object) -> None:
-        if self._entry is not None and self._entry.root is root:
-            self._entry = None
+        if self.operand is not None and self.operand.root is root:
+            self.operand = None
 
 
 GATHERED = WorldState(GatherCache)
@@ -76,7 +89,9 @@ class _Active:
 
 
 def _use_cache_of(runtime: Runtime) -> None:
-    _Active.cache = GATHERED.of(runtime)
+    cache = _Active.cache = GATHERED.of(runtime)
+    cache.operand = cache.prepared_input = None  # while another world was active, exposed memory was not told to it
+    use_cache(cache)
 
 
 on_activate(_use_cache_of)
@@ -95,7 +110,7 @@ def redistributed(tensor: DTensorBase, target: DTensorSpec) -> Tensor:
 def forget_gathered() -> None:
     """Empty the cache: something was written."""
     cache = _Active.cache
-    cache._entry = cache.prepared_input = None
+    cache.operand = cache.prepared_input = None
 
 
 def after_write(tensor: DTensorBase) -> None:

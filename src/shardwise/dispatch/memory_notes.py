@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ..world import RankTensor
-
-if TYPE_CHECKING:
-    from .watch import Watch
 
 _NAME = "_notes_of_shardwise"
 _FEW = 8
@@ -27,8 +23,6 @@ class MemoryNotes:
     """Whether the user may hold a tensor in this memory, so that writes to it may go uncounted."""
     handed_out: list[weakref.ref[Tensor]] | None = None
     """Tensors in this memory that `to_local` returned; their versions count writes to the distributed tensor."""
-    watches: tuple[weakref.ref[Watch], ...] = ()
-    """A tuple that is replaced: other threads may read it at any moment."""
     writes: int = 0
     """How many ops on distributed tensors wrote this memory while writes were counted (`writes.watch`)."""
 
@@ -51,6 +45,12 @@ def notes_of(shard: Tensor) -> MemoryNotes:
     attributes = shard.untyped_storage().__dict__
     found: MemoryNotes | None = attributes.get(_NAME)
     return attributes.setdefault(_NAME, MemoryNotes()) if found is None else found
+
+
+def is_exposed(shard: Tensor) -> bool:
+    """Whether the user may hold a tensor in the memory of one shard. Makes no notes."""
+    notes: MemoryNotes | None = getattr(shard.untyped_storage(), _NAME, None)
+    return notes is not None and notes.exposed
 
 
 def shards_of(local: Tensor) -> tuple[Tensor, ...]:

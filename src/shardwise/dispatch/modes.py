@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 
+from ..ops.modes import Switches, current, switched
 from ..ops.modes import modes as modes
-from ..ops.modes import switched
 from .formulas import mark_held_result
 
 
@@ -29,11 +30,32 @@ def warning_of_communication() -> AbstractContextManager[None]:
 @contextmanager
 def implicit_replication() -> Iterator[None]:
     """Inside, plain tensors that meet distributed ones are taken as replicated: the same on all ranks."""
-    with switched(implicit_replication=True):
-        try:
-            yield
-        finally:
-            mark_held_result()
+    before = begin_implicit_replication()
+    try:
+        yield
+    finally:
+        end_implicit_replication(before)
+
+
+def begin_implicit_replication() -> Switches:
+    """Enter `implicit_replication` and return the modes before it, for `end_implicit_replication`.
+
+    For overrides of ops, where the context manager would take longer than the rest of the override.
+    """
+    before = current.get()
+    current.set(_replicating(before))
+    return before
+
+
+def end_implicit_replication(before: Switches) -> None:
+    """Leave `implicit_replication`."""
+    mark_held_result()
+    current.set(before)
+
+
+@cache
+def _replicating(modes: Switches) -> Switches:
+    return modes._replace(implicit_replication=True)
 
 
 def strict_ops() -> AbstractContextManager[None]:

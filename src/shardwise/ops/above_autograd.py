@@ -99,7 +99,9 @@ def where_distributed(func: OpOverload, run: Callable[..., object]) -> Callable[
     def kernel(keys: Keys, *args: object, **kwargs: object) -> object:
         tensors = tensors_in(args, kwargs)
         plain = [tensor for tensor in tensors if not isinstance(tensor, DTensorBase)]
-        if len(plain) < len(tensors) and (modes.implicit_replication or all(tensor.numel() == 1 for tensor in plain)):
+        if len(plain) < len(tensors) and (
+            not plain or modes.implicit_replication or all(tensor.numel() == 1 for tensor in plain)
+        ):
             return run(keys, *args, **kwargs)
         return call_with_autograd(func, keys, *args, **kwargs)
 

@@ -226,14 +226,15 @@ def _override(func: OpOverload) -> Callable[..., object]:
 
 def _is_served(tensors: Sequence[Any], mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> bool:
     """Whether keys or values are sharded by position, in a call that is valid and that a ring can compute."""
-    if not all(isinstance(tensor, DTensorBase) and tensor.dim() == 4 for tensor in tensors):
-        return False
+    for tensor in tensors:
+        if not isinstance(tensor, DTensorBase) or tensor.dim() != 4:
+            return False
     query, key, value = tensors
     mesh_info = query._spec.mesh_info
-    if any(tensor._spec.mesh_info is not mesh_info for tensor in tensors):
+    if not mesh_info is key._spec.mesh_info is value._spec.mesh_info:
         return False
     axes = sequence_axes(key._spec, value._spec)
-    if math.prod(mesh_info.sizes[axis] for axis in axes) == 1:
+    if not axes or math.prod(mesh_info.sizes[axis] for axis in axes) == 1:
         return False
     if mask is not None and (is_causal or mask.requires_grad or not _is_known(mask, mesh_info)):
         return False

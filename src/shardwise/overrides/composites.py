@@ -17,7 +17,7 @@ from torch import Tensor
 from .._torch import pytree
 from .._torch.above_autograd import Keys, call_original, tensors_in
 from .._torch.ops import OpOverload
-from ..dispatch.modes import implicit_replication
+from ..dispatch.modes import begin_implicit_replication, end_implicit_replication
 from ..ops.above_autograd import where_distributed
 from ..ops.replicated import as_replicated
 from ..sharding.base import DTensorBase
@@ -30,8 +30,11 @@ def taking_plain_as_replicated(func: OpOverload) -> Callable[..., object]:
     """
 
     def run(keys: Keys, *args: object, **kwargs: object) -> object:
-        with implicit_replication():
+        before = begin_implicit_replication()
+        try:
             result = call_original(func, keys, *args, **kwargs)
+        finally:
+            end_implicit_replication(before)
         if isinstance(result, DTensorBase):
             return result
         like = next(tensor for tensor in tensors_in(args, kwargs) if isinstance(tensor, DTensorBase))

@@ -12,25 +12,14 @@ write. Data that was gathered from or into a plain tensor is gathered again.
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from .._torch.fake_tensors import is_traced
-from ..dispatch.gather_cache import GatherCache
+from ..dispatch.gather_cache import GatherCache, PreparedInput
+from ..dispatch.memory_notes import shards_of
 from ..dispatch.watch import Watch
 from ..sharding.base import DTensorBase
-from ..world import RankTensor
-
-
-class _Entry(NamedTuple):
-    source: weakref.ref[Tensor]
-    source_version: int
-    watches: list[Watch] | None
-    """None for a plain tensor and a result that share their memory."""
-    key: object
-    result: Tensor
-    result_version: int
 
 
 class LastInput:
@@ -39,40 +28,38 @@ class LastInput:
     def __init__(self, cache: GatherCache) -> None:
         self._cache = cache
 
-    @property
-    def _entry(self) -> _Entry | None:
-        found = self._cache.prepared_input
-        assert found is None or isinstance(found, _Entry)
-        return found
-
     def find(self, source: Tensor, key: object) -> Tensor | None:
         """Return the cached result for this tensor and key, unless either was written since."""
-        entry = self._entry
+        entry = self._cache.prepared_input
         if entry is None or entry.source() is not source or entry.key != key:
             return None
         result = entry.result
         if entry.result_version != result._version or source._version != entry.source_version:
             return None
-        if entry.watches is None:  # after `x.data = y` they share no memory
+        if entry.watch is None:  # after `x.data = y` they share no memory
             return result if _share_memory(source, result) else None
-        shards = zip(entry.watches, _shards_read(source, result), strict=True)
-        return result if all(watch.unchanged(shard) for watch, shard in shards) else None
+        assert isinstance(source, DTensorBase), "plain tensors have no watch"
+        assert isinstance(result, DTensorBase), "plain tensors have no watch"
+        return result if entry.watch.unchanged(*_shards_read(source, result)) else None
 
     def keep(self, source: Tensor, key: object, result: Tensor) -> None:
         """Cache this result, replacing the present entry, if writes to both are counted."""
         self._cache.prepared_input = None
         if result is source or not _may_be_kept(source) or result.is_inference():
             return
-        watches = None
+        watch = None
         if isinstance(source, DTensorBase) and isinstance(result, DTensorBase):
-            watches = [Watch(shard) for shard in _shards_read(source, result)]
+            watch = Watch(*_shards_read(source, result))
         elif not _share_memory(source, result):
             return
         ref = weakref.ref(source, self._drop)
-        self._cache.prepared_input = _Entry(ref, source._version, watches, key, result, result._version)
+        self._cache.prepared_input = PreparedInput(ref, source._version, key, result, result._version, watch)
+        if watch is not None:
+            watch.start()
 
     def _drop(self, source: object) -> None:
-        if self._entry is not None and self._entry.source is source:
+        entry = self._cache.prepared_input
+        if entry is not None and entry.source is source:
             self._cache.prepared_input = None
 
 
@@ -82,22 +69,22 @@ def _may_be_kept(source: Tensor) -> bool:
     They are not for parameters, whose result should not outlive the call, for inference tensors, whose writes are not
     counted, and while tracing, since a traced tensor belongs to one graph.
     """
-    # The type is compared first, since isinstance with Parameter calls Python code.
-    is_parameter = type(source) is not Tensor and isinstance(source, nn.Parameter)
+    # What takes least time comes first: isinstance with Parameter calls Python code.
+    is_parameter = source._base is None and source.is_leaf and isinstance(source, nn.Parameter)
     return not (is_parameter or source.is_inference() or is_traced())
 
 
-def _shards_read(source: Tensor, result: Tensor) -> list[Tensor]:
+def _shards_read(source: DTensorBase, result: DTensorBase) -> list[Tensor]:
     """The local shards to watch: of an input, of what it views, and of the result, which a module may write."""
-    return [each._local_shard for each in (source, source._base, result) if isinstance(each, DTensorBase)]
+    base = source._base
+    viewed = [base._local_shard] if isinstance(base, DTensorBase) else []
+    return [source._local_shard, *viewed, result._local_shard]
 
 
 def _share_memory(source: Tensor, result: Tensor) -> bool:
     """Return whether a result is in the memory of an input, on every rank."""
     one = source._local_shard if isinstance(source, DTensorBase) else source
     other = result._local_shard if isinstance(result, DTensorBase) else result
-    if isinstance(one, RankTensor) and isinstance(other, RankTensor):
-        return all(map(_share_memory, one.shards, other.shards))
-    if isinstance(one, RankTensor) or isinstance(other, RankTensor):
-        return False
-    return one.untyped_storage() is other.untyped_storage()
+    if type(one) is Tensor and type(other) is Tensor:
+        return one.untyped_storage() is other.untyped_storage()
+    return [shard.untyped_storage() for shard in shards_of(one)] == [s.untyped_storage() for s in shards_of(other)]

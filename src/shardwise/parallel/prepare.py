@@ -83,8 +83,10 @@ class PrepareModuleInput(ParallelStyle):
         def prepare(_: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
             if converters:
                 self._check_count(args)
-                args = tuple(_converted(value, by) for by, value in zip(converters, args, strict=True))
-            return args, {name: _converted(value, by_name.get(name)) for name, value in kwargs.items()}
+                args = tuple([_converted(value, by) for by, value in zip(converters, args, strict=True)])
+            if kwargs:
+                kwargs = {name: _converted(value, by_name.get(name)) for name, value in kwargs.items()}
+            return args, kwargs
 
         return prepare
 

@@ -98,7 +98,9 @@ class Collected(LocalSource):
     def new_tensor(self, spec: DTensorSpec, device: torch.device) -> DTensorBase:
         """Return a new tensor with this source."""
         shape, stride, dtype = spec.tensor_meta
-        tensor: DTensorBase = make_wrapper(DTensorBase.concrete, shape, stride, dtype=dtype, device=device)
+        tensor: DTensorBase = make_wrapper(
+            DTensorBase.concrete, shape, stride, None, None, dtype, torch.strided, device
+        )
         tensor._spec, tensor._source = spec, self
         self._tensors.append(ref(tensor))
         return tensor

@@ -90,11 +90,11 @@ def _can_be_counted(tensor: DTensorBase, local: Tensor) -> bool:
     Inference tensors have no versions, modes and compilers would see an op that the program does not call, and tensors
     of other classes may not survive a copy.
     """
-    return (
-        (type(local) is Tensor or isinstance(local, RankTensor))
-        and not count_modes()
-        and not transforms_active()
-        and not _in_inference_mode()
-        and not tensor.is_inference()
-        and not local.is_inference()
+    return not (
+        count_modes()
+        or transforms_active()
+        or _in_inference_mode()
+        or local.is_inference()
+        or tensor.is_inference()
+        or (type(local) is not Tensor and not isinstance(local, RankTensor))
     )
