@@ -33,6 +33,15 @@ class _BackwardCalledDirectly(FunctionMeta):
 
     def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, object]) -> None:
         super().__init__(name, bases, attributes)
+        cls._bind_backward()
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        """Set an attribute of the function. A tool that replaces `backward` replaces the nodes' method, too."""
+        super().__setattr__(name, value)
+        if name == "backward":
+            cls._bind_backward()
+
+    def _bind_backward(cls) -> None:
         function: Any = cls
         function._backward_cls.apply = function.backward
 
