@@ -16,6 +16,7 @@ from .._torch import pytree
 from .._torch.modes import without_modes
 from .._torch.ops import OpOverload, OpOverloadPacket, schema_of
 from .._torch.symbols import has_symbols, hinted, shape_inference, specialized
+from ..errors import WorldError
 from ..notation import Bound, BoundTensor
 from ..notation.patterns import Pattern
 from ..ops.resolve import ResolvedOp
@@ -297,7 +298,7 @@ def form_key(op: ResolvedOp, args: Sequence[object], kwargs: dict[str, object]) 
             key.append((type(value), value))
     try:
         hash(made := (*key, *kwargs))
-    except TypeError:
+    except (TypeError, WorldError):  # a SymInt, and a float that differs between simulated ranks
         return None
     return made
 
