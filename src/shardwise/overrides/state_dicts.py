@@ -39,7 +39,7 @@ def _gathering(original: Function) -> Function:
     def gather(state_dict: dict[str, object], **options: object) -> dict[str, object]:
         gathered: dict[str, object] = {}
         for key, value in state_dict.items():  # one by one: the original moves each to the CPU, or drops it
-            gathered.update(original({key: pytree.tree_map_only(DTensorBase, _full, value)}, **options))  # type: ignore[call-overload]
+            gathered.update(original({key: pytree.tree_map_only(DTensorBase, gathered, value)}, **options))  # type: ignore[call-overload]
         return gathered
 
     return gather
@@ -63,11 +63,6 @@ def _distributing(original: Function) -> Function:
                 local[key] = _sharded(found, like)
 
     return distribute
-
-
-def _full(tensor: DTensorBase) -> Tensor:
-    """Return the global tensor, on every rank."""
-    return redistribute_local(tensor._local_shard, tensor._spec, tensor._spec.replicated())
 
 
 def _sharded(full: Tensor, like: DTensorBase) -> DTensorBase:
