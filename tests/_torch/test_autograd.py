@@ -99,3 +99,22 @@ def test_a_node_of_a_quick_function_can_be_applied_by_hand() -> None:
     gradient, none = y.grad_fn.apply(torch.ones(1))
     assert gradient.tolist() == [12.0]
     assert none is None
+
+
+def test_a_derivative_that_is_swapped_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By nodes that were made before, too. Tools swap derivatives for wrappers."""
+    x = torch.full((2,), 2.0, requires_grad=True)
+    y = Cube.apply(x, 1.0).sum()
+    original, called = Cube.backward, []
+
+    def wrapper(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        called.append(ctx)
+        return original(ctx, gradient)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Cube, "backward", staticmethod(wrapper))
+        (gradient,) = torch.autograd.grad(y, x, retain_graph=True)
+    assert gradient.tolist() == [12.0, 12.0]
+    assert len(called) == 1
+    torch.autograd.grad(y, x)
+    assert len(called) == 1

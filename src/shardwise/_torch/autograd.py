@@ -33,6 +33,14 @@ class _BackwardCalledDirectly(FunctionMeta):
 
     def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, object]) -> None:
         super().__init__(name, bases, attributes)
+        cls._call_directly()
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "backward":  # tools swap it for a wrapper
+            cls._call_directly()
+
+    def _call_directly(cls) -> None:
         function: Any = cls
         function._backward_cls.apply = function.backward
 
