@@ -423,6 +423,31 @@ def test_gradients_of_gradients_outside_of_the_context(case: str) -> None:
         torch.testing.assert_close(whole(twice(x, y)), wanted)
 
 
+@pytest.mark.parametrize("inner", ["the user's hooks", "implicit_replication"])
+@pytest.mark.parametrize("case", SAVED)
+def test_unpack_hooks_of_an_op_that_took_a_plain_tensor(case: str, inner: str) -> None:
+    """They run while its formula reads what was saved, and are no part of the formula."""
+    called = []
+    with ranks(2) as mesh:
+        x, other = on(mesh, X, Shard(0), grad=True), on(mesh, X, Shard(1))
+
+        def unpack(saved: Tensor) -> Tensor:
+            with pytest.raises(MixedTensorError):
+                other * PLAIN
+            called.append(saved)
+            return saved
+
+        contexts = [shardwise.implicit_replication(), saved_tensors_hooks(lambda tensor: tensor, unpack)]
+        with contexts[inner == "implicit_replication"], contexts[inner != "implicit_replication"]:
+            y = SAVED[case](x)
+        y.sum().backward()
+        one = X.clone().requires_grad_()
+        SAVED[case](one).sum().backward()
+        assert one.grad is not None
+        torch.testing.assert_close(whole(x.grad), one.grad)
+    assert called
+
+
 INDEXED: dict[str, Callable[[Any], Any]] = {
     "a list": lambda x: x[[0, 2]],
     "a plain tensor": lambda x: x[INDEX],

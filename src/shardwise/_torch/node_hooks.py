@@ -1,12 +1,14 @@
-"""Hooks on nodes of autograd: ours, and those that programs register on the same nodes after them."""
+"""Hooks of programs on nodes of autograd that have hooks of ours, too, and on the tensors that nodes save."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Set
-from typing import Any
+from typing import Any, NamedTuple
 
+from torch import fx
 from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 
 Hook = Callable[..., object]
 Hooks = OrderedDict[int, Hook]
@@ -52,3 +54,36 @@ class HookRegistration:
     def uninstall(self) -> None:
         """Let PyTorch add hooks by its own function again."""
         Function._register_hook = staticmethod(self._original)  # type: ignore[method-assign]
+
+
+class _Hooks(NamedTuple):
+    """What a block of `saved_tensors_hooks` reads of itself when it begins."""
+
+    pack_hook: Hook
+    unpack_hook: Hook
+
+
+class UnpackHookWrapping:
+    """Replaces the method that begins a block of `saved_tensors_hooks`: its unpack hook is wrapped by `wrap`.
+
+    The hook runs when a derivative formula reads the saved tensor, so it would count as part of the formula. Hooks that
+    are FX graphs are not wrapped: compilers look for these, and inline them. Relies on `__enter__` reading no more of a
+    block than its hooks.
+    """
+
+    def __init__(self, wrap: Callable[[Hook], Hook]) -> None:
+        original: Any = saved_tensors_hooks.__enter__
+
+        def enter(block: saved_tensors_hooks) -> None:
+            unpack = block.unpack_hook
+            original(_Hooks(block.pack_hook, unpack if isinstance(unpack, fx.GraphModule) else wrap(unpack)))
+
+        self._original, self._enter = original, enter
+
+    def install(self) -> None:
+        """From now on, wrap the unpack hooks of blocks that begin."""
+        saved_tensors_hooks.__enter__ = self._enter  # type: ignore[method-assign]
+
+    def uninstall(self) -> None:
+        """Let blocks use their hooks unwrapped again."""
+        saved_tensors_hooks.__enter__ = self._original  # type: ignore[method-assign]
