@@ -10,8 +10,7 @@ ended. A plain gradient that the formula returns becomes a replicated one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -41,19 +40,6 @@ def in_formula() -> bool:
     """Return whether the formula of a marked node runs in this thread."""
     node = current_node()
     return node is not None and current_pass() in metadata_of(node).get(_RUNNING, ())
-
-
-@contextmanager
-def outside_formula() -> Iterator[None]:
-    """Inside, `in_formula()` is False: for code that the running formula calls."""
-    if not in_formula():
-        yield
-        return
-    _leave()
-    try:
-        yield
-    finally:
-        _enter()
 
 
 def mark_formula(node: Node) -> None:
@@ -142,8 +128,13 @@ def _end(grad_inputs: Gradients, grad_outputs: Gradients) -> Gradients | None:
 
 def _outside(hook: Callable[..., object]) -> Callable[..., object]:
     def run(*arguments: object) -> object:
-        with outside_formula():
+        if not in_formula():
             return hook(*arguments)
+        _leave()
+        try:
+            return hook(*arguments)
+        finally:
+            _enter()
 
     return run
 
