@@ -113,6 +113,19 @@ def test_unpack_hooks_are_wrapped_while_installed() -> None:
     assert CALLS == ["user's"]
 
 
+def test_unpack_hooks_of_one_saved_tensor_are_wrapped() -> None:
+    wrapping = UnpackHookWrapping(wrapped)
+    wrapping.install()
+    try:
+        x = torch.ones(2, requires_grad=True)
+        y = x**2
+        y.grad_fn._raw_saved_self.register_hooks(lambda tensor: tensor, unpack)
+        y.sum().backward()
+    finally:
+        wrapping.uninstall()
+    assert CALLS == ["wrapped", "user's"]
+
+
 def test_blocks_of_classes_of_their_own_are_wrapped() -> None:
     wrapping = UnpackHookWrapping(wrapped)
     wrapping.install()

@@ -448,6 +448,16 @@ def test_unpack_hooks_of_an_op_that_took_a_plain_tensor(case: str, inner: str) -
     assert called
 
 
+def test_an_unpack_hook_of_one_saved_tensor() -> None:
+    with ranks(2) as mesh:
+        x = on(mesh, X, Shard(0), grad=True)
+        with shardwise.implicit_replication():
+            y: Any = x.abs() ** PLAIN
+        y.grad_fn._raw_saved_self.register_hooks(lambda tensor: tensor, mix)
+        with pytest.raises(MixedTensorError):
+            y.sum().backward()
+
+
 INDEXED: dict[str, Callable[[Any], Any]] = {
     "a list": lambda x: x[[0, 2]],
     "a plain tensor": lambda x: x[INDEX],

@@ -7,12 +7,15 @@ from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 from torch import fx
+from torch._C._autograd import SavedTensor
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 Hook = Callable[..., object]
 Hooks = OrderedDict[int, Hook]
 Register = Callable[[Hooks | None, Hook], tuple[Hooks, Any]]
+
+_SavedTensor: Any = SavedTensor
 
 _NO_HANDLE = -1
 """The id of a hook without a handle. PyTorch's ids count from 0."""
@@ -64,11 +67,11 @@ class _Hooks(NamedTuple):
 
 
 class UnpackHookWrapping:
-    """Replaces the method that begins a block of `saved_tensors_hooks`: its unpack hook is wrapped by `wrap`.
+    """Replaces the functions that add hooks for saved tensors: unpack hooks are wrapped by `wrap`.
 
     The hook runs when a derivative formula reads the saved tensor, so it would count as part of the formula. Hooks that
-    are FX graphs are not wrapped: compilers look for these, and inline them. Relies on `__enter__` reading no more of a
-    block than its hooks.
+    are FX graphs are not wrapped: compilers look for these, and inline them. Relies on `__enter__` of a block of
+    `saved_tensors_hooks` reading no more of it than its hooks, and on `SavedTensor`, whose method adds hooks for one.
     """
 
     def __init__(self, wrap: Callable[[Hook], Hook]) -> None:
@@ -78,12 +81,17 @@ class UnpackHookWrapping:
             unpack = block.unpack_hook
             original(_Hooks(block.pack_hook, unpack if isinstance(unpack, fx.GraphModule) else wrap(unpack)))
 
-        self._original, self._enter = original, enter
+        original_register: Any = _SavedTensor.register_hooks
+
+        def register(saved: object, pack: Hook, unpack: Hook) -> None:
+            original_register(saved, pack, wrap(unpack))
+
+        self._originals, self._wrapping = (original, original_register), (enter, register)
 
     def install(self) -> None:
-        """From now on, wrap the unpack hooks of blocks that begin."""
-        saved_tensors_hooks.__enter__ = self._enter  # type: ignore[method-assign]
+        """From now on, wrap the unpack hooks of blocks that begin, and of single tensors."""
+        saved_tensors_hooks.__enter__, _SavedTensor.register_hooks = self._wrapping  # type: ignore[method-assign]
 
     def uninstall(self) -> None:
-        """Let blocks use their hooks unwrapped again."""
-        saved_tensors_hooks.__enter__ = self._original  # type: ignore[method-assign]
+        """Let PyTorch use hooks unwrapped again."""
+        saved_tensors_hooks.__enter__, _SavedTensor.register_hooks = self._originals  # type: ignore[method-assign]
