@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
 
 from ._torch.async_tensors import wait_for_data
 from .comm.groups import adopt
@@ -20,7 +21,7 @@ from .errors import InputError, LayoutError
 from .sharding.from_placements import in_mesh_order
 from .sharding.placement import InterleavedShard, Partial, Placement, Shard, ShardOrder, as_placement
 from .sharding.spec import DTensorSpec, TensorMeta
-from .tensor.autograd import to_spec
+from .tensor.autograd import as_distributed_gradient, to_spec
 from .tensor.dtensor import DTensor
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class _FromTorch(torch.autograd.Function):
         return DTensor(wait_for_data(theirs.to_local()), spec)
 
     @staticmethod
-    def backward(ctx: _Context, grad: DTensor) -> tuple[TorchDTensor, None]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[TorchDTensor, None]:
         return to_torch(_as_gradient(grad, ctx.spec)), None
 
 
@@ -83,13 +84,16 @@ class _ToTorch(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: _Context, grad: TorchDTensor) -> tuple[DTensor, None]:
-        return _as_gradient(from_torch(grad), ctx.spec), None
+    def backward(ctx: _Context, grad: Tensor) -> tuple[DTensor, None]:
+        from torch.distributed.tensor import DTensor as TorchDTensor
+
+        return _as_gradient(from_torch(grad) if isinstance(grad, TorchDTensor) else grad, ctx.spec), None
 
 
-def _as_gradient(grad: DTensor, spec: DTensorSpec) -> DTensor:
+def _as_gradient(grad: Tensor, spec: DTensorSpec) -> DTensor:
+    """Return a gradient with the placements of the cotangent. A plain one is refused, as for any distributed tensor."""
     wanted = spec.cotangent()
-    return to_spec(grad, wanted.with_dtype(grad.dtype))
+    return to_spec(as_distributed_gradient(grad, wanted), wanted.with_dtype(grad.dtype))
 
 
 # ---- placements ------------------------------------------------------------------------------------------------------

@@ -3,9 +3,8 @@
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
-from shardwise._torch.backward_pass import current_node, current_pass, materialized, metadata_of, saved_tensor_hooks
+from shardwise._torch.backward_pass import current_node, current_pass, materialized, metadata_of
 
 
 def test_a_node_is_current_from_its_tensor_hooks_to_its_post_hooks() -> None:
@@ -42,21 +41,6 @@ def test_passes_have_numbers_of_their_own() -> None:
     y.sum().backward()
     assert -1 not in seen
     assert len(set(seen)) == 2
-
-
-def test_saved_tensor_hooks_are_those_of_the_innermost_block() -> None:
-    def pack(tensor: Any) -> Any:
-        return tensor
-
-    def unpack(tensor: Any) -> Any:
-        return tensor
-
-    assert saved_tensor_hooks() is None
-    with saved_tensors_hooks(pack, unpack):
-        assert saved_tensor_hooks() == (pack, unpack)
-        with saved_tensors_hooks(unpack, pack):
-            assert saved_tensor_hooks() == (unpack, pack)
-        assert saved_tensor_hooks() == (pack, unpack)
 
 
 def test_zeros_without_memory_are_materialized() -> None:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
 
-from shardwise._torch.node_hooks import HookRegistration
+from shardwise._torch.node_hooks import HookRegistration, UnpackHookWrapping
 
 CALLS: list[str] = []
 
@@ -81,3 +82,58 @@ def test_after_uninstalling_hooks_are_pytorchs(registration: HookRegistration) -
     y.grad_fn.register_prehook(users)
     y.sum().backward()
     assert CALLS == ["begin", "user's", "end"]
+
+
+def unpack(saved: Tensor) -> Tensor:
+    CALLS.append("user's")
+    return saved
+
+
+def square_of_saved(unpack_hook) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with saved_tensors_hooks(lambda tensor: tensor, unpack_hook):
+        y = x**2
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2, 2]
+
+
+def test_unpack_hooks_are_wrapped_while_installed() -> None:
+    wrapping = UnpackHookWrapping(wrapped)
+    wrapping.install()
+    try:
+        square_of_saved(unpack)
+        assert CALLS == ["wrapped", "user's"]
+        CALLS.clear()
+        square_of_saved(fx.symbolic_trace(lambda saved: saved))
+        assert not CALLS
+    finally:
+        wrapping.uninstall()
+    square_of_saved(unpack)
+    assert CALLS == ["user's"]
+
+
+def test_unpack_hooks_of_one_saved_tensor_are_wrapped() -> None:
+    wrapping = UnpackHookWrapping(wrapped)
+    wrapping.install()
+    try:
+        x = torch.ones(2, requires_grad=True)
+        y = x**2
+        y.grad_fn._raw_saved_self.register_hooks(lambda tensor: tensor, unpack)
+        y.sum().backward()
+    finally:
+        wrapping.uninstall()
+    assert CALLS == ["wrapped", "user's"]
+
+
+def test_blocks_of_classes_of_their_own_are_wrapped() -> None:
+    wrapping = UnpackHookWrapping(wrapped)
+    wrapping.install()
+    try:
+        x = torch.ones(2, requires_grad=True)
+        with torch.autograd.graph.save_on_cpu():
+            y = x**2
+        y.sum().backward()
+    finally:
+        wrapping.uninstall()
+    assert CALLS == ["wrapped"]

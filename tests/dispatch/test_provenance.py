@@ -119,6 +119,21 @@ def plain_gradient_of_a_formula_that_makes_tensors(x: Tensor) -> Tensor:
     return PlainBackward.apply(x.cumprod(0))  # type: ignore[no-untyped-call, no-any-return]
 
 
+def attention(x: Tensor) -> Tensor:
+    heads = x[None, None]
+    return nn.functional.scaled_dot_product_attention(heads, heads, heads)
+
+
+NODES_OF_OURS: dict[str, Callable[[Any, Any], Any]] = {
+    "linear": lambda x, index: nn.functional.linear(x, x, x[:, 0]),
+    "rms_norm": lambda x, index: nn.functional.rms_norm(x, (4,), x[0]),
+    "attention over a sharded sequence": lambda x, index: attention(x),
+    "embedding": lambda x, index: nn.functional.embedding(index, x),
+    "cross_entropy": lambda x, index: nn.functional.cross_entropy(x[:3], index, reduction="none"),
+}
+"""Functions whose node of autograd is shardwise's own."""
+
+
 def tensor_that_was_accepted_before(x: Tensor) -> Tensor:
     with shardwise.implicit_replication():
         x * PLAIN
@@ -408,6 +423,41 @@ def test_gradients_of_gradients_outside_of_the_context(case: str) -> None:
         torch.testing.assert_close(whole(twice(x, y)), wanted)
 
 
+@pytest.mark.parametrize("inner", ["the user's hooks", "implicit_replication"])
+@pytest.mark.parametrize("case", SAVED)
+def test_unpack_hooks_of_an_op_that_took_a_plain_tensor(case: str, inner: str) -> None:
+    """They run while its formula reads what was saved, and are no part of the formula."""
+    called = []
+    with ranks(2) as mesh:
+        x, other = on(mesh, X, Shard(0), grad=True), on(mesh, X, Shard(1))
+
+        def unpack(saved: Tensor) -> Tensor:
+            with pytest.raises(MixedTensorError):
+                other * PLAIN
+            called.append(saved)
+            return saved
+
+        contexts = [shardwise.implicit_replication(), saved_tensors_hooks(lambda tensor: tensor, unpack)]
+        with contexts[inner == "implicit_replication"], contexts[inner != "implicit_replication"]:
+            y = SAVED[case](x)
+        y.sum().backward()
+        one = X.clone().requires_grad_()
+        SAVED[case](one).sum().backward()
+        assert one.grad is not None
+        torch.testing.assert_close(whole(x.grad), one.grad)
+    assert called
+
+
+def test_an_unpack_hook_of_one_saved_tensor() -> None:
+    with ranks(2) as mesh:
+        x = on(mesh, X, Shard(0), grad=True)
+        with shardwise.implicit_replication():
+            y: Any = x.abs() ** PLAIN
+        y.grad_fn._raw_saved_self.register_hooks(lambda tensor: tensor, mix)
+        with pytest.raises(MixedTensorError):
+            y.sum().backward()
+
+
 INDEXED: dict[str, Callable[[Any], Any]] = {
     "a list": lambda x: x[[0, 2]],
     "a plain tensor": lambda x: x[INDEX],
@@ -444,6 +494,35 @@ def test_a_plain_gradient_from_the_user_is_refused() -> None:
         y = x * x
         with pytest.raises(MixedTensorError):
             y.backward(PLAIN.clone())
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
+@pytest.mark.parametrize("case", NODES_OF_OURS)
+def test_a_plain_gradient_that_arrives_at_a_node_of_ours(case: str, placement: Shard, create_graph: bool) -> None:
+    """It is refused, unless the user says that it is replicated."""
+    fn, one = NODES_OF_OURS[case], X.clone().requires_grad_()
+    expected = fn(one, INDEX)
+    plain = r(*expected.shape, dtype=torch.float64, seed=2)
+    with ranks(2) as mesh:
+        x = on(mesh, X, placement, grad=True)
+        y = fn(x, on(mesh, INDEX))
+        for _ in range(2):
+            with pytest.raises(MixedTensorError):
+                torch.autograd.grad(y, x, plain, retain_graph=True, create_graph=create_graph)
+            with shardwise.implicit_replication():
+                (found,) = torch.autograd.grad(y, x, plain, retain_graph=True, create_graph=create_graph)
+            torch.testing.assert_close(whole(found), torch.autograd.grad(expected, one, plain, retain_graph=True)[0])
+
+
+@pytest.mark.parametrize("case", ["linear", "rms_norm", "attention over a sharded sequence"])
+def test_a_plain_gradient_and_plain_saved_tensors_are_refused(case: str) -> None:
+    with ranks(2) as mesh:
+        x = on(mesh, X, Shard(0), grad=True)
+        with saved_tensors_hooks(lambda tensor: tensor.shape, lambda shape: torch.ones(shape, dtype=torch.float64)):
+            y = NODES_OF_OURS[case](x, None)
+        with pytest.raises(MixedTensorError):
+            torch.autograd.grad(y, x, torch.ones(y.shape, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("create_graph", [False, True])

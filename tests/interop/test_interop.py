@@ -10,10 +10,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardwise
 from shardwise import InterleavedShard, P, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from shardwise.errors import MixedTensorError
 from shardwise.interop import from_torch, to_torch
 from tests.processes.pool import on_processes
 
 SHARD_0 = torch_tensor.Shard(0)
+DISTRIBUTE = torch_tensor.distribute_tensor
 THEIRS = {
     "Shard(0), Shard(1)": [SHARD_0, torch_tensor.Shard(1)],
     "Shard(0) twice": [SHARD_0, SHARD_0],
@@ -126,6 +128,20 @@ def test_gradients_flow_through_both() -> None:
     (theirs.sin() * theirs).sum().backward()
     assert mine.grad.placements == mine.placements
     torch.testing.assert_close(mine.grad.full_tensor(), expected.grad)
+
+
+@pytest.mark.parametrize("convert", [from_torch, to_torch])
+@on_processes
+def test_a_plain_gradient_is_refused(convert) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    distribute, shard = (distribute_tensor, Shard(0)) if convert is to_torch else (DISTRIBUTE, SHARD_0)
+    leaf = distribute(torch.ones(4, 2), mesh, [shard]).requires_grad_()
+    converted = convert(leaf)
+    with pytest.raises(MixedTensorError):
+        converted.backward(torch.ones(4, 2), retain_graph=True)
+    with shardwise.implicit_replication():
+        converted.backward(torch.arange(8.0).view(4, 2))
+    assert torch.equal(leaf.grad.full_tensor(), torch.arange(8.0).view(4, 2))
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])

@@ -1,4 +1,4 @@
-"""Autograd's state in this thread: the node and the backward pass that run, and the hooks for saved tensors."""
+"""Autograd's state in this thread: the node and the backward pass that run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 current_node: Callable[[], Node | None] = torch._C._current_autograd_node
 """The node that the backward pass of this thread evaluates; None outside of a backward pass.
@@ -24,12 +22,6 @@ current_pass: Callable[[], int] = torch._C._current_graph_task_id
 def metadata_of(node: Node) -> dict[str, Any]:
     """Return the metadata dict of a node, which anyone may write; it lives as long as the node."""
     found: Any = node.metadata
-    return found
-
-
-def saved_tensor_hooks() -> tuple[Callable[[object], object], Callable[[object], object]] | None:
-    """Return the (pack, unpack) functions of the innermost `saved_tensors_hooks` block of this thread, if any."""
-    found: tuple[Callable[[Any], object], Callable[[object], object]] | None = _top_hooks(False)
     return found
 
 

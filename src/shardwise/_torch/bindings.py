@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C import DispatchKey
 
 from . import pytree
+from .fake_tensors import on_meta
 from .modes import TorchDispatchMode, without_modes
 from .ops import OpOverload
 
@@ -54,17 +55,13 @@ def _calls(
     candidate: Callable[..., object], func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> bool:
     """Whether a binding calls just this op, with just these arguments."""
-    given = pytree.tree_map_only(Tensor, _on_meta, (list(args), kwargs))
+    given = pytree.tree_map_only(Tensor, on_meta, (list(args), kwargs))
     with without_modes(), torch.no_grad(), _Recorder() as recorder:
         try:
             candidate(*given[0], **given[1])
         except Exception:
             return False
     return len(recorder.calls) == 1 and _same(recorder.calls[0], (func, *given))
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 class _Recorder(TorchDispatchMode):

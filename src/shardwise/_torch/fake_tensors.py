@@ -1,4 +1,4 @@
-"""Fake tensors: tensors without data that report a real device, made and run by `FakeTensorMode`."""
+"""Tensors without data: on the meta device, or fake ones, which report a real device and run in `FakeTensorMode`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from .modes import count_modes
 
-__all__ = ["STAND_INS", "has_readable_values", "in_fake_mode", "is_fake", "is_recorded", "is_traced"]
+__all__ = ["STAND_INS", "has_readable_values", "in_fake_mode", "is_fake", "is_recorded", "is_traced", "on_meta"]
 
 
 STAND_INS = (FakeTensor, FunctionalTensor)
 """The classes of tensors that stand for plain ones while ops are traced."""
+
+
+def on_meta(tensor: Tensor) -> Tensor:
+    """Return a tensor on the meta device with the shape, strides and dtype of this one."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def in_fake_mode() -> bool:

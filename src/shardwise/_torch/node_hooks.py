@@ -1,16 +1,21 @@
-"""Hooks on nodes of autograd: ours, and those that programs register on the same nodes after them."""
+"""Hooks of programs on nodes of autograd that have hooks of ours, too, and on the tensors that nodes save."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Set
-from typing import Any
+from typing import Any, NamedTuple
 
+from torch import fx
+from torch._C._autograd import SavedTensor
 from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 
 Hook = Callable[..., object]
 Hooks = OrderedDict[int, Hook]
 Register = Callable[[Hooks | None, Hook], tuple[Hooks, Any]]
+
+_SavedTensor: Any = SavedTensor
 
 _NO_HANDLE = -1
 """The id of a hook without a handle. PyTorch's ids count from 0."""
@@ -52,3 +57,41 @@ class HookRegistration:
     def uninstall(self) -> None:
         """Let PyTorch add hooks by its own function again."""
         Function._register_hook = staticmethod(self._original)  # type: ignore[method-assign]
+
+
+class _Hooks(NamedTuple):
+    """What a block of `saved_tensors_hooks` reads of itself when it begins."""
+
+    pack_hook: Hook
+    unpack_hook: Hook
+
+
+class UnpackHookWrapping:
+    """Replaces the functions that add hooks for saved tensors: unpack hooks are wrapped by `wrap`.
+
+    The hook runs when a derivative formula reads the saved tensor, so it would count as part of the formula. Hooks that
+    are FX graphs are not wrapped: compilers look for these, and inline them. Relies on `__enter__` of a block of
+    `saved_tensors_hooks` reading no more of it than its hooks, and on `SavedTensor`, whose method adds hooks for one.
+    """
+
+    def __init__(self, wrap: Callable[[Hook], Hook]) -> None:
+        original: Any = saved_tensors_hooks.__enter__
+
+        def enter(block: saved_tensors_hooks) -> None:
+            unpack = block.unpack_hook
+            original(_Hooks(block.pack_hook, unpack if isinstance(unpack, fx.GraphModule) else wrap(unpack)))
+
+        original_register: Any = _SavedTensor.register_hooks
+
+        def register(saved: object, pack: Hook, unpack: Hook) -> None:
+            original_register(saved, pack, wrap(unpack))
+
+        self._originals, self._wrapping = (original, original_register), (enter, register)
+
+    def install(self) -> None:
+        """From now on, wrap the unpack hooks of blocks that begin, and of single tensors."""
+        saved_tensors_hooks.__enter__, _SavedTensor.register_hooks = self._wrapping  # type: ignore[method-assign]
+
+    def uninstall(self) -> None:
+        """Let PyTorch use hooks unwrapped again."""
+        saved_tensors_hooks.__enter__, _SavedTensor.register_hooks = self._originals  # type: ignore[method-assign]

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import torch
@@ -59,3 +61,13 @@ class ThreadValue(Generic[T]):
         if _TAKES_REFERENCE:
             _add_reference(value)
         _stash(self._key, value)
+
+    @contextmanager
+    def changed_to(self, value: T) -> Iterator[None]:
+        """Context in which this thread, and backward passes that it starts, have another value."""
+        before = self.get()
+        self.set(value)
+        try:
+            yield
+        finally:
+            self.set(before)

@@ -15,7 +15,7 @@ from .._torch.ops import OpOverload, OpOverloadPacket
 from .._torch.script_objects import boxed_group_name
 from ..comm.groups import ranks_of_group
 from ..ops.collectives import FUNCTIONAL_NAMESPACES, CollectiveOp
-from ..world import RankTensor, current_world, values_of
+from ..world import RankTensor, current_world, shards_of, values_of
 
 _MESSAGES = {"send": "send", "receive": "recv_"}
 """The op of `c10d` that each op for messages between simulated ranks is counted as."""
@@ -88,12 +88,8 @@ def _positions(group: str, count: int) -> list[int | None]:
 
 def _bytes(value: object) -> list[int]:
     """Return the bytes of all tensors in an argument, for each rank that this process runs."""
-    per_tensor = [[local.nbytes for local in _locals(tensor)] for tensor in _tensors(value)]
+    per_tensor = [[local.nbytes for local in shards_of(tensor)] for tensor in _tensors(value)]
     return [sum(of_rank) for of_rank in zip(*per_tensor, strict=True)] or [0]
-
-
-def _locals(tensor: Tensor) -> Sequence[Tensor]:
-    return tensor.shards if isinstance(tensor, RankTensor) else (tensor,)
 
 
 def _tensors(value: object) -> Iterable[Tensor]:

@@ -15,7 +15,7 @@ from .._torch import pytree
 from .._torch.decompositions import registered_decomposition
 from ..comm.redistribute import redistribute_local
 from ..errors import CommunicationError, InputError
-from ..ops.replicated import as_replicated
+from ..ops.replicated import as_replicated, gathered
 from ..ops.resolve import ResolvedOp
 from ..ops.served import served_by
 from ..sharding.base import DTensorBase
@@ -84,12 +84,12 @@ def _run_on_gathered(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTen
     if modes.explicit:
         refuse_gathering(op, args, kwargs)
     tensors = distributed(args, kwargs)
-    gathered = {id(tensor): _gathered(tensor, writable=tensor in written) for tensor in tensors}
+    inputs = {id(tensor): _gathered_input(tensor, writable=tensor in written) for tensor in tensors}
     flat, tree = pytree.tree_flatten((args, kwargs))
-    local_args, local_kwargs = pytree.tree_unflatten([gathered.get(id(value), value) for value in flat], tree)
+    local_args, local_kwargs = pytree.tree_unflatten([inputs.get(id(value), value) for value in flat], tree)
     result = op.func(*local_args, **local_kwargs)
-    _write_back(op, written, gathered)
-    returned = {id(gathered[id(tensor)]): tensor for tensor in written}
+    _write_back(op, written, inputs)
+    returned = {id(inputs[id(tensor)]): tensor for tensor in written}
     position = itertools.count()
     root = args[0].alias() if op.is_view else tensors[0]
 
@@ -106,8 +106,8 @@ def _run_on_gathered(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTen
     return pytree.tree_map_only(Tensor, wrap, result)
 
 
-def _gathered(tensor: DTensorBase, writable: bool) -> Tensor:
-    local = redistribute_local(tensor._local_shard, tensor._spec, tensor._spec.replicated())
+def _gathered_input(tensor: DTensorBase, writable: bool) -> Tensor:
+    local = gathered(tensor)
     return local.clone() if writable and local is tensor._local_shard else local
 
 

@@ -10,8 +10,7 @@ ended. A plain gradient that the formula returns becomes a replicated one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -21,17 +20,16 @@ from torch.autograd.graph import Node
 
 from .._torch import pytree
 from .._torch.autograd_graph import next_node_number, node_number
-from .._torch.backward_pass import current_node, current_pass, materialized, metadata_of, saved_tensor_hooks
-from .._torch.node_hooks import HookRegistration
+from .._torch.backward_pass import current_node, current_pass, materialized, metadata_of
+from .._torch.node_hooks import HookRegistration, UnpackHookWrapping
 from ..ops.replicated import as_replicated
 from ..sharding.base import DTensorBase
 
 Gradients = tuple[Tensor | None, ...]
-Passes = dict[int, tuple[Callable[[object], object], Callable[[object], object]] | None]
 
 _RUNNING = "shardwise: backward passes that are in the formula of this node"
 """A node's metadata holds, under this key, the passes by number: two threads may run passes over one graph, and a pass
-that failed in a formula must not count as running. With each pass, the hooks for saved tensors when it began."""
+that failed in a formula must not count as running."""
 
 _JOINS = "shardwise: the formula of this node is one call"
 """The key in the metadata of a node whose formula takes plain tensors in one call only (see `mark_join`)."""
@@ -39,28 +37,9 @@ _HIDDEN = "shardwise: this node was found behind a write to a view, and marked"
 
 
 def in_formula() -> bool:
-    """Return whether the formula of a marked node runs in this thread.
-
-    Code that `torch.utils.checkpoint` recomputes is no part of the formula that reads a saved tensor. It is recognised
-    by the hooks for saved tensors with which it runs.
-    """
+    """Return whether the formula of a marked node runs in this thread."""
     node = current_node()
-    passes: Passes = {} if node is None else metadata_of(node).get(_RUNNING, {})
-    number = current_pass()
-    return number in passes and passes[number] == saved_tensor_hooks()
-
-
-@contextmanager
-def outside_formula() -> Iterator[None]:
-    """Inside, `in_formula()` is False: for code that the running formula calls, such as a user's unpack hook."""
-    if not in_formula():
-        yield
-        return
-    _leave()
-    try:
-        yield
-    finally:
-        _enter()
+    return node is not None and current_pass() in metadata_of(node).get(_RUNNING, ())
 
 
 def mark_formula(node: Node) -> None:
@@ -148,9 +127,14 @@ def _end(grad_inputs: Gradients, grad_outputs: Gradients) -> Gradients | None:
 
 
 def _outside(hook: Callable[..., object]) -> Callable[..., object]:
-    def run(*gradients: object) -> object:
-        with outside_formula():
-            return hook(*gradients)
+    def run(*arguments: object) -> object:
+        if not in_formula():
+            return hook(*arguments)
+        _leave()
+        try:
+            return hook(*arguments)
+        finally:
+            _enter()
 
     return run
 
@@ -160,17 +144,21 @@ hook_registration = HookRegistration(
 )
 """While it is installed, prehooks that a program registers on a marked node run outside of its formula."""
 
+unpack_hook_wrapping = UnpackHookWrapping(_outside)
+"""While it is installed, unpack hooks of a program run outside of the formula that reads the saved tensor. So does what
+`torch.utils.checkpoint` recomputes."""
+
 
 def _enter() -> None:
     node = current_node()
     if node is not None:
-        metadata_of(node).setdefault(_RUNNING, {})[current_pass()] = saved_tensor_hooks()
+        metadata_of(node).setdefault(_RUNNING, set()).add(current_pass())
 
 
 def _leave() -> None:
     node = current_node()
     if node is not None:
-        metadata_of(node).get(_RUNNING, {}).pop(current_pass(), None)
+        metadata_of(node).get(_RUNNING, set()).discard(current_pass())
 
 
 # ---- the results of ops that accepted a plain tensor ----------------------------------------------------------------

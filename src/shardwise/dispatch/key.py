@@ -22,6 +22,7 @@ from .._torch.symint import is_symbol
 from ..ops.call import is_ordinary
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
+from ..world import values_of
 from .arguments import Args, Kwargs
 
 Key = tuple[object, ...]
@@ -53,7 +54,10 @@ def argument_keys(kind: type[DTensorBase]) -> Callable[[object], object]:
                 return its, value._spec
             # A number in a plain tensor is the same on all ranks.
             return (value.dtype, its) if not value.dim() else (value.dtype, its, value.shape)
-        return object() if its in _UNHASHABLE and not is_symbol(value) else value  # equal to no other key
+        if its in _UNHASHABLE and not is_symbol(value):
+            of_ranks = values_of(value)  # of a number that differs between simulated ranks
+            return object() if of_ranks is None else (its, of_ranks)  # an object is equal to no other key
+        return value
 
     def list_key(values: Any) -> object:
         first = type(values[0]) if values else None

@@ -6,8 +6,6 @@ import weakref
 
 from torch import Tensor
 
-from ..world import RankTensor
-
 _NAME = "_notes_of_shardwise"
 _FEW = 8
 
@@ -51,10 +49,3 @@ def is_exposed(shard: Tensor) -> bool:
     """Whether the user may hold a tensor in the memory of one shard. Makes no notes."""
     notes: MemoryNotes | None = getattr(shard.untyped_storage(), _NAME, None)
     return notes is not None and notes.exposed
-
-
-def shards_of(local: Tensor) -> tuple[Tensor, ...]:
-    """Return the shards in a local tensor: the tensor itself, or one shard for each simulated rank."""
-    if type(local) is Tensor:
-        return (local,)
-    return local.shards if isinstance(local, RankTensor) else (local,)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import pytree
+from .._torch.fake_tensors import on_meta
 from .._torch.ops import schema_of
 from ..comm.on_ranks import shard_outside
 from ..errors import MeshError
@@ -106,12 +107,7 @@ def run_outside(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTensorBa
         return _without_tensors(op)()
     mesh_info, device = _mesh_and_device(args, kwargs)
     flat, tree = pytree.tree_flatten((args, kwargs))
-    bare = [
-        torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        if isinstance(value, Tensor)
-        else value
-        for value in flat
-    ]
+    bare = [on_meta(value) if isinstance(value, Tensor) else value for value in flat]
     given = {id(meta): value for meta, value in zip(bare, flat, strict=True) if isinstance(value, Tensor)}
     meta_args, meta_kwargs = pytree.tree_unflatten(bare, tree)
     try:

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from .._torch import pytree
 from .._torch.ops import schema_of
-from ..comm.redistribute import redistribute_local
 from ..errors import MixedTensorError
-from ..ops.replicated import as_replicated
+from ..ops.replicated import as_replicated, gathered
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
 from ..world import RankTensor
@@ -135,5 +134,5 @@ def _number(tensor: DTensorBase) -> object:
             f"{spec!r} meets tensors that are not on its mesh, so it must be reduced, in explicit mode",
             "x = x.redistribute(placements=[Replicate(), ...])",
         )
-    local = redistribute_local(tensor._local_shard, spec, spec.replicated())
+    local = gathered(tensor)
     return local.shards[0] if isinstance(local, RankTensor) and same(local.shards) else local

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from .._torch import pytree
-from ..comm.redistribute import redistribute_local
-from ..ops.replicated import as_replicated
+from ..ops.replicated import as_replicated, gathered
 from ..ops.resolve import ResolvedOp
 from ..sharding.base import DTensorBase
 from .arguments import Args, Kwargs, Written, named_tensors, replace_tensors, written_arguments
@@ -57,8 +56,8 @@ def write_gathered(op: ResolvedOp, args: Args, kwargs: Kwargs) -> object:
         return NotImplemented
     if modes.explicit:
         refuse_gathering(op, args, kwargs)
-    gathered = {name: _gathered(tensor) for name, tensor in sources.items()}
-    new_args, new_kwargs = replace_tensors(op, args, kwargs, gathered)
+    values = {name: gathered(tensor) for name, tensor in sources.items()}
+    new_args, new_kwargs = replace_tensors(op, args, kwargs, values)
     like = next(iter(sources.values()))
     result = pytree.tree_map_only(Tensor, partial(_as_result, like, written), op.func(*new_args, **new_kwargs))
     if any(isinstance(value, DTensorBase) for value in pytree.tree_leaves(result)):
@@ -76,10 +75,6 @@ def _index(name: str) -> str:
 def _as_result(like: DTensorBase, written: Written, value: Tensor) -> Tensor:
     """Return a result of the call: a written tensor unchanged, a new one (of a batch norm) as a replicated DTensor."""
     return value if value in written or isinstance(value, DTensorBase) else as_replicated(value, like)
-
-
-def _gathered(tensor: DTensorBase) -> Tensor:
-    return redistribute_local(tensor._local_shard, tensor._spec, tensor._spec.replicated())
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from .._torch import pytree
+from .._torch.fake_tensors import on_meta
 from .._torch.modes import without_modes
 from .._torch.ops import OpOverload, OpOverloadPacket, schema_of
 from .._torch.symbols import has_symbols, hinted, shape_inference, specialized
+from ..errors import WorldError
 from ..notation import Bound, BoundTensor
 from ..notation.patterns import Pattern
 from ..ops.resolve import ResolvedOp
@@ -33,14 +35,14 @@ def results_without_out(func: OpOverload, args: Sequence[object], kwargs: dict[s
     if found is not None:
         return found
     with shape_inference(args, list(kwargs.values())), torch.no_grad():
-        return packet(*map(_on_meta, args), **{n: _on_meta(v, n) for n, v in kwargs.items()})
+        return packet(*map(_meta_tensor, args), **{n: _meta_tensor(v, n) for n, v in kwargs.items()})
 
 
 def result_metas(func: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> Any:
     """Return the results of a call as meta tensors with shapes, strides and dtypes; raise the op's own error."""
     with shape_inference(args, list(kwargs.values())), torch.no_grad():
         try:
-            results = func(*map(_on_meta, args), **{n: _on_meta(v, n) for n, v in kwargs.items()})
+            results = func(*map(_meta_tensor, args), **{n: _meta_tensor(v, n) for n, v in kwargs.items()})
             is_new = not func.is_view and not schema_of(func).is_mutable
             return pytree.tree_map_only(Tensor, _not_expanded, results) if is_new else results
         except NotImplementedError as error:
@@ -92,7 +94,7 @@ def results_of_zeros(
             result = func(*given, **{n: "cpu" if n == "device" and v is not None else v for n, v in named.items()})
     except Exception:
         return None
-    return pytree.tree_map_only(Tensor, _without_data, result)
+    return pytree.tree_map_only(Tensor, on_meta, result)
 
 
 def with_real_dtypes(op: ResolvedOp, args: Sequence[object], kwargs: dict[str, object], outputs: object) -> object:
@@ -135,10 +137,6 @@ def _with_dtype_of(output: object, real: object) -> object:
     if not isinstance(output, Tensor) or not isinstance(real, Tensor) or output.dtype == real.dtype:
         return output
     return torch.empty_strided(output.shape, output.stride(), dtype=real.dtype, device="meta")
-
-
-def _without_data(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _own_error(func: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> Exception | None:
@@ -254,11 +252,11 @@ def _zeros(value: object) -> object:
     return torch.zeros(size, dtype=dtype).as_strided(shape, stride)
 
 
-def _on_meta(value: object, name: str = "") -> object:
+def _meta_tensor(value: object, name: str = "") -> object:
     if isinstance(value, TensorMeta):
         return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
     if isinstance(value, (list, tuple)):
-        return [_on_meta(element) for element in value]
+        return [_meta_tensor(element) for element in value]
     if isinstance(value, torch.device) or (name == "device" and value is not None):
         return torch.device("meta")
     return value
@@ -297,7 +295,7 @@ def form_key(op: ResolvedOp, args: Sequence[object], kwargs: dict[str, object]) 
             key.append((type(value), value))
     try:
         hash(made := (*key, *kwargs))
-    except TypeError:
+    except (TypeError, WorldError):  # a SymInt, and a float that differs between simulated ranks
         return None
     return made
 

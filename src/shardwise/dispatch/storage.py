@@ -62,7 +62,7 @@ def _memory_owner(op: ResolvedOp, tensor: DTensorBase) -> DTensorBase:
     A conjugate counts as the owner: here it has values of its own, while on one device it is a view with a bit set.
     """
     owner = tensor
-    while (view := getattr(owner._source, "view", None)) is not None:
+    while owner._source is not None and (view := owner._source.replays()) is not None:
         local = resolve(view.func).op.local
         if local is not None and local.copies:
             return owner

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..comm.packing import as_bytes
 from ..sharding.recording import is_recording
-from .memory_notes import MemoryNotes, is_exposed, notes_of, shards_of
+from ..world import shards_of
+from .memory_notes import MemoryNotes, is_exposed, notes_of
 
 
 class Watch:

@@ -13,7 +13,8 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
-from .memory_notes import MemoryNotes, notes_of, shards_of
+from ..world import shards_of
+from .memory_notes import MemoryNotes, notes_of
 
 State = tuple[int, ...] | None
 """Counts of the writes to a local shard, to be compared; None if writes are not counted, and may have happened."""

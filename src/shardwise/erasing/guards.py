@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from .._torch import pytree
 from .._torch.modules import buffers_of, modules_of, parameters_of
 from ..errors import EraseError, InputError
+from ..ops.captured_tensors import names_in
 from ..ops.modes import current as current_modes
 from ..random.draw import is_exact
 from ..sharding.base import DTensorBase
@@ -204,7 +205,7 @@ class Guards:
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             self._cells.append((cell, cell.cell_contents))
             self._look_into(cell.cell_contents, name)
-        for name in _names_in(fn.__code__):
+        for name in names_in(fn.__code__):
             if name in fn.__globals__:
                 value = fn.__globals__[name]
                 if _is_value(value):
@@ -272,13 +273,6 @@ def flatten(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list[o
     """Return the tensors and values among the arguments, and how they are nested."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     return leaves, structure
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
 
 
 def _is_value(value: object) -> bool:

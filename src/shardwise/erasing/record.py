@@ -14,7 +14,7 @@ from ..dispatch.gather_cache import forget_gathered
 from ..errors import EraseError
 from ..sharding.base import DTensorBase
 from ..sharding.spec import DTensorSpec
-from ..world import RankTensor
+from ..world import shards_of
 from .guards import Guards, watching_modules
 from .optimizers import OptimizerStep, parameters_of, recording_optimizers, watching_zero_grad
 from .program import parameter_names
@@ -204,8 +204,7 @@ def _escaped(recorder: OpRecorder, kept: list[object]) -> list[str]:
 
 
 def _storages(tensor: Tensor) -> list[int]:
-    shards = tensor.shards if isinstance(tensor, RankTensor) else (tensor,)
-    return [shard.untyped_storage().data_ptr() for shard in shards]
+    return [shard.untyped_storage().data_ptr() for shard in shards_of(tensor)]
 
 
 def _rename(node: fx.Node, name: str | None) -> None:

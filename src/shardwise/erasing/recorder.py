@@ -85,13 +85,8 @@ class OpRecorder(OwnMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record the ops of this thread and of its backward passes inside the block."""
-        before = active_recorder.get()
-        active_recorder.set(self)
-        try:
-            with self, _RefuseReads(self):
-                yield
-        finally:
-            active_recorder.set(before)
+        with active_recorder.changed_to(self), self, _RefuseReads(self):
+            yield
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -235,7 +230,7 @@ class OpRecorder(OwnMode):
 
     def _note_owners(self, value: object) -> None:
         if isinstance(value, DTensorBase):
-            local = getattr(value, "_shard", None)
+            local = value._shard if value._source is None else None
             if local is not None and local not in self.owners and self.known(local) is None:
                 self.owners[local] = value
                 for rank, shard in enumerate(local.shards if isinstance(local, RankTensor) else ()):

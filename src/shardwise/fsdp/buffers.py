@@ -12,10 +12,11 @@ from .._torch.modules import parameters_of
 from ..comm.on_ranks import shard_outside
 from ..errors import InputError
 from ..tensor.dtensor import DTensor
+from ..world import shards_of
 from .memory import Arrangement, Piece, View, arrange
 from .parameter import ShardedParameter, shard_of
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from .ranks import allocate, free, memory_of, on_each_rank, same_memory
+from .ranks import allocate, free, on_each_rank, same_memory
 from .sharded import replace_by, shard_data
 
 _ALIGNMENT = 16
@@ -170,7 +171,7 @@ class Buffers:
 
     def version(self) -> int:
         """Return a number that grows when a parameter is written, directly or through its local shard."""
-        local = 0 if self.flat is None else memory_of(self.flat)[0]._version
+        local = 0 if self.flat is None else shards_of(self.flat)[0]._version
         return local + sum(parameter.sharded._version for parameter in self.parameters)
 
     def _is_packed(self) -> bool:

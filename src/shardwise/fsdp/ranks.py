@@ -9,7 +9,7 @@ from torch import Tensor, no_grad
 
 from ..sharding.layout import Coordinate
 from ..sharding.mesh import MeshInfo
-from ..world import RankTensor, current_world, map_ranks
+from ..world import current_world, map_ranks, shards_of
 
 T = TypeVar("T")
 
@@ -30,29 +30,24 @@ def coordinate_of(mesh_info: MeshInfo, rank: int | None) -> Coordinate:
     return mesh_info.coordinate if rank is None else mesh_info.coordinates[rank]
 
 
-def memory_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors that own the memory of a local one: itself, or one for each simulated rank."""
-    return tensor.shards if isinstance(tensor, RankTensor) else (tensor,)
-
-
 def allocate(buffer: Tensor) -> None:
     """Allocate the memory of a flat buffer again, uninitialized."""
-    for tensor in memory_of(buffer):
+    for tensor in shards_of(buffer):
         tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
 
 
 def free(buffer: Tensor) -> None:
     """Free the memory of a flat buffer. Its views remain, and are valid again after `allocate`."""
-    for tensor in memory_of(buffer):
+    for tensor in shards_of(buffer):
         tensor.untyped_storage().resize_(0)
 
 
 def is_allocated(buffer: Tensor) -> bool:
     """Return whether the memory of a flat buffer is allocated."""
-    return all(t.untyped_storage().size() >= t.numel() * t.itemsize for t in memory_of(buffer))
+    return all(t.untyped_storage().size() >= t.numel() * t.itemsize for t in shards_of(buffer))
 
 
 def same_memory(one: Tensor, other: Tensor) -> bool:
     """Return whether two local tensors of one shape share the same memory."""
-    pairs = zip(memory_of(one), memory_of(other), strict=True)
+    pairs = zip(shards_of(one), shards_of(other), strict=True)
     return all(a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype for a, b in pairs)

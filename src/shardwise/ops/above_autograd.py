@@ -12,6 +12,7 @@ from .._torch.above_autograd import Keys, call_with_autograd, dispatch_to_subcla
 from .._torch.modes import count_modes, expects_pytorch_ops
 from .._torch.ops import OpOverload
 from .._torch.transforms import anything_transforms
+from ..errors import MixedTensorError
 from ..sharding.base import DTensorBase
 from .modes import modes
 
@@ -60,13 +61,28 @@ def new_op(signature: str, run: Callable[..., Tensor | tuple[Tensor, ...] | None
 
 
 def call(op: OpOverload, *args: Any) -> Any:
-    """Call an op below autograd; its first argument must be a distributed tensor. Active dispatch modes see the call.
+    """Call an op below autograd, on distributed tensors. Active dispatch modes see the call.
 
-    Without modes this calls `__torch_dispatch__` directly, which is quicker than PyTorch's dispatcher.
+    Without modes this calls `__torch_dispatch__` directly, which is quicker than PyTorch's dispatcher. The first
+    argument may be plain: the gradient that a function of the user returned. Dispatch accepts or refuses it.
     """
-    if count_modes():
+    dispatch = type(args[0]).__torch_dispatch__
+    if dispatch is _NOT_DISPATCHED:
+        _require_distributed(op, args)
         return dispatch_to_subclass(op, args, {})
-    return type(args[0]).__torch_dispatch__(op, (), args)
+    return dispatch_to_subclass(op, args, {}) if count_modes() else dispatch(op, (), args)
+
+
+_NOT_DISPATCHED = Tensor.__torch_dispatch__
+
+
+def _require_distributed(op: OpOverload, args: Sequence[object]) -> None:
+    """Raise an error if all tensors are plain: the gradient, and what a user's unpack hook made of saved tensors."""
+    if not any(isinstance(tensor, DTensorBase) for tensor in tensors_in(args, {})):
+        raise MixedTensorError(
+            f"{op} computes the gradient of a function of distributed tensors, and all its tensors are plain",
+            "return DTensors from the hook for saved tensors and from the function that made the gradient",
+        )
 
 
 def is_integer_view(target: Tensor) -> bool:

@@ -86,3 +86,12 @@ def over_heads(layout: Layout, axes: tuple[int, ...]) -> Layout | None:
     dims = list(layout.dims)
     dims[HEADS], dims[SEQUENCE] = (sharded,), (Factor(positions[0].size, ()),)
     return Layout.make(layout.mesh_sizes, dims)
+
+
+def by_position(layout: Layout, axes: tuple[int, ...]) -> Layout:
+    """Undo `over_heads`: return the layout with these axes sharding positions again, for results of each query."""
+    dims = list(layout.dims)
+    kept = tuple(axis for axis in dim_axes(dims[HEADS]) if axis not in axes)
+    dims[HEADS] = (Factor(layout.shape[HEADS], kept),)
+    dims[SEQUENCE] = (Factor(layout.shape[SEQUENCE], axes),)
+    return Layout.make(layout.mesh_sizes, dims, layout.partial)

@@ -138,14 +138,15 @@ def _is_of_pytorch(function: types.FunctionType) -> bool:
 def _names(function: object) -> frozenset[str]:
     """The names that a function and those defined inside it mention, as variables or attributes."""
     code = getattr(function, "__code__", None)
-    return frozenset() if code is None else frozenset(_names_in(code))
+    return frozenset() if code is None else frozenset(names_in(code))
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """Yield the names of globals and attributes that some code and the functions defined inside it mention."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
+            yield from names_in(constant)
 
 
 def _content(cell: types.CellType) -> object:

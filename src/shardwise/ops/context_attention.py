@@ -30,7 +30,7 @@ from ..sharding.mesh import MeshInfo
 from ..sharding.spec import DTensorSpec, contiguous_meta
 from .above_autograd import are_distributed, call, needs_grad
 from .attention_dropout import draw_dropout
-from .attention_method import HEADS, SEQUENCE, choose_method, over_heads, sequence_axes, zigzag_ranks
+from .attention_method import HEADS, SEQUENCE, by_position, choose_method, over_heads, sequence_axes, zigzag_ranks
 from .modes import modes
 from .registry import definitions_in
 from .ring_attention import ring_attention, ring_attention_backward
@@ -86,16 +86,7 @@ def _by_heads(tensors: Sequence[DTensorBase], axes: tuple[int, ...], given: Atte
         output = F.scaled_dot_product_attention(
             query, key, value, given.mask, given.dropout_p, given.is_causal, scale=given.scale, enable_gqa=True
         )
-    return _to_layout(output, _by_position(output._spec.layout, axes))
-
-
-def _by_position(layout: Layout, axes: tuple[int, ...]) -> Layout:
-    """Undo `over_heads`: return the layout that is sharded by position again."""
-    dims = list(layout.dims)
-    kept = tuple(axis for axis in dim_axes(dims[HEADS]) if axis not in axes)
-    dims[HEADS] = (Factor(layout.shape[HEADS], kept),)
-    dims[SEQUENCE] = (Factor(layout.shape[SEQUENCE], axes),)
-    return Layout.make(layout.mesh_sizes, dims, layout.partial)
+    return _to_layout(output, by_position(output._spec.layout, axes))
 
 
 def _to_layout(tensor: Any, layout: Layout | None) -> DTensorBase:

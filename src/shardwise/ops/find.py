@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._torch import pytree
+from .._torch.fake_tensors import on_meta
 from .._torch.modes import TorchDispatchMode
 from .._torch.ops import OpOverload, OpOverloadPacket, overload_name, packet_name
 from .._torch.schemas import is_dispatched
@@ -84,7 +85,7 @@ def called_with(op: AnyOp, args: Args, kwargs: Kwargs) -> list[tuple[OpOverload,
     func = find_op(op) if isinstance(op, OpOverload) or _is_known(op) else None
     if func is not None and resolve(func).python is not None:
         return [(func, args, kwargs)]
-    given, named = pytree.tree_map_only(Tensor, _on_meta, (args, kwargs))
+    given, named = pytree.tree_map_only(Tensor, on_meta, (args, kwargs))
     with _Recorder() as recorder, torch.no_grad():
         try:
             _callable(op)(*given, **named)
@@ -108,7 +109,3 @@ def _callable(op: AnyOp) -> Function:
     space, _, name = name.partition("::")
     packet: Function = getattr(getattr(torch.ops, space), name)
     return packet
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

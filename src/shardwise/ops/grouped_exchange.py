@@ -24,8 +24,9 @@ from ..sharding.layout import Coordinate, Dim, Factor, Layout, Run, dim_axes
 from ..sharding.memory_order import contiguous_meta
 from ..sharding.recording import is_recording
 from ..sharding.spec import DTensorSpec
-from ..world import RankTensor, map_ranks
+from ..world import RankTensor, map_ranks, shards_of
 from .grouped_local import grouped_mm, grouped_outer, local_ends
+from .replicated import gathered
 
 
 class Exchange(NamedTuple):
@@ -155,8 +156,8 @@ Products of a layer share one route. After a write of the ends, their routes are
 def _route(exchange: Exchange, ends: DTensorBase) -> TokenRoute:
     """The route of the rows to their groups."""
     axis, layout = exchange.axis, exchange.rows
-    local = redistribute_local(ends._local_shard, ends._spec, ends._spec.replicated())
-    shards = local.shards if isinstance(local, RankTensor) else (local,)
+    local = gathered(ends)
+    shards = shards_of(local)
     if any(tensor.is_inference() for tensor in (ends, *shards)):  # no version says whether they were written
         return _made(local.long(), layout, axis)
     versions = (ends._version, *(shard._version for shard in shards))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._torch.above_autograd import Keys, call_original
 from .._torch.autograd import Context, QuickFunction
+from .._torch.modes import count_modes
 from .._torch.ops import OpOverload
 from ..sharding.base import DTensorBase
 from .above_autograd import call, is_ours, is_watched, needs_grad, new_op
@@ -75,7 +76,7 @@ class _Linear(QuickFunction):
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        run = _by_products if torch.is_grad_enabled() or is_watched() else call
+        run = _by_products if torch.is_grad_enabled() or (count_modes() and is_watched()) else call
         return (
             run(linear_input_gradient, gradient, weight) if wanted[0] else None,
             run(linear_weight_gradient, gradient, input) if wanted[1] else None,

@@ -26,12 +26,8 @@ current = ThreadValue("modes", Switches())
 @contextmanager
 def switched(**switches: Any) -> Iterator[None]:
     """Context in which these fields of `Switches` have these values."""
-    before = current.get()
-    current.set(before._replace(**switches))
-    try:
+    with current.changed_to(current.get()._replace(**switches)):
         yield
-    finally:
-        current.set(before)
 
 
 class Modes:

@@ -1,4 +1,4 @@
-"""Wrap plain tensors that are the same on all ranks as replicated DTensors."""
+"""Global tensors that every rank holds: plain ones wrapped as replicated DTensors, and gathered ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from torch import Tensor
 
 from .._torch.backward_pass import materialized
 from .._torch.symbols import SymbolicSize
+from ..comm.redistribute import redistribute_local
 from ..sharding.base import DTensorBase
 from ..sharding.memory_order import contiguous_meta, meta_of, overlaps
 from ..sharding.placement import Replicate
@@ -24,3 +25,8 @@ def as_replicated(tensor: Tensor, like: DTensorBase) -> DTensorBase:
         local = replicate(local, len(mesh_info.ranks))
     spec = DTensorSpec(mesh_info.mesh, (Replicate(),) * len(mesh_info.sizes), meta)
     return type(like).wrap(local, spec)
+
+
+def gathered(tensor: DTensorBase) -> Tensor:
+    """Return the global tensor, on every rank, as a local tensor. It may be the local shard itself."""
+    return redistribute_local(tensor._local_shard, tensor._spec, tensor._spec.replicated())

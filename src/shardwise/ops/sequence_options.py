@@ -70,9 +70,5 @@ def attention_over_sequence(method: Method | None = None, zigzag: bool | None = 
     if method is not None and method not in get_args(Method):
         raise InputError(f"attention by the method {method!r}", f"use one of {', '.join(get_args(Method))}, or None")
     before = _mode.get()
-    changed = SequenceMode(method or before.method, before.zigzag if zigzag is None else zigzag)
-    _mode.set(changed)
-    try:
+    with _mode.changed_to(SequenceMode(method or before.method, before.zigzag if zigzag is None else zigzag)):
         yield
-    finally:
-        _mode.set(before)

@@ -6,17 +6,14 @@ See `dispatch.formulas` for what a mark does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch.above_autograd import Keys, call_with_autograd
-from .._torch.backward_pass import saved_tensor_hooks
 from .._torch.ops import OpOverload, packet_name, schema_of
-from ..dispatch.formulas import mark_formula, mark_join, mark_write, outside_formula
+from ..dispatch.formulas import mark_formula, mark_join, mark_write
 from ..ops.above_autograd import call, is_integer_view, is_ours, needs_grad
 from ..sharding.base import DTensorBase
 
@@ -40,8 +37,7 @@ def marking_formulas(func: OpOverload) -> Callable[..., object]:
                 return call_with_autograd(func, keys, *args, **kwargs)
         if not takes_lists and not needs_grad(tensors):
             return call_with_autograd(func, keys, *args, **kwargs)
-        with _unpacking_outside_formulas():
-            result = call_with_autograd(func, keys, *args, **kwargs)
+        result = call_with_autograd(func, keys, *args, **kwargs)
         _mark(result, in_place)
         return result
 
@@ -70,20 +66,3 @@ def _mark(result: object, in_place: bool) -> None:
             if node is not None:
                 mark(node)
                 return
-
-
-def _unpacking_outside_formulas() -> AbstractContextManager[object]:
-    """Return a context in which saved tensors get an unpack hook that runs outside of formulas.
-
-    It calls the user's unpack hook, if there is one. Otherwise the context does nothing.
-    """
-    hooks = saved_tensor_hooks()
-    if hooks is None:
-        return nullcontext()
-    pack, unpack = hooks
-
-    def unpack_outside(packed: object) -> Tensor:
-        with outside_formula():
-            return cast(Tensor, unpack(packed))
-
-    return saved_tensors_hooks(pack, unpack_outside)

@@ -13,7 +13,7 @@ from ..comm.redistribute import plan_redistribution
 from ..dispatch.explicit import refuse
 from ..errors import InputError, MeshError
 from ..ops.above_autograd import needs_grad
-from ..ops.attention_method import HEADS, SEQUENCE, over_heads
+from ..ops.attention_method import by_position, over_heads
 from ..ops.captured_tensors import captured_tensors, with_captured
 from ..ops.flex_blocks import Blocks, block_states
 from ..ops.flex_layouts import FlexLayouts, choose_flex_method, flex_layouts, positions_axes
@@ -22,7 +22,7 @@ from ..ops.flex_places import places_of
 from ..ops.modes import modes
 from ..ops.sequence_options import sequence_mode
 from ..sharding.base import DTensorBase
-from ..sharding.layout import Coordinate, Factor, Layout, dim_axes
+from ..sharding.layout import Coordinate, Factor, Layout
 from ..sharding.mesh import MeshInfo
 from ..sharding.placement import Placement
 from ..sharding.spec import DTensorSpec, contiguous_meta
@@ -82,7 +82,7 @@ def flex_of_distributed(query: Any, key: Any, value: Any, options: FlexOptions) 
         result: Any = _on_gathered(moved, options, zigzag)
         return FlexResult(
             *(
-                _to_layout(one, _by_position(one._spec.layout, axes)) if wanted else one
+                _to_layout(one, by_position(one._spec.layout, axes)) if wanted else one
                 for one, wanted in zip(result, options.wanted, strict=True)
             )
         )
@@ -102,15 +102,6 @@ def _method(query: DTensorBase, key: DTensorBase, value: DTensorBase) -> str:
             'use the method "gather", or a number of ranks that divides the number of heads of keys',
         )
     return asked
-
-
-def _by_position(layout: Layout, axes: tuple[int, ...]) -> Layout:
-    """Return a layout of `over_heads` with these axes sharding positions again, for outputs and per-query values."""
-    dims = list(layout.dims)
-    kept = tuple(axis for axis in dim_axes(dims[HEADS]) if axis not in axes)
-    dims[HEADS] = (Factor(layout.shape[HEADS], kept),)
-    dims[SEQUENCE] = (Factor(layout.shape[SEQUENCE], axes),)
-    return Layout.make(layout.mesh_sizes, dims)
 
 
 def _on_gathered(tensors: Sequence[DTensorBase], options: FlexOptions, zigzag: int) -> FlexResult:

@@ -15,7 +15,7 @@ from types import ModuleType
 from .._torch.above_autograd import Overrides
 from .._torch.schemas import composites_with_out, is_composite
 from .._torch.transforms import BATCHED
-from ..dispatch.formulas import hook_registration
+from ..dispatch.formulas import hook_registration, unpack_hook_wrapping
 from ..ops.registry import registry
 from .batch_rules import batched_taking_plain_as_replicated
 from .composites import taking_plain_as_replicated
@@ -34,6 +34,7 @@ def install_overrides() -> None:
     if not len(_overrides):
         _add_kernels()
     hook_registration.install()
+    unpack_hook_wrapping.install()
     install_python_functions()
     _flex_attention().install_flex_attention()
     install_state_dict_functions()
@@ -45,6 +46,7 @@ def uninstall_overrides() -> None:
     """Restore PyTorch's own functions. Those that need an override then fail on distributed tensors."""
     _overrides.remove()
     hook_registration.uninstall()
+    unpack_hook_wrapping.uninstall()
     uninstall_python_functions()
     _flex_attention().uninstall_flex_attention()
     uninstall_state_dict_functions()

@@ -14,7 +14,7 @@ from .._torch import pytree
 from .._torch.python_functions import Function
 from .._torch.state_dicts import distributing_functions, gathering_functions
 from ..comm.redistribute import redistribute_local
-from ..ops.replicated import as_replicated
+from ..ops.replicated import as_replicated, gathered
 from ..sharding.base import DTensorBase
 from .replaced import Replaced
 
@@ -37,10 +37,10 @@ def uninstall_state_dict_functions() -> None:
 def _gathering(original: Function) -> Function:
     @functools.wraps(original)
     def gather(state_dict: dict[str, object], **options: object) -> dict[str, object]:
-        gathered: dict[str, object] = {}
+        found: dict[str, object] = {}
         for key, value in state_dict.items():  # one by one: the original moves each to the CPU, or drops it
-            gathered.update(original({key: pytree.tree_map_only(DTensorBase, _full, value)}, **options))  # type: ignore[call-overload]
-        return gathered
+            found.update(original({key: pytree.tree_map_only(DTensorBase, gathered, value)}, **options))  # type: ignore[call-overload]
+        return found
 
     return gather
 
@@ -63,11 +63,6 @@ def _distributing(original: Function) -> Function:
                 local[key] = _sharded(found, like)
 
     return distribute
-
-
-def _full(tensor: DTensorBase) -> Tensor:
-    """Return the global tensor, on every rank."""
-    return redistribute_local(tensor._local_shard, tensor._spec, tensor._spec.replicated())
 
 
 def _sharded(full: Tensor, like: DTensorBase) -> DTensorBase:

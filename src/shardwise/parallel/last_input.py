@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from .._torch.fake_tensors import is_traced
 from ..dispatch.gather_cache import GatherCache, PreparedInput
-from ..dispatch.memory_notes import shards_of
 from ..dispatch.watch import Watch
 from ..sharding.base import DTensorBase
+from ..world import shards_of
 
 
 class LastInput:

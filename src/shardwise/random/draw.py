@@ -43,12 +43,8 @@ def exact(enabled: bool = True) -> Iterator[None]:
     Each draw inside takes the time and memory of the global tensor on every rank. Where activations are recomputed,
     call backward inside, too. It holds for this thread and for the backward passes that it starts.
     """
-    before = _exact.get()
-    _exact.set(enabled)
-    try:
+    with _exact.changed_to(enabled):
         yield
-    finally:
-        _exact.set(before)
 
 
 def is_exact() -> bool:

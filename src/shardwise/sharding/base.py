@@ -10,7 +10,20 @@ from typing import Any, ClassVar, Protocol, Self
 
 from torch import Tensor
 
+from .._torch.ops import OpOverload
 from .spec import DTensorSpec
+
+
+class ReplayedCall(Protocol):
+    """The call of a view op that is made again after its root has changed."""
+
+    @property
+    def root(self) -> DTensorBase:
+        """The tensor that is viewed."""
+
+    @property
+    def func(self) -> OpOverload:
+        """The view op."""
 
 
 class LocalSource(Protocol):
@@ -29,6 +42,10 @@ class LocalSource(Protocol):
 
         `grad` is the present `.grad`, None for the first gradient. Return None if accumulation needs the data.
         """
+        return None
+
+    def replays(self) -> ReplayedCall | None:
+        """Return the call that makes the tensor, if it is a view that is replayed."""
         return None
 
 

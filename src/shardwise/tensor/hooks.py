@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .._torch.fake_tensors import STAND_INS
-from ..dispatch.memory_notes import shards_of
 from ..dispatch.watch import mark_exposed
 from ..sharding.base import DTensorBase
 from ..sharding.mesh import mesh_info_of
+from ..world import shards_of
 from .autograd import to_spec
 from .flat import Context, context_on, flatten, relate_sizes
 

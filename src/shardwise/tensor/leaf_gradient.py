@@ -38,12 +38,8 @@ def accumulate_gradients(enabled: bool = True) -> Iterator[None]:
     on these axes. Along axes that shard a parameter its gradient is reduced in each pass, so that it needs no more
     memory than the parameter. With `enabled=False` gradients are not deferred: `accumulate_gradients(not last)`.
     """
-    before = _accumulating.get()
-    _accumulating.set(enabled)
-    try:
+    with _accumulating.changed_to(enabled):
         yield
-    finally:
-        _accumulating.set(before)
 
 
 def is_accumulating() -> bool:

@@ -103,6 +103,10 @@ class Replayed(LocalSource):
             root._source.write_back(root)
         self.seen = self._writes()
 
+    def replays(self) -> ViewCall:
+        """Return the view call."""
+        return self.view
+
     def _put_into_gathered(self, tensor: DTensorBase) -> DTensorBase:
         """Return the gathered root, with the view's value written into it."""
         gathered = self.view.root._spec.replicated(row_major=True)

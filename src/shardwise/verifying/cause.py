@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -122,7 +122,7 @@ def factor_text(factor: float, axes: Axes) -> str:
 
 
 def _as_missing_reduction(got: Ranks, want: Ranks, close: Close, axes: Axes) -> Cause | None:
-    for chosen in _subsets(_replicated(want)):
+    for chosen in subsets(_replicated(want)):
         over = " and ".join(chosen)
         total, expected = got, want
         for axis in chosen:
@@ -177,9 +177,9 @@ def _replicated(want: Ranks) -> list[str]:
     return [axis for axis in want.axes if want.equal_along(axis, closeness(0.0))]
 
 
-def _subsets(names: list[str]) -> Iterator[tuple[str, ...]]:
-    for count in range(1, len(names) + 1):
-        yield from itertools.combinations(names, count)
+def subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return all sets of these names but the empty one, small sets first."""
+    return [chosen for count in range(1, len(names) + 1) for chosen in itertools.combinations(names, count)]
 
 
 def _all_close(one: Ranks, other: Ranks, close: Close) -> bool:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .cause import Cause, find_cause
+from .cause import Cause, find_cause, subsets
 from .distribution import Distribution, explain
 from .ranks import Axes, Close, Ranks, held
 from .recording import Key, Recording
@@ -110,7 +110,7 @@ class Comparison:
         gradients of parameters are averaged. The first gradient of the step determines the factor.
         """
         if key.step not in self._scales:
-            sizes = sorted({1.0, *(_product(self.axes, names) for names in _subsets(self.axes.names))})
+            sizes = sorted({1.0, *(_product(self.axes, names) for names in subsets(self.axes.names))})
             fits = (
                 scale
                 for scale in [*sizes, *(1 / size for size in sizes)]
@@ -211,10 +211,6 @@ def _sharded(got: Ranks, reference: Tensor, dims: tuple[int | None, ...]) -> Ran
                 value = value.narrow(dim, start, min(rows, value.shape[dim] - start))
         found[at] = value
     return Ranks(got.axes, found)
-
-
-def _subsets(names: tuple[str, ...]) -> list[tuple[str, ...]]:
-    return [chosen for count in range(1, len(names) + 1) for chosen in itertools.combinations(names, count)]
 
 
 def _product(axes: Axes, names: tuple[str, ...]) -> float:

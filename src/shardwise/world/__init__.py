@@ -24,7 +24,7 @@ from . import aten_ops, c10d_ops, functional_ops  # noqa: F401  # they register 
 from .factories import rank_factories
 from .per_rank import map_ranks, replicate
 from .rank_int import rank_int, values_of
-from .rank_tensor import RankTensor, common
+from .rank_tensor import RankTensor, common, shards_of
 from .registry import World, current_world, groups_of, register_group
 from .simulate import SimulatedWorld, simulate
 
@@ -33,6 +33,7 @@ __all__ = [
     "map_ranks",
     "replicate",
     "common",
+    "shards_of",
     "rank_int",
     "values_of",
     "rank_factories",

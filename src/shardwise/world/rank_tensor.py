@@ -30,7 +30,7 @@ from .rank_int import rank_int, rank_stride
 if TYPE_CHECKING:
     import numpy
 
-__all__ = ["RankTensor", "common", "wrap"]
+__all__ = ["RankTensor", "common", "shards_of", "wrap"]
 
 
 class RankTensor(torch.Tensor):
@@ -231,6 +231,13 @@ def _common_stride(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int | to
     if meaningful and all(stride == meaningful[0] for stride in meaningful):
         return meaningful[0]
     return rank_stride(strides)
+
+
+def shards_of(local: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the shards in a local tensor: the tensor itself, or one shard for each simulated rank."""
+    if type(local) is torch.Tensor:
+        return (local,)
+    return local.shards if isinstance(local, RankTensor) else (local,)
 
 
 def common(tensor: torch.Tensor) -> torch.Tensor:

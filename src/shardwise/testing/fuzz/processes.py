@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...tensor.dtensor import DTensor
-from ...world import RankTensor, collectives, simulate
+from ...world import collectives, shards_of, simulate
 from ..children import Lost, in_children, meeting_file, store_at
 from .batch import Answer, Report
 from .compare import Failure, close
@@ -157,8 +157,7 @@ def _held_value(x: Tensor) -> object:
         return f"a {type(x).__name__} that is not distributed"
     with torch.no_grad():
         local = x.to_local()
-    shards = local.shards if isinstance(local, RankTensor) else (local,)
-    return [Held(repr(x.spec), shard.detach().clone()) for shard in shards]
+    return [Held(repr(x.spec), shard.detach().clone()) for shard in shards_of(local)]
 
 
 def _on_rank(outcome: Outcome, index: int) -> Found:
