@@ -194,7 +194,9 @@ class Facts(TypedDict, total=False):
 
 
 FACTS_OF_ANY_RULE = (
+    "draw",
     "updates",
+    "override",
     "cpu_dtypes",
     "gradient_of",
     "reads_numbers",
@@ -204,5 +206,8 @@ FACTS_OF_ANY_RULE = (
     "strides",
     "masks_results",
     "takes_empty",
+    "makes_tensors",
+    "derivative_makes_tensors",
+    "batch_rule_makes_tensors",
 )
 """What holds of an op with any rule: a user's rule does not change it."""
