@@ -30,7 +30,9 @@ def find_op(op: AnyOp) -> OpOverload:
     found = list(filter(is_dispatched, overloads(name)))
     if overload:
         found = [func for func in found if overload_name(func) == overload]
-    if not found and callable(op) and not isinstance(op, (OpOverload, OpOverloadPacket)):
+    if not found and isinstance(op, (OpOverload, OpOverloadPacket)):
+        raise RuleError(f"{op} is a function of TorchScript alone", "pass an op that takes tensors, or its name")
+    if not found and callable(op):
         raise RuleError(
             f"{getattr(op, '__name__', op)} is not an op", "pass example arguments, too, to see the ops that it calls"
         )
