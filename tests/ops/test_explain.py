@@ -14,7 +14,9 @@ from torch._ops import OpOverload
 
 from shardwise import DTensor, Shard
 from shardwise.extend import register_sharding
-from shardwise.ops.explain import _function
+from shardwise.notation import parse
+from shardwise.notation.frame import make_frame
+from shardwise.ops.explain import _factors, _function
 from shardwise.ops.kernel import Kernel
 from shardwise.ops.op import ListKernel, Local, Never, Op
 from shardwise.ops.registry import registry
@@ -210,6 +212,33 @@ def test_every_fact_about_an_op_is_said() -> None:
         assert text in said, name
         assert text or known[name].default is False, f"say here what is said of {name}"
         assert text or "notes       " in said, name
+
+
+def _bound_kinds(rule: Rule) -> dict[str, str]:
+    """The kinds that dispatch gives the factors of a rule, for operands whose ellipses have one dim."""
+    ranks_of = [(len(p.dims),) if p.listed else len(p.dims) for p in (*rule.inputs, *rule.outputs)]
+    atoms = {atom.name: atom for p in (*rule.inputs, *rule.outputs) for dim in p.dims for atom in dim}
+    many = [name for name, atom in atoms.items() if atom.many and name != "_"]
+    split = len(rule.inputs)
+    frame = make_frame(rule, tuple(ranks_of[:split]), tuple(ranks_of[split:]), tuple((name, 1) for name in many))
+    names = {f"{name}0": f"{name}.." for name in many}
+    return {names.get(name, name): mark.kind.value for name, mark in zip(frame.names, frame.marks, strict=True)}
+
+
+def test_factors_have_the_kinds_that_dispatch_gives_them() -> None:
+    """Of every rule that is a text, and of some that are made for a call."""
+    made = [
+        "x.. -> _ _ ; unread",
+        "a b -> a ; reduce same",
+        "b.. k -> b.. ; reduce none",
+        "a b -> a, b ; reduce max, same",
+    ]
+    texts = [source for name in registry if isinstance(source := registry[name].rule, str)]
+    rules = {*map(parse, texts), *map(parse, made)}
+    assert len(rules) > 60
+    for rule in rules:
+        said = {name: text.partition(":")[0].partition(";")[0] for name, text in _factors(rule) if name != "_"}
+        assert said == _bound_kinds(rule), str(rule)
 
 
 def test_every_function_that_is_named_says_what_it_does() -> None:

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from .._torch.ops import OpOverload, packet_name, schema_of
 from .._torch.schemas import is_composite
 from ..notation import Rule, parse
-from ..notation.kind import FactorKind
+from ..notation.kind import FactorKind, kind_of
 from .call import Call, is_list
 from .find import AnyOp, called_with, find_op
 from .generated import Source as GeneratedRule
@@ -204,18 +204,17 @@ def _factors(rule: Rule) -> Iterator[tuple[str, str]]:
     for name, atom in seen.items():
         text = f"{name}.." if atom.many else name
         without = [i for i, side in enumerate(outputs) if name not in {a.name for a in side}]
-        if atom.replicated:
-            yield text, FactorKind.REPLICATED.value
-        elif name in rule.kernel:
-            yield text, f"{FactorKind.KERNEL.value}{_after_kernel(rule, without)}"
+        ops = {"same" if rule.unread else rule.reduce[i] for i in without}
+        kind = kind_of(atom.replicated, name in rule.kernel, ops)
+        if kind is FactorKind.KERNEL:
+            more = _after_kernel(rule, without)
+        elif kind is FactorKind.REPLICATED:
+            more = "" if atom.replicated else ": the op cannot complete a result from shards"
         elif name not in given:
-            yield text, f"{FactorKind.PASS_THROUGH.value}: its size comes from an argument"
-        elif any(rule.reduce[i] == "none" for i in without):
-            yield text, f"{FactorKind.REPLICATED.value}: the op cannot complete a result from shards"
-        elif without:
-            yield text, f"{FactorKind.REDUCED.value}: {_reduced(rule, without)}"
+            more = ": its size comes from an argument"
         else:
-            yield text, FactorKind.PASS_THROUGH.value
+            more = f": {_reduced(rule, without)}" if without else ""
+        yield text, f"{kind.value}{more}"
     if any(atom.name == "_" for side in inputs for atom in side):
         yield "_", FactorKind.REPLICATED.value
 
