@@ -128,6 +128,19 @@ def test_what_is_said(op: Any, args: tuple[Any, ...], texts: list[str]) -> None:
         assert text in said
 
 
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        ("torch.add", "aten::add.Tensor"),
+        ("torch.Tensor.add_", "aten::add_.Tensor"),
+        ("torch.nn.functional.linear", "aten::linear.default"),
+        ("torch.ops.aten.sum.dim_IntList", "aten::sum.dim_IntList"),
+    ],
+)
+def test_a_function_by_its_name(name: str, op: str) -> None:
+    assert explain(name).startswith(f"{op}, defined in ops/")
+
+
 def test_a_rule_of_the_generated_table() -> None:
     from shardwise.ops import generated
 
