@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise._torch.collectives import STARTS, all_reduce, wait
+from shardwise._torch.collectives import all_reduce, wait
 from shardwise._torch.watching import (
     abort_group,
     all_groups,
@@ -13,6 +13,7 @@ from shardwise._torch.watching import (
     store_port,
     wrap_op,
 )
+from shardwise.ops.recorded import STARTS
 from tests.worlds import fake_group
 
 

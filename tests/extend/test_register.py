@@ -206,3 +206,35 @@ def test_an_op_that_writes_and_returns_nothing(cut, total_cut) -> None:
         for count in (1, 2):  # planned, then by the hot path
             assert add_row_sums(total, x) is None
             torch.testing.assert_close(assemble(total), 1 + count * X.sum(1))
+
+
+def test_an_op_by_its_packet_and_by_its_name() -> None:
+    for op in (torch.ops.shardwise_tests.weighted, "shardwise_tests::weighted", "shardwise_tests::weighted.default"):
+        with registry.restored():
+            shardwise.register_sharding(op, "m n, m -> n ; linear 0 | 1")
+            assert placements_of(Shard(0), Shard(0)) == (Partial("sum"),)
+            with pytest.raises(RuleError, match="the rule m n -> n has 1 operands"):
+                shardwise.register_sharding(op, "m n -> n")
+    for name in ("shardwise_tests::nonsense", "aten::mm.nonsense", "weighted"):
+        with pytest.raises(RuleError, match=f"no op is called '{name}'"):
+            shardwise.register_sharding(name, "m n, m -> n")
+
+
+def test_a_rule_of_an_op_that_pytorch_decomposes() -> None:
+    matmul = torch.ops.aten.matmul.default
+    with pytest.warns(UserWarning, match=r"a rule of aten\.matmul\.default is used in inference mode alone"):
+        shardwise.register_sharding(matmul, "m [k], [k] n -> m n")
+    assert "by PyTorch; in inference mode by the user's rule for aten::matmul.default" in shardwise.rules.explain(
+        matmul
+    )
+    with pytest.warns(UserWarning, match="used in inference mode alone"):
+        shardwise.experimental.register_sharding(torch.ops.aten.rms_norm.default)(lambda *args: [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shardwise.register_sharding(torch.ops.aten.linear.default, "x.. [k], n [k], n -> x.. n")
+        shardwise.register_sharding(torch.ops.aten.silu_backward.default, "b.., b.. -> b..")
+    with shardwise.simulate(2):
+        mesh = init_device_mesh("cpu", (2,))
+        x = make_dtensor(X, mesh, [Shard(1)], seed=0)
+        weight = make_dtensor(X[:3], mesh, [Shard(1)], seed=1)
+        assert torch.nn.functional.linear(x, weight).placements != (Partial("sum"),)

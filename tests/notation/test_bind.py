@@ -245,6 +245,8 @@ def test_a_new_batch_size_is_cheap(text: str, inputs: Any, outputs: Any) -> None
         ("a k -> a ; reduce none", [(4, 6)], [(4,)], "a pass-through, k must be replicated"),
         ("a k -> a ; reduce none ; kernel k", [(4, 6)], [(4,)], "a pass-through, k handled by a kernel"),
         ("a k -> a k, _ ; reduce sum, same", [(4, 6)], [(4, 6), (3,)], "a pass-through, k pass-through"),
+        ("x.. -> _ ; unread", [(4, 6)], [(3,)], "x0 pass-through, x1 pass-through"),
+        ("a b -> a ; reduce same", [(4, 6)], [(4,)], "a pass-through, b pass-through"),
         ("x.., x.. -> x.. ; ragged", [(8, 5), (8, 3)], [(8, 3)], "x0 pass-through, x1 must be replicated"),
         ("a -> a ; kernel a", [(5,)], [(3,)], "a handled by a kernel"),
     ],

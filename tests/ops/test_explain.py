@@ -10,12 +10,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import empty
+from torch._ops import OpOverload
 
+from shardwise import DTensor, Shard
 from shardwise.extend import register_sharding
+from shardwise.notation import parse
+from shardwise.notation.frame import make_frame
+from shardwise.ops.explain import _factors, _function
 from shardwise.ops.kernel import Kernel
-from shardwise.ops.op import ListKernel, Local, Op
+from shardwise.ops.op import ListKernel, Local, Never, Op
 from shardwise.ops.registry import registry
-from shardwise.rules import Explanation, RuleError, explain
+from shardwise.rules import Explanation, Rule, RuleError, explain
+from tests.ops.helpers import on, r, ranks
 
 aten = torch.ops.aten
 
@@ -102,6 +108,8 @@ CASES: list[tuple[Any, tuple[Any, ...], list[str]]] = [
     ("view", (), ["writes      to the view reach the viewed tensor by put_reshaped (ops/views.py)"]),
     ("_foreach_norm", (), ["on lists of local shards: norms (ops/optim.py)"]),
     (torch.sin, (), ["which follows from PyTorch's tag for elementwise ops", "b?.. -> b.."]),
+    (torch.ones_like, (), ["Partial     any        is not reduced: no values are read"]),
+    (torch.hamming_window, (), ["served by   nothing: it takes no tensors"]),
     (torch.sort, (empty(3, 4), 1), ["x1  must be replicated"]),
     (torch.equal, (), ["served by   decomposition", "otherwise   decomposed by equal (ops/reduce.py)"]),
     (aten._unique2, (), ["served by   running on gathered inputs", "the result depends on data"]),
@@ -118,6 +126,19 @@ def test_what_is_said(op: Any, args: tuple[Any, ...], texts: list[str]) -> None:
     said = explain(op, *args)
     for text in texts:
         assert text in said
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        ("torch.add", "aten::add.Tensor"),
+        ("torch.Tensor.add_", "aten::add_.Tensor"),
+        ("torch.nn.functional.linear", "aten::linear.default"),
+        ("torch.ops.aten.sum.dim_IntList", "aten::sum.dim_IntList"),
+    ],
+)
+def test_a_function_by_its_name(name: str, op: str) -> None:
+    assert explain(name).startswith(f"{op}, defined in ops/")
 
 
 def test_a_rule_of_the_generated_table() -> None:
@@ -159,8 +180,13 @@ def test_what_is_no_op() -> None:
     for function in (F.cross_entropy, torch.unique, lambda x: x, torch.Tensor.__eq__, torch.Tensor.__init__, *scripted):
         with pytest.raises(RuleError, match="is not an op: pass example arguments"):
             explain(function)
-    for op in ("__getitem__", "aten::backward", torch.ops.aten.__getitem__, torch.ops.aten.__getitem__.Dict_Tensor):
-        with pytest.raises(RuleError, match=r"no op is called .*__getitem__|no op is called 'aten::backward'"):
+    for op in ("__getitem__", "aten::backward"):
+        with pytest.raises(RuleError, match=f"no op is called '{op}'"):
+            explain(op)
+    for op in (aten.__getitem__, aten.__getitem__.Dict_Tensor, aten.acos.int):
+        with pytest.raises(
+            RuleError, match=r"aten\.\w+(\.\w+)? is a function of TorchScript alone: pass an op that takes"
+        ):
             explain(op)
     assert "aten::_unique2" in explain(torch.unique, torch.zeros(3))
     assert "aten::select.int" in explain(torch.Tensor.__getitem__, empty(3, 4), 1)
@@ -199,3 +225,87 @@ def test_every_fact_about_an_op_is_said() -> None:
         assert text in said, name
         assert text or known[name].default is False, f"say here what is said of {name}"
         assert text or "notes       " in said, name
+
+
+def _bound_kinds(rule: Rule) -> dict[str, str]:
+    """The kinds that dispatch gives the factors of a rule, for operands whose ellipses have one dim."""
+    ranks_of = [(len(p.dims),) if p.listed else len(p.dims) for p in (*rule.inputs, *rule.outputs)]
+    atoms = {atom.name: atom for p in (*rule.inputs, *rule.outputs) for dim in p.dims for atom in dim}
+    many = [name for name, atom in atoms.items() if atom.many and name != "_"]
+    split = len(rule.inputs)
+    frame = make_frame(rule, tuple(ranks_of[:split]), tuple(ranks_of[split:]), tuple((name, 1) for name in many))
+    names = {f"{name}0": f"{name}.." for name in many}
+    return {names.get(name, name): mark.kind.value for name, mark in zip(frame.names, frame.marks, strict=True)}
+
+
+def test_factors_have_the_kinds_that_dispatch_gives_them() -> None:
+    """Of every rule that is a text, and of some that are made for a call."""
+    made = [
+        "x.. -> _ _ ; unread",
+        "a b -> a ; reduce same",
+        "b.. k -> b.. ; reduce none",
+        "a b -> a, b ; reduce max, same",
+    ]
+    texts = [source for name in registry if isinstance(source := registry[name].rule, str)]
+    rules = {*map(parse, texts), *map(parse, made)}
+    assert len(rules) > 60
+    for rule in rules:
+        said = {name: text.partition(":")[0].partition(";")[0] for name, text in _factors(rule) if name != "_"}
+        assert said == _bound_kinds(rule), str(rule)
+
+
+def test_every_function_that_is_named_says_what_it_does() -> None:
+    for name in registry:
+        op = registry[name]
+        given = [getattr(op, each.name) for each in fields(op)]
+        runs = [each.run for each in (*op.kernels.values(), op.local, op.list_kernel) if each is not None]
+        for function in (*given, *runs):
+            if callable(function) and not isinstance(function, (Rule, Never)):
+                assert ": " in _function(function), f"{name}: {_function(function)} has no docstring"
+
+
+SERVED: dict[OpOverload, tuple[str, list[OpOverload]]] = {
+    aten.isnan.out: ("aten::isnan without out=", [aten.isnan.default]),
+    aten.nonzero.out: ("aten::nonzero without out=", [aten.nonzero.default]),
+    aten.celu.out: ("aten::celu without out=", [aten.celu.default]),
+    aten.square.default: ("decomposition into other ops by PyTorch; in inference mode by", [aten.pow.Tensor_Scalar]),
+    aten.std.default: ("decomposition into other ops by PyTorch; in inference mode by", [aten.std.correction]),
+    aten.relu6.default: ("decomposition into other ops by PyTorch; in inference mode by", [aten.hardtanh.default]),
+    aten.multinomial.default: ("decomposition into other ops", [aten.exponential_.default, aten.topk.default]),
+    aten.relu.default: ("its rule", [aten.relu.default]),
+    aten.relu_.default: ("its rule for aten::relu", [aten.relu_.default]),
+    aten.t.default: ("its rule", [aten.t.default]),
+    aten._local_scalar_dense.default: ("reading the number", []),
+    aten.nonzero.default: ("running on gathered inputs", []),
+    aten.masked_select.default: ("running on gathered inputs", []),
+}
+ARGUMENTS: dict[OpOverload, tuple[Any, ...]] = {
+    aten.multinomial.default: (2,),
+    aten.masked_select.default: (torch.tensor([True, False]),),
+}
+OUT = {aten.nonzero.out: torch.int64, aten.isnan.out: torch.bool, aten.celu.out: torch.float32}
+
+
+@pytest.mark.parametrize("func", SERVED, ids=str)
+def test_an_op_is_served_as_it_is_said(func: OpOverload) -> None:
+    text, ops = SERVED[func]
+    assert f"served by   {text}" in explain(func)
+    with ranks(2) as mesh, DTensor._op_dispatcher.recording() as plans:
+        x = (
+            on(mesh, torch.tensor(1.0))
+            if func is aten._local_scalar_dense.default
+            else on(mesh, r(4, 2).abs(), Shard(0))
+        )
+        arguments = [on(mesh, a) if isinstance(a, torch.Tensor) else a for a in ARGUMENTS.get(func, ())]
+        out = {"out": on(mesh, torch.empty(0, dtype=OUT[func]))} if func in OUT else {}
+        plans.clear()
+        func(x, *arguments, **out)
+        planned = [plan.op.func for plan in plans if plan.plan is not None]
+        assert set(ops) <= {plan.op.func for plan in plans}
+        assert (func in planned) == text.startswith("its rule")
+
+
+def test_composites_are_served_by_their_rules_in_inference_mode() -> None:
+    with ranks(2) as mesh, torch.inference_mode(), DTensor._op_dispatcher.recording() as plans:
+        torch.square(on(mesh, r(4, 2), Shard(0)))
+        assert [plan.op.func for plan in plans if plan.plan is not None] == [aten.square.default]

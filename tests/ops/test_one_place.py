@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 
 import shardwise
 
@@ -159,6 +164,46 @@ def test_no_other_room_has_a_table_of_ops() -> None:
     new = [text for key, text in found.items() if key not in ELSEWHERE]
     assert not new, "make these fields of records in ops/:\n" + "\n".join(sorted(new))
     assert set(found) == set(ELSEWHERE), "delete from this list what is gone"
+
+
+def containers(owner: object) -> Iterator[tuple[str, object]]:
+    """The containers that a module, and the classes defined in it, hold."""
+    for name, value in vars(owner).items():
+        if isinstance(value, (dict, set, frozenset, list, tuple, WeakKeyDictionary)) and not name.startswith("__"):
+            yield name, value
+        elif isinstance(owner, ModuleType) and isinstance(value, type) and value.__module__ == owner.__name__:
+            yield from ((f"{name}.{inner}", found) for inner, found in containers(value))
+
+
+def held_tables(modules: dict[str, ModuleType]) -> Iterator[str]:
+    """The names of containers of three or more ops, or of keys that are ops, that are not those of a module in ops/."""
+    owned = {id(value) for name, module in modules.items() if ".ops." in name for _, value in containers(module)}
+    for where, module in modules.items():
+        for name, value in containers(module):
+            ops = sum(isinstance(key, (OpOverload, OpOverloadPacket)) for key in value)  # type: ignore[attr-defined]
+            if id(value) not in owned and ops >= (3 if isinstance(value, (list, tuple)) else 1):
+                yield f"{where}.{name}"
+
+
+def test_no_other_room_holds_a_table_of_ops() -> None:
+    """Tables whose keys are variables, or made by a function, are found where they are held."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        if path.stem != "__main__":
+            with suppress(ImportError):  # of Triton, which is not everywhere
+                found[name] = importlib.import_module(name)
+    assert len(found) > 400
+    assert not list(held_tables(found)), "make these fields of records, or sets in ops/"
+
+
+def test_a_table_is_found_where_it_is_held() -> None:
+    module = ModuleType("shardwise.elsewhere")
+    module.table, module.pair = frozenset([torch.ops.aten.mm.default]), (torch.ops.aten.mm, torch.ops.aten.bmm)
+    assert list(held_tables({module.__name__: module})) == ["shardwise.elsewhere.table"]
+    owner = ModuleType("shardwise.ops.somewhere")
+    owner.table = module.table
+    assert not list(held_tables({module.__name__: module, owner.__name__: owner}))
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,6 @@ wait = WAIT._op
 
 all_reduce_coalesced = _ops.all_reduce_coalesced.default
 """`all_reduce_coalesced(inputs, op, group)`: `all_reduce` of each tensor of a list, in one collective."""
-STARTS = frozenset([all_gather, all_reduce, all_reduce_coalesced, reduce_scatter, all_to_all, broadcast])
-"""The ops that start a collective."""
 
 _resolve: Callable[..., dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 

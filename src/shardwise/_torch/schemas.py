@@ -22,6 +22,11 @@ def is_composite(func: OpOverload) -> bool:
     return func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
 
 
+def has_cpu_kernel(func: OpOverload) -> bool:
+    """Whether an op has a kernel for CPUs. If a composite op has one, autograd leaves its decomposition out there."""
+    return func.has_kernel_for_dispatch_key(DispatchKey.CPU)
+
+
 def is_dispatched(func: OpOverload) -> bool:
     """Whether the dispatcher has an op: `torch.ops` has functions of TorchScript, too, such as `aten::__getitem__`.
 

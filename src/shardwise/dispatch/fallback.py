@@ -15,6 +15,7 @@ from .._torch import pytree
 from .._torch.decompositions import registered_decomposition
 from ..comm.redistribute import redistribute_local
 from ..errors import CommunicationError, InputError
+from ..ops.op import Never
 from ..ops.replicated import as_replicated, gathered
 from ..ops.resolve import ResolvedOp
 from ..ops.served import served_by
@@ -50,7 +51,7 @@ def run_without_plan(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTen
         return registered(*args, **kwargs)
     if outside:
         return run_outside(op, args, kwargs, kind)
-    if served_by(op.func) != "rule" and not op.needs_data:
+    if not isinstance(op.op.rule, Never) and served_by(op.func) != "rule" and not op.needs_data:
         _warn_of_gathering(op)
     return _run_on_gathered(op, args, kwargs, kind)
 

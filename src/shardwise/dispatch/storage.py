@@ -63,7 +63,8 @@ def _memory_owner(op: ResolvedOp, tensor: DTensorBase) -> DTensorBase:
     """
     owner = tensor
     while owner._source is not None and (view := owner._source.replays()) is not None:
-        local = resolve(view.func).op.local
+        found = resolve(view.func)
+        local = (found.built_in or found).op.local  # whatever the user's rule is, a conjugate has values of its own
         if local is not None and local.copies:
             return owner
         owner = view.root

@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from .._torch.bindings import binding, types_key
-from .._torch.collectives import STARTS
 from .._torch.ops import builtin_of
+from ..ops.recorded import STARTS
 from .effects import is_op
 from .recorder import Meta
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch.collectives import STARTS, WAIT
+from .._torch.collectives import WAIT
 from .._torch.ops import OpOverload, schema_of
-from ..ops.recorded import SHARES_MEMORY
+from ..ops.recorded import SHARES_MEMORY, STARTS
 
 Roots = frozenset[fx.Node]
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..errors import ShardwiseError
 from .clauses import Entry, Positions
-from .kind import FactorKind
+from .kind import FactorKind, kind_of
 from .patterns import NO_FACTOR, Atom, Dim, Pattern
 from .rule import Rule
 
@@ -234,25 +234,17 @@ def _marks(
     rule: Rule, index: Mapping[str, int], replicated: set[str], slots: Sequence[Slot], outputs: Sequence[Group]
 ) -> tuple[FactorMarks, ...]:
     """Return the kind of each factor: by its brackets, by the kernel clause, or by the outputs that lack it."""
-    lacking: dict[str, set[int]] = {op: set() for op in rule.reduce}
+    lacking: list[set[str]] = [set() for _ in index]
     for op, group in zip(rule.reduce, outputs, strict=True):
         members = group if isinstance(group, tuple) else (group,)
         for slot in members:
             if slot is not None:
-                has = {factor for dim in slots[slot].dims for factor in dim}
-                lacking[op] |= set(index.values()) - has
-    unreducible, averaged = lacking.pop("none", set()), lacking.get("avg", set())
-    lacking.pop("same", None)
-    reduced = set().union(*lacking.values())
-
-    def kind(name: str, factor: int) -> FactorKind:
-        if name in rule.kernel:
-            return FactorKind.KERNEL
-        if name in replicated or factor in unreducible:
-            return FactorKind.REPLICATED
-        return FactorKind.REDUCED if factor in reduced else FactorKind.PASS_THROUGH
-
-    return tuple(FactorMarks(kind(name, factor), factor in averaged) for name, factor in index.items())
+                for factor in set(index.values()) - {factor for dim in slots[slot].dims for factor in dim}:
+                    lacking[factor].add("same" if rule.unread else op)
+    return tuple(
+        FactorMarks(kind_of(name in replicated, name in rule.kernel, lacking[factor]), "avg" in lacking[factor])
+        for name, factor in index.items()
+    )
 
 
 def _present(sets: Sequence[Positions], present: set[int]) -> tuple[Positions, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from enum import Enum
 
 
@@ -14,10 +15,23 @@ class FactorKind(Enum):
     """
 
     PASS_THROUGH = "pass-through"
-    """All outputs have the factor, and are sharded along it."""
+    """All outputs have the factor, and are sharded along it, or are the same on all ranks (`reduce same`)."""
     REDUCED = "reduced"
     """Some output lacks the factor: it is Partial, by the op of the `reduce` clause."""
     REPLICATED = "must be replicated"
     """No mesh axis may shard it: `[d]`, or missing in an output with `reduce none`, or of several sizes (`ragged`)."""
     KERNEL = "handled by a kernel"
     """It may be sharded if the op has a kernel for it: `kernel d`."""
+
+
+def kind_of(brackets: bool, kernel: bool, lacking: Set[str]) -> FactorKind:
+    """Return the kind of a factor. `lacking` holds the ops of the `reduce` clause for the outputs that lack it.
+
+    >>> kind_of(brackets=False, kernel=False, lacking={"max"}), kind_of(False, False, {"same"})
+    (<FactorKind.REDUCED: 'reduced'>, <FactorKind.PASS_THROUGH: 'pass-through'>)
+    """
+    if kernel:
+        return FactorKind.KERNEL
+    if brackets or "none" in lacking:
+        return FactorKind.REPLICATED
+    return FactorKind.REDUCED if lacking - {"same"} else FactorKind.PASS_THROUGH

@@ -12,6 +12,7 @@ from ..notation.build import dims_text, join, kernel_clause
 from .call import Call
 from .indexing import free, kept, shifted, with_extra_row
 from .kernel import FactorShard, LocalCall, no_summand, without_communication
+from .op import Never
 from .registry import definitions_in
 
 aten = torch.ops.aten
@@ -120,10 +121,6 @@ define(
 # ---- masks ----------------------------------------------------------------------------------------------------------
 
 
-def on_gathered_inputs(call: Call) -> None:
-    """Return None: the shape of the result depends on data."""
-
-
-define("aten::masked_select", on_gathered_inputs)
+define("aten::masked_select", Never("the shape of the result depends on data"))
 define("aten::masked_scatter", "[x?..], [x?..], [s..] -> [x..] ; linear 0+2")
 define("aten::masked_scatter_backward", "[x..], [x?..] -> _.. ; linear 0", derivative_makes_tensors=True)

@@ -91,6 +91,7 @@ def split_by_blocks(call: Call, layouts: Sequence[Layout]) -> str | None:
 
 @without_communication
 def _slice(call: LocalCall, shard: FactorShard) -> Tensor:
+    """The shards that this rank holds of the blocks of a slice."""
     dim = call.sharded_dim
     start = slice(call["start"], None).indices(call.given[0].shape[dim])[0] // shard.size * shard.held
     rows: Tensor = call["self"].narrow(dim, start, call.local_shape()[dim])
@@ -99,6 +100,7 @@ def _slice(call: LocalCall, shard: FactorShard) -> Tensor:
 
 @without_communication
 def _slice_backward(call: LocalCall, shard: FactorShard) -> Tensor:
+    """Write the gradient of such a slice into zeros, at the blocks that were sliced."""
     dim, gradient = call.sharded_dim, call["grad_output"]
     start = slice(call["start"], None).indices(call.shapes[0][dim])[0] // shard.size * shard.held
     result = call.zeros(gradient)
@@ -108,6 +110,7 @@ def _slice_backward(call: LocalCall, shard: FactorShard) -> Tensor:
 
 @without_communication
 def _split(call: LocalCall, shard: FactorShard) -> list[Tensor]:
+    """Split the local shard at the edges of its blocks."""
     dim = call.sharded_dim
     parts = call["self"].split([layout.local_shape(call.at)[dim] for layout in call.layouts], dim)
     return [part.clone(memory_format=torch.contiguous_format) for part in parts]

@@ -67,12 +67,14 @@ cross_entropy_gradient = new_op(
 
 
 def _gradient_rule(call: Call) -> str:
+    """The gradient of the scores, linear in the incoming gradient; a kernel handles the classes."""
     scores, row = scores_and_row(call.ndim(1), "n", "v")
     return f"{row if call.ndim(0) else ''}, {scores}, {row}, [c], -> {scores} ; linear 0 ; kernel v"
 
 
 @without_communication
 def _gradient_of_local_classes(call: LocalCall, shard: FactorShard) -> Tensor:
+    """The gradient of the scores of this rank's classes."""
     scores = call["log_probabilities"]
     if not scores.numel():
         return call.zeros(scores)
@@ -134,6 +136,8 @@ def _shards_classes(scores: DTensorBase) -> bool:
 
 
 def _override(func: OpOverload) -> Callable[..., object]:
+    """Return the override: one autograd node for the logarithms of the softmax and the loss."""
+
     def kernel(
         keys: Keys,
         scores: Tensor,

@@ -19,6 +19,7 @@ from .above_autograd import call, is_watched, needs_grad, new_op, where_distribu
 from .call import Call
 from .indexing import free, kept, shifted
 from .kernel import FactorShard, LocalCall, no_summand, without_communication
+from .op import Never
 from .registry import definitions_in
 from .replicated import as_replicated
 
@@ -105,6 +106,8 @@ class _Embedding(QuickFunction):
 
 
 def _override(func: OpOverload) -> Callable[..., object]:
+    """Return the override: an autograd node whose backward keeps the layout of the table."""
+
     def kernel(
         keys: Keys, weight: Tensor, indices: Tensor, padding_idx: int = -1, scale: bool = False, sparse: bool = False
     ) -> object:
@@ -164,10 +167,6 @@ define("aten::one_hot", override=_one_hot)
 # ---- bags of rows ---------------------------------------------------------------------------------------------------
 
 
-def bag(call: Call) -> None:
-    """Return None to run on gathered inputs: on CPUs, tensors saved for backward have other sizes than metadata say."""
-
-
 def bag_backward(call: Call) -> str | None:
     """A sparse gradient has no rule: see `dense_bag_gradient`."""
     return None if call.arg("sparse") else "[b] [d], [i..], [o], [t..], [s..], [m..], [w..] -> _ [d] ; linear 0"
@@ -184,7 +183,10 @@ def dense_bag_gradient(*args: object, **kwargs: object) -> Tensor:
     return _BAG_BACKWARD(*args[:_SPARSE], False, *args[_SPARSE + 1 :], **kwargs)
 
 
-define(("aten::_embedding_bag", "aten::_embedding_bag_forward_only"), bag)
+define(
+    ("aten::_embedding_bag", "aten::_embedding_bag_forward_only"),
+    Never("on CPUs, tensors saved for backward have other sizes than metadata say"),
+)
 define("aten::_embedding_bag_backward", bag_backward, decomposition=dense_bag_gradient)
 define("aten::_embedding_bag_dense_backward", "[b] [d], [i..], [o..], [s..], [m..], [w..] -> _ [d] ; linear 0")
 define("aten::_embedding_bag_per_sample_weights_backward", "_ d, _ d, _.., _.., _.. -> _.. ; linear 0 | 1")

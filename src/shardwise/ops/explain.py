@@ -24,20 +24,18 @@ from collections.abc import Iterator, Sequence
 from .._torch.ops import OpOverload, packet_name, schema_of
 from .._torch.schemas import is_composite
 from ..notation import Rule, parse
-from ..notation.kind import FactorKind
+from ..notation.kind import FactorKind, kind_of
 from .call import Call, is_list
 from .find import AnyOp, called_with, find_op
 from .generated import Source as GeneratedRule
 from .kernel import Kernel
-from .op import Function, Source
+from .op import Function, Never, Source
 from .registry import resolve
 from .resolve import ResolvedOp
-from .schema import FOREACH, operands_of, overload_key, overloads
-from .served import served_by
+from .schema import FOREACH, operands_of, overload_key, overloads, tensor_arguments, variant_of
+from .served import runs_without_out, served_by
 
 _SERVED = {
-    "rule": "its rule",
-    "generated": "a generated rule",
     "decomposition": "decomposition into other ops",
     "gathered": "running on gathered inputs",
 }
@@ -110,23 +108,39 @@ def _explain(func: OpOverload, call: Call | None) -> str:
 
 
 def _served(found: ResolvedOp) -> str:
-    text = _SERVED[served_by(found.func, planned=False if _depends_on_data(found) else None)]
+    kind = served_by(found.func, planned=False if _depends_on_data(found) else None)
+    if found.name == "aten::_local_scalar_dense":
+        return "reading the number, after gathering it where it must be"
+    if not tensor_arguments(found.func):
+        return "nothing: it takes no tensors, so what it returns is not distributed"
     if found.in_place_view is not None:
-        return f"{text}: the tensor becomes the result of {overload_key(found.in_place_view)}"
-    if not found.has_rule and found.decomposition is None and is_composite(found.func):
-        return f"{text} by PyTorch; pass example arguments to see which"
+        return f"{_SERVED[kind]}: the tensor becomes the result of {overload_key(found.in_place_view)}"
+    if kind in ("rule", "generated"):
+        return _by_rule(found)
+    if kind == "decomposition" and found.decomposition is None and runs_without_out(found):
+        return f"{packet_name(found.func)} without out=, whose results are copied into the out= tensors"
+    if found.decomposition is None and is_composite(found.func):
+        if found.has_rule and not isinstance(found.op.rule, Never):
+            return f"{_SERVED[kind]} by PyTorch; in inference mode by {_by_rule(found)}"
+        return f"{_SERVED[kind]} by PyTorch; pass example arguments to see which"
+    return _SERVED[kind]
+
+
+def _by_rule(found: ResolvedOp) -> str:
     if found.op.origin == "user":
         return f"the user's rule for {found.key}"
     if found.op.origin == "elementwise":
-        return f"{text}, which follows from PyTorch's tag for elementwise ops"
-    name = overload_key(found.func)
-    of = f" for {found.key}" if found.has_rule and name not in (found.key, f"{found.key}.default") else ""
-    return text + of
+        return "its rule, which follows from PyTorch's tag for elementwise ops"
+    text = "a generated rule" if found.op.origin == "generated" else "its rule"
+    return text if overload_key(found.func) in (found.key, f"{found.key}.default") else f"{text} for {found.key}"
 
 
 def _rule_sections(found: ResolvedOp, call: Call | None) -> Iterator[tuple[str, list[str]]]:
     source = found.op.rule
     if source is None or found.in_place_view is not None or _depends_on_data(found):
+        return
+    if isinstance(source, Never):
+        yield "rule", [f"of no call: {source.reason}"]
         return
     if callable(source) and not isinstance(source, Rule):
         yield "rule", _function_texts(source, call)
@@ -139,7 +153,8 @@ def _rule_sections(found: ResolvedOp, call: Call | None) -> Iterator[tuple[str, 
     yield ("rule" if isinstance(source, (str, Rule)) else "this call"), [str(rule)]
     names = _operand_names(found, rule)
     yield "factors", [f"{name:4}{kind}" for name, kind in _factors(rule)]
-    yield "Partial", list(_passing(rule, names))
+    unread = found.op.reads_shape_only or rule.unread
+    yield "Partial", ["any        is not reduced: no values are read"] if unread else list(_passing(rule, names))
     built_in = found.built_in
     if built_in is not None and built_in.has_rule:
         same = _rule_of(built_in, call) is rule
@@ -189,18 +204,17 @@ def _factors(rule: Rule) -> Iterator[tuple[str, str]]:
     for name, atom in seen.items():
         text = f"{name}.." if atom.many else name
         without = [i for i, side in enumerate(outputs) if name not in {a.name for a in side}]
-        if atom.replicated:
-            yield text, FactorKind.REPLICATED.value
-        elif name in rule.kernel:
-            yield text, f"{FactorKind.KERNEL.value}{_after_kernel(rule, without)}"
+        ops = {"same" if rule.unread else rule.reduce[i] for i in without}
+        kind = kind_of(atom.replicated, name in rule.kernel, ops)
+        if kind is FactorKind.KERNEL:
+            more = _after_kernel(rule, without)
+        elif kind is FactorKind.REPLICATED:
+            more = "" if atom.replicated else ": the op cannot complete a result from shards"
         elif name not in given:
-            yield text, f"{FactorKind.PASS_THROUGH.value}: its size comes from an argument"
-        elif any(rule.reduce[i] == "none" for i in without):
-            yield text, f"{FactorKind.REPLICATED.value}: the op cannot complete a result from shards"
-        elif without:
-            yield text, f"{FactorKind.REDUCED.value}: {_reduced(rule, without)}"
+            more = ": its size comes from an argument"
         else:
-            yield text, FactorKind.PASS_THROUGH.value
+            more = f": {_reduced(rule, without)}" if without else ""
+        yield text, f"{kind.value}{more}"
     if any(atom.name == "_" for side in inputs for atom in side):
         yield "_", FactorKind.REPLICATED.value
 
@@ -250,7 +264,8 @@ def _kernel(factor: str, kernel: Kernel) -> str:
 
 def _local(found: ResolvedOp) -> Iterator[str]:
     op = found.op
-    if not found.has_rule or found.in_place_view is not None or _depends_on_data(found):
+    no_calls = found.in_place_view is not None or isinstance(op.rule, Never) or _depends_on_data(found)
+    if not found.has_rule or no_calls:
         return
     if op.draw is not None:
         yield f"on local shards, with a generator that all ranks share: {_function(op.draw)}"
@@ -286,7 +301,10 @@ def _notes(found: ResolvedOp) -> Iterator[str]:
 def _depends_on_data(found: ResolvedOp) -> bool:
     """Whether the result's shape depends on data; a rule that is a function may be more precise for some calls."""
     source = found.op.rule
-    return found.needs_data and (isinstance(source, Rule) or not callable(source))
+    with_out = overloads(packet_name(found.func)) if runs_without_out(found) else ()
+    same = (resolve(other) for other in with_out if variant_of(other) == "functional")
+    needs_data = found.needs_data or any(other.needs_data and other.op is found.op for other in same)
+    return needs_data and (isinstance(source, Rule) or not callable(source))
 
 
 def _variants(found: ResolvedOp) -> Iterator[str]:

@@ -31,7 +31,9 @@ def find_op(op: AnyOp) -> OpOverload:
     found = list(filter(is_dispatched, overloads(name)))
     if overload:
         found = [func for func in found if overload_name(func) == overload]
-    if not found and callable(op) and not isinstance(op, (OpOverload, OpOverloadPacket)):
+    if not found and isinstance(op, (OpOverload, OpOverloadPacket)):
+        raise RuleError(f"{op} is a function of TorchScript alone", "pass an op that takes tensors, or its name")
+    if not found and callable(op):
         raise RuleError(
             f"{getattr(op, '__name__', op)} is not an op", "pass example arguments, too, to see the ops that it calls"
         )
@@ -44,6 +46,10 @@ def _by_dim_names(func: OpOverload) -> bool:
     return "name" in overload_name(func).lower()
 
 
+_PLACES = ("torch.ops.", "torch.nn.functional.", "torch.Tensor.", "torch.")
+"""Where the functions that call ops are found in PyTorch, as in `torch.add`."""
+
+
 def _names(op: AnyOp) -> tuple[str, str]:
     """The name of an op with its namespace, and the name of its overload, which may be empty."""
     if isinstance(op, OpOverload):
@@ -51,7 +57,8 @@ def _names(op: AnyOp) -> tuple[str, str]:
     if isinstance(op, OpOverloadPacket):
         return packet_name(op), ""
     text = op if isinstance(op, str) else getattr(op, "__name__", str(op))
-    space, colons, rest = text.removeprefix("torch.ops.").partition("::")
+    place = next((place for place in _PLACES if text.startswith(place)), "")
+    space, colons, rest = text.removeprefix(place).partition("::")
     if colons:
         name, _, overload = rest.partition(".")
         return f"{space}::{name}", overload

@@ -54,6 +54,7 @@ class _Groups:
 
 
 def _local_product(call: LocalCall) -> Tensor:
+    """Multiply this rank's rows by those of its matrices whose groups they belong to."""
     rows, matrices = call["rows"], call["matrices"]
     held, groups = call.given[0].runs(call.at)[0], call.given[1].runs(call.at)[0]
     ends = local_ends(call["ends"], held)
@@ -68,6 +69,7 @@ def _local_product(call: LocalCall) -> Tensor:
 
 
 def _local_outer(call: LocalCall) -> Tensor:
+    """The product of each group of rows that this rank has the result of."""
     left, right = call["left"], call["right"]
     held, groups = call.given[1].runs(call.at)[0], call.layouts[0].runs(call.at)[0]
     ends = local_ends(call["ends"], held)

@@ -94,6 +94,8 @@ def _by_products(op: OpOverload, *args: Tensor) -> Tensor:
 
 
 def _override(func: OpOverload) -> Callable[..., object]:
+    """Return the override: one autograd node for the layer, dispatched as one op."""
+
     def kernel(keys: Keys, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> object:
         tensors = (input, weight) if bias is None else (input, weight, bias)
         fits = weight.dim() == 2 and (bias is None or bias.dim() == 1)

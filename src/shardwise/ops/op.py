@@ -25,6 +25,20 @@ Source = str | Rule | Callable[[Call], str | Rule | None]
 Function = Callable[..., Any]
 """A function of an op's arguments."""
 
+
+@dataclass(frozen=True)
+class Never:
+    """The rule of an op that has one for no call, for this reason. A generated rule is not asked either.
+
+    >>> define("aten::masked_select", Never("the shape of the result depends on data"))
+    """
+
+    reason: str
+
+    def __call__(self, call: Call) -> None:
+        """Return None: no call has a rule."""
+
+
 Write = Callable[[Tensor, Tensor], Tensor]
 """`(root, new value of the view) -> new value of the root`."""
 
@@ -101,7 +115,7 @@ class Op:
 
     name: str
     rule: Source | None = None
-    """None: the op has no rule. It is decomposed, or runs on gathered inputs."""
+    """None: the op has no handwritten rule. It has a generated one, is decomposed, or runs on gathered inputs."""
     kernels: Mapping[str, Kernel] = field(default_factory=dict)
     """For each factor that the rule's `kernel` clause names: how the op runs when that factor is sharded."""
     layout_rule: Callable[[Call, Sequence[Layout]], str | None] | None = None
@@ -194,7 +208,9 @@ class Facts(TypedDict, total=False):
 
 
 FACTS_OF_ANY_RULE = (
+    "draw",
     "updates",
+    "override",
     "cpu_dtypes",
     "gradient_of",
     "reads_numbers",
@@ -204,5 +220,8 @@ FACTS_OF_ANY_RULE = (
     "strides",
     "masks_results",
     "takes_empty",
+    "makes_tensors",
+    "derivative_makes_tensors",
+    "batch_rule_makes_tensors",
 )
 """What holds of an op with any rule: a user's rule does not change it."""

@@ -21,7 +21,7 @@ from ..sharding.recording import recorded
 from .above_autograd import filling_integers_without_gradient
 from .call import Args, Call
 from .kernel import LocalCall
-from .op import Facts
+from .op import Facts, Never
 from .registry import definitions_in
 
 define = definitions_in(__name__)
@@ -109,6 +109,7 @@ def _writing(numbers: Numbers) -> Callable[[LocalCall], Tensor]:
 
 
 def _rule(call: Call) -> str:
+    """Elementwise: the numbers drawn have the shape of the operand."""
     return pointwise(len(call.tensors))
 
 
@@ -157,9 +158,7 @@ define("aten::native_dropout", "x.. -> x.., x..", draw=dropout)
 # ---- decomposed -----------------------------------------------------------------------------------------------------
 
 
-def _decomposed(call: Call) -> None:
-    """Return None: no call has a rule. Without this function a generated rule would be used."""
-    return None
+_DECOMPOSED = Never("other ops draw the numbers")
 
 
 def multinomial(
@@ -228,9 +227,9 @@ def rrelu_with_noise_(
     return value if value is NotImplemented else x.copy_(value)
 
 
-define("aten::multinomial", _decomposed, decomposition=multinomial)
-define("aten::rrelu_with_noise", _decomposed, decomposition=rrelu_with_noise)
-define("aten::rrelu_with_noise_", _decomposed, decomposition=rrelu_with_noise_)
+define("aten::multinomial", _DECOMPOSED, decomposition=multinomial)
+define("aten::rrelu_with_noise", _DECOMPOSED, decomposition=rrelu_with_noise)
+define("aten::rrelu_with_noise_", _DECOMPOSED, decomposition=rrelu_with_noise_)
 
 
 # ---- on gathered inputs: rarely used, so all ranks draw the global tensor from generators in the same state ---------

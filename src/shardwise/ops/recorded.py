@@ -1,13 +1,20 @@
-"""Properties of ops for recordings on local tensors: which read values, share memory, or change nothing."""
+"""Ops in recordings on local tensors: which start collectives, read values, share memory, or change nothing."""
 
 from __future__ import annotations
 
 import torch
 
-from .._torch.collectives import WAIT
+from .._torch import collectives
 
 aten = torch.ops.aten
 
+STARTS = frozenset(
+    [
+        *(collectives.all_gather, collectives.all_reduce, collectives.all_reduce_coalesced),
+        *(collectives.reduce_scatter, collectives.all_to_all, collectives.broadcast),
+    ]
+)
+"""Ops that start a collective."""
 READS_VALUES = frozenset(
     [aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.item.default]
 )
@@ -17,7 +24,7 @@ READING_METHODS = frozenset(
     for name in ("tolist", "numpy", "__array__", "item", "__bool__", "__int__", "__float__", "__index__")
 )
 """Methods of Tensor that return values to Python, some of them without calling an op."""
-SHARES_MEMORY = frozenset([aten._unsafe_view.default, WAIT])
+SHARES_MEMORY = frozenset([aten._unsafe_view.default, collectives.WAIT])
 """Ops whose result shares the memory of the first argument, although their schemas do not say so."""
 OTHER_NAMES = frozenset([aten.detach.default, aten.alias.default, aten.lift_fresh.default])
 """Ops that return an alias of their argument."""

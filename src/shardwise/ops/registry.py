@@ -88,6 +88,8 @@ class Registry:
             given = inherited
         built_in = self._built_in_for(name) or Op(name)
         facts = {fact: getattr(built_in, fact) for fact in FACTS_OF_ANY_RULE}
+        if kernels:
+            facts["draw"] = None  # the user's kernels draw
         if rule == built_in.rule:
             facts["list_kernel"] = built_in.list_kernel
         elif callable(rule) and not isinstance(rule, Rule):
@@ -102,8 +104,13 @@ class Registry:
         return {factor: kernel for factor, kernel in kernels.items() if kernel is not None}
 
     def _built_in_for(self, name: str) -> Op | None:
-        """The built-in record of an op, or of the op that this overload belongs to."""
-        return self._built_in.get(name) or self._built_in.get(name.partition(".")[0])
+        """The built-in record of an op, or of the op that this overload belongs to, or that it is a variant of."""
+        packet, _, overload = name.partition(".")
+        own = self._built_in.get(name) or self._built_in.get(packet)
+        if own is not None:
+            return own
+        funcs = (func for func in overloads(packet) if overload in ("", overload_name(func)))
+        return next((op for func in funcs for op, _ in self._candidates(func, self._built_in)), None)
 
     def register_table(self, rules: Mapping[str, Source]) -> None:
         """Register a table of rules without kernels."""

@@ -85,11 +85,13 @@ def _patterns(call: Call) -> dict[str, str]:
 
 
 def _forward_rule(call: Call) -> str:
+    """The sequences of queries, keys and values are handled by a kernel."""
     patterns = _patterns(call)
     return f"{inputs_of(call, patterns)} -> {patterns['output']}, {patterns['logsumexp']} ; kernel s"
 
 
 def _backward_rule(call: Call) -> str:
+    """As the forward rule; the gradients are linear in the incoming gradient."""
     patterns = _patterns(call)
     results = ", ".join(patterns[name] for name in ("query", "key", "value"))
     return f"{inputs_of(call, patterns)} -> {results} ; linear 0 ; kernel s"
@@ -107,6 +109,7 @@ def _on_one_rank(run: Run[T], call: LocalCall) -> T:
 
 
 def _local(run: Run[LocalResult]) -> Local:
+    """Return the local code of calls whose sequences are not sharded: attention on one rank."""
     return Local(lambda call: _on_one_rank(run, call))
 
 

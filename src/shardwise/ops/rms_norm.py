@@ -61,6 +61,8 @@ def _is_served(tensors: Sequence[Tensor], normalized_shape: Sequence[int]) -> bo
 
 
 def _override(func: OpOverload) -> Callable[..., object]:
+    """Return the override: one autograd node for the norm, dispatched as one op."""
+
     def kernel(
         keys: Keys, input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
     ) -> object:

@@ -12,8 +12,11 @@ import torch
 
 from .._torch.decompositions import registered_decomposition
 from .._torch.ops import OpOverload
-from .._torch.schemas import is_composite
+from .._torch.schemas import has_cpu_kernel, is_composite
+from .op import Never
 from .registry import resolve
+from .resolve import ResolvedOp
+from .schema import has_functional_variant
 
 Kind = Literal["rule", "generated", "decomposition", "gathered"]
 KINDS: tuple[Kind, ...] = ("rule", "generated", "decomposition", "gathered")
@@ -26,11 +29,27 @@ def served_by(func: OpOverload, planned: bool | None = None) -> Kind:
     """
     found = resolve(func)
     if planned is None:
-        planned = found.in_place_view is None
+        planned = not (found.in_place_view or isinstance(found.op.rule, Never) or decomposed_first(found))
     if func is torch.ops.aten._local_scalar_dense.default:  # a single number needs no gathering
         return "rule"
     if planned and found.has_rule:
         return "generated" if found.op.origin == "generated" else "rule"
     by_others = found.decomposition is not None or found.in_place_view is not None or is_composite(func)
-    by_others = by_others or registered_decomposition(func) is not None
+    by_others = by_others or runs_without_out(found) or registered_decomposition(func) is not None
     return "decomposition" if by_others else "gathered"
+
+
+def decomposed_first(found: ResolvedOp) -> bool:
+    """Whether PyTorch decomposes an op before its rule is asked for, except in inference mode.
+
+    So it does with its composite ops, unless they have kernels of their own, too (`silu_backward`), or the op's record
+    has both a rule and an override, which dispatches the op (`linear`).
+    """
+    record = (found.built_in or found).op
+    dispatched = has_cpu_kernel(found.func) or (record.rule is not None and record.override is not None)
+    return is_composite(found.func) and not dispatched
+
+
+def runs_without_out(found: ResolvedOp) -> bool:
+    """Whether calls that no rule takes run without `out=`, so that the results are copied into the `out=` tensors."""
+    return found.variant == "out" and has_functional_variant(found.func)

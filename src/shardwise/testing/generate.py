@@ -24,6 +24,8 @@ import torch
 from .._torch.ops import OpOverload, overload_name
 from ..ops import generated
 from ..ops.generated import Line
+from ..ops.op import Never
+from ..ops.registry import resolve
 from ..ops.resolve import NEEDS_DATA
 from ..ops.schema import operands_of, overload_key, overloads, variant_of
 from ..ops.served import served_by
@@ -57,7 +59,7 @@ def has_no_rule(func: OpOverload) -> bool:
     """Return whether an op is probed: a pure function of tensors without a hand-written rule or decomposition."""
     if not operands_of(func) or variant_of(func) != "functional" or NEEDS_DATA & set(func.tags):
         return False
-    if func.namespace != "aten":
+    if func.namespace != "aten" or isinstance(resolve(func).op.rule, Never):
         return False
     return served_by(func) in ("generated", "gathered") and torch.Tag.nondeterministic_seeded not in func.tags
 
