@@ -46,9 +46,9 @@ def make_plan(
     path = shortest(source.mesh_sizes, slots.source, slots.target, about, links, groups)
     if path is None:
         raise CommunicationError(
-            f"there is no plan from {source} to {target} with the process groups of this submesh, which has none for "
+            f"there is no plan from {source} to {target} with the process groups of this submesh, which has none over "
             "some sets of axes",
-            "use a mesh of all ranks of the world: process groups of several axes are only created for such a mesh",
+            "use the mesh that it was sliced from: groups over several axes are created for a mesh of all ranks only",
         )
     return _as_plan(source, target, slots, path, itemsize, links)
 

@@ -56,7 +56,11 @@ def packed_attention(
     if not isinstance(query, DTensor):
         return _by_document(query, key, value, edges, is_causal, dropout_p, scale)
     if not isinstance(key, DTensor) or not isinstance(value, DTensor):
-        raise InputError("packed_attention got plain tensors and DTensors", "distribute queries, keys and values")
+        plain = [name for name, x in (("key", key), ("value", value)) if not isinstance(x, DTensor)]
+        raise InputError(
+            f"packed_attention got the DTensor {query.spec!r} as query, but plain tensors as {' and '.join(plain)}",
+            "distribute all three on one mesh: distribute_tensor(x, mesh, placements)",
+        )
     zigzag = zigzag_ranks(query.spec, key.spec, value.spec)
     given = Attention(None, dropout_p, is_causal, scale, edges, zigzag)
     result: Tensor = attend_over_sequence(query, key, value, given, method)

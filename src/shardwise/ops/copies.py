@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..sharding.base import DTensorBase
 from .call import Call, Kwargs
 from .kernel import LocalCall
 from .op import Local
@@ -72,7 +73,8 @@ def resize(x: Tensor, size: Sequence[int], *, memory_format: torch.memory_format
     """`resize_`: leave a tensor of this size unchanged, else take the first elements in its memory, without gaps."""
     if memory_format not in (None, torch.contiguous_format):
         raise InputError(
-            f"resize_ of a distributed tensor with memory_format={memory_format}: the result is always row-major",
+            f"resize_ of {_text(x)} to {list(size)} with memory_format={memory_format}: the result of a distributed "
+            "tensor is always row-major",
             "call x.resize_(size) without memory_format",
         )
     same = tuple(size) == tuple(x.shape)
@@ -84,6 +86,10 @@ def resize(x: Tensor, size: Sequence[int], *, memory_format: torch.memory_format
         flat = torch.cat([flat.new_zeros(offset), flat, flat.new_zeros(missing)])[offset:]
     x.data = flat[:count].view(size)
     return x
+
+
+def _text(x: Tensor) -> str:
+    return repr(x._spec) if isinstance(x, DTensorBase) else f"a plain tensor of shape {list(x.shape)}"
 
 
 def _in_memory(x: Tensor) -> Tensor:
@@ -118,7 +124,9 @@ define("aten::_values", returns_shard=True)  # see `_torch.wrapper.counted_as`
 
 def refuse_sparse(x: Tensor, *args: object, **kwargs: object) -> NoReturn:
     """Raise the error that says why there are no sparse distributed tensors."""
-    raise InputError("a distributed tensor is dense, and cannot become a sparse one", "use x.full_tensor().to_sparse()")
+    raise InputError(
+        f"{_text(x)} cannot become a sparse tensor: a distributed tensor is dense", "use x.full_tensor().to_sparse()"
+    )
 
 
 for _layout in ("", "_csr", "_csc", "_bsr", "_bsc"):

@@ -99,8 +99,8 @@ class Draw:
         self._drawn_on = generator.device
         if generator.device.type not in ("cpu", device.type):
             raise InputError(
-                f"a generator on {generator.device} for numbers on {device}",
-                "use a generator on that device or on the CPU",
+                f"got a generator on {generator.device} to draw numbers on {device}",
+                f"pass torch.Generator({device.type!r}), or one on the CPU",
             )
         if not recorded:
             _before_draw(mesh_info, generator)

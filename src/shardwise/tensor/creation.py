@@ -324,7 +324,9 @@ def _new_spec(
     placements: Placements | None,
 ) -> DTensorSpec:
     if layout != torch.strided:
-        raise InputError(f"a DTensor cannot have layout={layout}", "only torch.strided tensors can be distributed")
+        raise InputError(
+            f"a DTensor cannot have layout={layout}: only torch.strided tensors can be distributed", "leave layout out"
+        )
     mesh_info = adopt(device_mesh if device_mesh is not None else current_mesh())
     given = tuple(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
     shape = torch.Size((specialized if mesh_info.simulated else symbolic)(given))

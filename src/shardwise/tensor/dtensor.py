@@ -312,9 +312,9 @@ class DTensor(ChangingShape, GlobalValues, Pieces, Hooks):
         """Return a plain tensor with the placements of this one, if plain tensors are known to be replicated."""
         if not modes.implicit_replication:
             raise InputError(
-                "the data of a DTensor was set to a plain tensor",
-                "distribute it first, or take plain tensors as replicated inside "
-                "`with shardwise.experimental.implicit_replication():`",
+                f"the data of {self._spec!r} was set to a plain tensor of shape {list(plain.shape)}",
+                "distribute it first, x.data = distribute_tensor(data, x.device_mesh, x.placements), or take plain "
+                "tensors as replicated inside `with shardwise.experimental.implicit_replication():`",
             )
         spec, data = self._spec, plain.detach().contiguous()
         meta = contiguous_meta(data.shape, data.dtype)
@@ -345,7 +345,7 @@ class DTensor(ChangingShape, GlobalValues, Pieces, Hooks):
             return memo[id(self)]
         if not self.is_leaf:
             raise InputError(
-                "deepcopy of a DTensor that is not a leaf: its grad_fn cannot be copied",
+                f"deepcopy of {self._spec!r}, which is not a leaf: its grad_fn cannot be copied",
                 "detach it first: copy.deepcopy(x.detach())",
             )
         copied = _rebuild(copy.deepcopy(self._local_shard, memo), self._spec, self.requires_grad, _is_param(self))
