@@ -127,6 +127,10 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
     """Return the checkpoint in a folder that was completed last, or None if there is none.
 
     The pointer `latest` names it. If that checkpoint has been deleted, the newest existing one is returned.
+
+    >>> path = save({"step": 100}, folder / "step-100")
+    >>> latest(folder).name
+    'step-100'
     """
     folder = Path(path)
     if not folder.is_dir():

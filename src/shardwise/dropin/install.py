@@ -59,7 +59,11 @@ _finder = _AliasFinder()
 
 
 def installed() -> bool:
-    """Whether shardwise is in the place of `torch.distributed.tensor`."""
+    """Whether shardwise is in the place of `torch.distributed.tensor`.
+
+    >>> installed()
+    False
+    """
     return sys.modules.get(THEIRS) is sys.modules[PACKAGE]
 
 
@@ -95,6 +99,9 @@ def uninstall() -> None:
 
     Names and isinstance tests are PyTorch's again. If PyTorch's dispatcher has not read the class `DTensor` before
     `install()`, it has read a placeholder: then any op on PyTorch's DTensor raises from now on.
+
+    >>> shardwise.uninstall()
+    >>> from torch.distributed.tensor import DTensor       # PyTorch's own again
     """
     if not installed():
         return

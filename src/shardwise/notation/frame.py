@@ -32,7 +32,13 @@ UNKNOWN = -1
 
 
 class BindError(ShardwiseError, ValueError):
-    """Shapes that do not fit a rule, or a sharding that it does not allow."""
+    """Shapes that do not fit a rule, or a sharding that it does not allow.
+
+    >>> bind(parse("m k, k n -> m n"), [(4, 6), (5, 8)])
+    Traceback (most recent call last):
+    ...
+    shardwise.notation.frame.BindError: factor k has size 6 and, in operand 1, size 5 in the rule m k, k n -> m n: ...
+    """
 
 
 class Slot(NamedTuple):

@@ -26,7 +26,12 @@ _REQUIRED = object()
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an op. Tensors are known by `shape` and `dtype` alone."""
+    """One call of an op. Tensors are known by `shape` and `dtype` alone.
+
+    >>> call = Call.make(torch.ops.aten.sum.dim_IntList, (torch.empty(4, 6), [1]), {})
+    >>> call.shape(0), call.arg("dim"), call.arg("keepdim")
+    ((4, 6), [1], False)
+    """
 
     op: OpOverload
     arguments: Kwargs = field(hash=False)

@@ -62,7 +62,12 @@ _WHEN = {
 
 
 class Explanation(str):
-    """A string that a Python prompt shows without quotes, line by line."""
+    """A string that a Python prompt shows without quotes, line by line.
+
+    >>> text = explain("mm")
+    >>> text.splitlines()[3]
+    'rule        m k, k n -> m n ; linear 0 | 1'
+    """
 
     __slots__ = ()
 

@@ -49,6 +49,11 @@ class Registry:
     """Records by op name: built-in ones and, on top of them, the user's.
 
     A second registry may serve the ops that have neither (`put_behind`).
+
+    >>> with registry.restored():
+    ...     registry.register("aten::mm", "m k, k n -> m n")
+    ...     rule_for(torch.ops.aten.mm.default).op
+    Op('aten::mm', 'm k, k n -> m n')
     """
 
     def __init__(self) -> None:
@@ -72,7 +77,10 @@ class Registry:
         self._changed()
 
     def register(self, op: OpName, rule: Source, kernels: Mapping[str, Kernel] | None = None) -> None:
-        """Give an op the user's rule; text is parsed here, so that an error in it is raised here."""
+        """Give an op the user's rule; text is parsed here, so that an error in it is raised here.
+
+        >>> register("mylib::scale_rows", "m n, m -> m n ; linear 0 | 1")
+        """
         name = name_of(op)
         source = parse(rule) if isinstance(rule, str) else rule
         given = dict(kernels or {})
@@ -155,14 +163,22 @@ class Registry:
     # ---- look-up ----------------------------------------------------------------------------------------------
 
     def resolve(self, func: OpOverload) -> ResolvedOp:
-        """The record of an overload; a record without a rule if the op has none."""
+        """The record of an overload; a record without a rule if the op has none.
+
+        >>> resolve(torch.ops.aten.add_.Tensor).key
+        'aten::add'
+        """
         found = self._resolved.get(func)
         if found is None:
             found = self._resolved[func] = self._resolve(func)
         return found
 
     def rule_for(self, func: OpOverload) -> ResolvedOp | None:
-        """The record of an overload; None if it has no rule."""
+        """The record of an overload; None if it has no rule.
+
+        >>> rule_for(torch.ops.aten.nonzero.default) is None
+        True
+        """
         found = self.resolve(func)
         return found if found.has_rule else None
 

@@ -37,6 +37,10 @@ class ResolvedOp:
     this overload, or of all overloads of its op. `operands` holds, for each input of the rule, the position of its
     argument in the schema, or None where a number takes its place. `built_in` is what the overload resolves to without
     the user's rule; None if the user gave none.
+
+    >>> found = resolve(torch.ops.aten.mul_.Scalar)
+    >>> found.key, found.variant, found.writes
+    ('aten::mul', 'inplace', (0,))
     """
 
     def __init__(

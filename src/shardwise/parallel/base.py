@@ -22,6 +22,12 @@ class ParallelStyle(ABC):
     The styles of this package have the methods of PyTorch's styles that subclasses override, such as
     `_prepare_input_fn`. A method that a subclass overrides is called as PyTorch calls it. Otherwise a faster hook runs
     in its place, which is prepared once, when the style is applied.
+
+    >>> class Replicated(ParallelStyle):
+    ...     def _apply(self, module, device_mesh):
+    ...         return shardwise.distribute_module(module, device_mesh)
+    >>> parallelize_module(model, mesh["tp"], {"0": Replicated()})[0].weight.placements
+    (Replicate(),)
     """
 
     src_data_rank: int | None = 0

@@ -41,7 +41,11 @@ class _Check:
 
 
 def set_generator_check(enabled: bool) -> None:
-    """Turn the comparison of generators at the first draw on a mesh on or off. Call it on all ranks alike."""
+    """Turn the comparison of generators at the first draw on a mesh on or off. Call it on all ranks alike.
+
+    >>> set_generator_check(False)
+    >>> set_generator_check(True)                           # the default
+    """
     _Check.enabled = enabled
 
 

@@ -42,6 +42,13 @@ def exact(enabled: bool = True) -> Iterator[None]:
 
     Each draw inside takes the time and memory of the global tensor on every rank. Where activations are recomputed,
     call backward inside, too. It holds for this thread and for the backward passes that it starts.
+
+    >>> generator = torch.manual_seed(0)
+    >>> with exact():
+    ...     x = shardwise.randn(1000, 1000, device_mesh=mesh, placements=P("dp"))
+    >>> generator = torch.manual_seed(0)
+    >>> torch.equal(x.full_tensor(), torch.randn(1000, 1000))
+    True
     """
     before = _exact.get()
     _exact.set(enabled)
@@ -52,7 +59,12 @@ def exact(enabled: bool = True) -> Iterator[None]:
 
 
 def is_exact() -> bool:
-    """Whether this thread is inside `exact()`."""
+    """Whether this thread is inside `exact()`.
+
+    >>> with exact():
+    ...     is_exact()
+    True
+    """
     return _exact.get()
 
 

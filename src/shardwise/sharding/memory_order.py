@@ -12,7 +12,11 @@ from .._torch.symbols import has_symbols, symbolic
 
 
 class TensorMeta(NamedTuple):
-    """Shape, stride and dtype of a global tensor."""
+    """Shape, stride and dtype of a global tensor.
+
+    >>> distribute_tensor(torch.zeros(2, 3), mesh, P("dp")).spec.tensor_meta
+    TensorMeta(shape=torch.Size([2, 3]), stride=(3, 1), dtype=torch.float32)
+    """
 
     shape: torch.Size
     stride: tuple[int, ...]

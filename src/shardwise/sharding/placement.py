@@ -31,6 +31,11 @@ class Placement:
 
     Frozen and interned: equal placements are one object. They are also equal to PyTorch's placements of the same
     meaning, and have the same hash, so that programs may compare a `Shard` of either library with one of the other.
+
+    >>> for placement in x.placements:
+    ...     print(placement, placement.is_shard(), placement.is_shard(dim=0), placement.is_replicate())
+    Shard(dim=0) True True False
+    Shard(dim=1) True False False
     """
 
     __slots__ = ("__weakref__", "_hash")
@@ -123,6 +128,9 @@ class Shard(AnyShard):
 
     The other placements that shard a dim are no `Shard`, and `is_shard` is False for them: programs take a `Shard` for
     one contiguous piece of the dim.
+
+    >>> distribute_tensor(torch.arange(7), mesh["tp"], [Shard(0)], src_data_rank=None).shards[1]
+    tensor([4, 5, 6])
     """
 
     __slots__ = ()
@@ -176,6 +184,10 @@ class InterleavedShard(AnyShard):
 
     With 8 rows, 2 blocks and 2 ranks, rank 0 holds rows 0, 1, 4, 5. A fused `[q; k; v]` weight is sharded by heads in
     this way (3 blocks), and so is a flattened `(batch, sequence)` dim if the sequence is sharded.
+
+    >>> qkv = distribute_tensor(torch.arange(6), mesh, [Replicate(), InterleavedShard(0, blocks=3)])
+    >>> qkv.shards[0], qkv.shards[1]
+    (tensor([0, 2, 4]), tensor([1, 3, 5]))
     """
 
     __slots__ = ("blocks",)
@@ -214,6 +226,10 @@ class OrderedShard(AnyShard):
 
     `DTensor.placements` contains it where an uneven dim is sharded over axes in another order than that of the mesh.
     All axes of that dim must be ordered. `P(("tp", "dp"))` is shorter to write.
+
+    >>> x = distribute_tensor(torch.arange(6), mesh, [OrderedShard(0, place=1), OrderedShard(0, place=0)])
+    >>> x.spec
+    i64[6@(tp, dp)]
     """
 
     __slots__ = ("place",)
@@ -231,7 +247,11 @@ class OrderedShard(AnyShard):
 
 
 class Replicate(Placement):
-    """Every rank along the axis holds the same values."""
+    """Every rank along the axis holds the same values.
+
+    >>> distribute_tensor(torch.arange(3), mesh, [Replicate(), Replicate()]).shards[3]
+    tensor([0, 1, 2])
+    """
 
     __slots__ = ()
 
@@ -253,6 +273,10 @@ class Partial(Placement):
     """Every rank along the axis holds an operand; the global value is their reduction by `reduce_op`.
 
     `Partial("prod")` is `Partial("product")`.
+
+    >>> x = DTensor.from_local(torch.ones(2), mesh, [Partial(), Replicate()])
+    >>> x.spec, x.full_tensor().tolist()
+    (f32[2] sum(dp), [2.0, 2.0])
     """
 
     __slots__ = ("reduce_op",)
@@ -300,7 +324,11 @@ def as_placement(value: object) -> Placement | None:
 
 
 class ShardOrderEntry(NamedTuple):
-    """The mesh axes that shard one tensor dim, major to minor."""
+    """The mesh axes that shard one tensor dim, major to minor.
+
+    >>> distribute_tensor(torch.arange(8), mesh, P(("tp", "dp"))).shard_order
+    (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
+    """
 
     tensor_dim: int
     mesh_dims: tuple[int, ...]

@@ -49,6 +49,12 @@ class DTensorSpec(Drawn):
 
     `layout` describes which elements each rank holds. A few layouts, made by views of uneven shards, cannot be written
     as a list of placements: `placements` then raises an error.
+
+    >>> spec = DTensorSpec(mesh, P("dp", "tp"), TensorMeta(torch.Size([8, 16]), (16, 1), torch.float32))
+    >>> spec
+    f32[8@dp, 16@tp]
+    >>> spec.placements, spec.local_shape((0, 1)), spec.global_offset((0, 1))
+    ((Shard(dim=0), Shard(dim=1)), (4, 8), (0, 8))
     """
 
     __slots__ = (

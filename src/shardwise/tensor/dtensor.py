@@ -75,7 +75,16 @@ _requires_grad: Any = torch.Tensor.requires_grad
 
 
 class DTensor(ChangingShape, GlobalValues, Pieces, Hooks):
-    """A tensor sharded over a mesh. It has the shape of the global tensor; each rank holds its local shard."""
+    """A tensor sharded over a mesh. It has the shape of the global tensor; each rank holds its local shard.
+
+    >>> x = distribute_tensor(torch.arange(8.0), mesh, P("tp"))
+    >>> x.shape, x.placements, x.spec
+    (torch.Size([8]), (Replicate(), Shard(dim=0)), f32[8@tp])
+    >>> (x * 2).shards[1]                              # rank 1 holds the second half
+    tensor([ 8., 10., 12., 14.])
+    >>> (x * 2).full_tensor().tolist()
+    [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0]
+    """
 
     # No __slots__ of its own: the staging of asynchronous checkpoints copies those that `x.__slots__` names.
     __torch_function__ = no_torch_function
@@ -370,6 +379,10 @@ def plan(
     """Return the plan of a redistribution: `print(plan(x, [Replicate()]))` shows steps and bytes.
 
     With `device_mesh`, the placements are on that mesh.
+
+    >>> print(plan(zeros(8, 4, device_mesh=mesh, placements=P("dp")), [Replicate(), Replicate()]))
+    f32[8@dp, 4] -> f32[8, 4]   1 collective, 64 B received by a rank
+      1. all-gather           over dp               64 B   f32[8, 4]
     """
     spec = source._spec if isinstance(source, DTensor) else source
     if not isinstance(target, DTensorSpec):

@@ -50,9 +50,9 @@ def verify(
 ) -> Report:
     """Train on simulated ranks and on one device, from the same parameters, and report the first tensor that differs.
 
-    >>> report = verify(build_model, apply, (tokens, targets), loss=F.cross_entropy, mesh=(2, 2), names=("dp", "tp"))
-    >>> report.ok, report.first
-    (False, 'blocks.0.norm.weight')
+    >>> report = verify(build_model, apply, (tokens, targets), loss=F.cross_entropy, mesh=(2,), names=("tp",))
+    >>> report.ok, report.first                 # first is the path of the first tensor that differs
+    (True, None)
 
     build_model  returns the model, for one device. It is called once for each run, from the same seed.
     apply        distributes the model over a mesh, in place or by returning another: `parallelize_module`,

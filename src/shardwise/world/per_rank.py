@@ -37,7 +37,11 @@ def map_ranks(fn: Callable[..., T], *tensors: object, ranks: int | None = None) 
 
 
 def replicate(tensor: torch.Tensor, ranks: int | None = None) -> RankTensor:
-    """Return a RankTensor with a copy of one tensor for each of `ranks` ranks (default: those of the running world)."""
+    """Return a RankTensor with a copy of one tensor for each of `ranks` ranks (default: those of the running world).
+
+    >>> replicate(torch.tensor([1.0]), ranks=2).shards
+    (tensor([1.]), tensor([1.]))
+    """
     tensor = tensor.detach() if tensor.requires_grad else tensor
     return RankTensor([tensor.clone() for _ in range(ranks or _world_size())])
 

@@ -32,7 +32,12 @@ _EQUALITY = (operator.eq, operator.ne)
 
 
 def rank_int(values: Sequence[int]) -> int | torch.SymInt:
-    """Return the integer that is `values[rank]` on each rank: a plain int where all are equal."""
+    """Return the integer that is `values[rank]` on each rank: a plain int where all are equal.
+
+    >>> rows = rank_int([3, 3, 2])
+    >>> rows, rows * 4, rank_int([2, 2, 2])
+    ((3 | 3 | 2), (12 | 12 | 8), 2)
+    """
     first = values[0]
     for value in values:
         if value != first:
