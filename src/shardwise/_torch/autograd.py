@@ -33,6 +33,14 @@ class _BackwardCalledDirectly(FunctionMeta):
 
     def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, object]) -> None:
         super().__init__(name, bases, attributes)
+        cls._bind_backward()
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "backward":  # `debug.explain` wraps it for a while
+            cls._bind_backward()
+
+    def _bind_backward(cls) -> None:
         function: Any = cls
         function._backward_cls.apply = function.backward
 
@@ -76,7 +84,7 @@ def run_first(leaf: Tensor, handle: RemovableHandle) -> None:
 
 
 def in_backward() -> bool:
-    """Whether a node of autograd runs in this thread, so that the caller is part of a backward formula or hook."""
+    """Return whether a node of autograd runs in this thread, so that the caller is part of a formula or hook."""
     return torch._C._current_autograd_node() is not None
 
 
