@@ -174,5 +174,5 @@ def dispatch_to_subclass(func: OpOverload, args: tuple[object, ...], kwargs: dic
 
 
 def _dispatches(cls: type[Tensor]) -> bool:
-    """Whether the class has a `__torch_dispatch__` that ops are dispatched to."""
+    """Return whether the class has a `__torch_dispatch__` that ops are dispatched to."""
     return cls.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl

@@ -53,7 +53,7 @@ def _choose(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object
 def _calls(
     candidate: Callable[..., object], func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> bool:
-    """Whether a binding calls just this op, with just these arguments."""
+    """Return whether a binding calls just this op, with just these arguments."""
     given = pytree.tree_map_only(Tensor, _on_meta, (list(args), kwargs))
     with without_modes(), torch.no_grad(), _Recorder() as recorder:
         try:
@@ -82,7 +82,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _same(called: tuple[object, ...], wanted: tuple[object, ...]) -> bool:
-    """Whether two calls are the same: identical tensors, equal values."""
+    """Return whether two calls are the same: identical tensors, equal values."""
     one, its_tree = pytree.tree_flatten(called)
     other, tree = pytree.tree_flatten(wanted)
     return its_tree == tree and all(a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(one, other))  # noqa: B905

@@ -66,7 +66,7 @@ class Links:
 
     @classmethod
     def uniform(cls, latency: float, peer_latency: float, pack: float, bandwidth: tuple[float, ...]) -> Links:
-        """Links whose axes have one latency, and whose point-to-point traffic costs what native collectives cost."""
+        """Return links whose axes have one latency, and on which all traffic has the price of native collectives."""
         rates = Rates((latency,) * len(bandwidth), peer_latency, bandwidth)
         return cls(rates, rates, pack)
 

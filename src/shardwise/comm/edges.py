@@ -32,7 +32,7 @@ class Edge(NamedTuple):
 
 
 def commute(ops: set[str]) -> bool:
-    """Whether reductions by these ops over different axes can be done in any order."""
+    """Return whether reductions by these ops over different axes can be done in any order."""
     return len(ops) <= 1 or ops <= {"sum", "avg"}
 
 

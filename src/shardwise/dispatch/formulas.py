@@ -52,7 +52,7 @@ def in_formula() -> bool:
 
 @contextmanager
 def outside_formula() -> Iterator[None]:
-    """Inside, `in_formula()` is False: for code that the running formula calls, such as a user's unpack hook."""
+    """Make `in_formula()` False inside, for code that the running formula calls, such as a user's unpack hook."""
     if not in_formula():
         yield
         return
@@ -230,11 +230,11 @@ class Recorded(NamedTuple):
 
     @classmethod
     def now(cls, tensor: Tensor, tensors: int) -> Recorded:
-        """At the end of the call, below autograd."""
+        """Return a record of this tensor at the end of the call, below autograd."""
         return cls(tensor, next_node_number(), tensors)
 
     def node(self) -> Node | None:
-        """The node that autograd has recorded for the call, if it has.
+        """Return the node that autograd has recorded for the call, if it has.
 
         It is made before the op runs; that of a write to a view, on the base, afterwards. Nodes of later writes are not
         of this call, nor are those before it: some may be functions of the user.

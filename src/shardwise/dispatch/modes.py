@@ -18,7 +18,7 @@ from .formulas import mark_held_result
 
 
 def explicit(enabled: bool = True) -> AbstractContextManager[None]:
-    """Inside, an op that needs communication is an error; only `redistribute` and its like communicate.
+    """Raise an error for every op inside that needs communication; only `redistribute` and its like communicate.
 
     >>> x, w = zeros(8, 4, device_mesh=mesh, placements=P("dp")), zeros(4, 4, device_mesh=mesh, placements=P("dp"))
     >>> with explicit():
@@ -30,13 +30,13 @@ def explicit(enabled: bool = True) -> AbstractContextManager[None]:
 
 
 def warning_of_communication() -> AbstractContextManager[None]:
-    """Inside, an op that needs communication warns, with the text of the error that `explicit` raises."""
+    """Warn of every op inside that needs communication, with the text of the error that `explicit` raises."""
     return switched(explicit="warn")
 
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Inside, plain tensors that meet distributed ones are taken as replicated: the same on all ranks.
+    """Take plain tensors that meet distributed ones inside as replicated: the same on all ranks.
 
     >>> x = ones(8, 4, device_mesh=mesh, placements=P("dp"))
     >>> with implicit_replication():
@@ -73,7 +73,7 @@ def _replicating(modes: Switches) -> Switches:
 
 
 def strict_ops() -> AbstractContextManager[None]:
-    """Inside, an op without a rule is an error instead of running on gathered inputs.
+    """Raise an error for every op inside that has no rule, instead of running it on gathered inputs.
 
     >>> with strict_ops():
     ...     y = ones(8, 4, device_mesh=mesh, placements=P("dp")) + 1

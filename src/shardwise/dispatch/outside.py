@@ -130,12 +130,12 @@ def run_outside(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTensorBa
 
 
 def returns_tensors(op: ResolvedOp) -> bool:
-    """Whether all results of an op are tensors; also for an op that returns nothing."""
+    """Return whether all results of an op are tensors; also for an op that returns nothing."""
     return all("Tensor" in str(result.type) for result in schema_of(op.func).returns)
 
 
 def is_outside(args: Args, kwargs: Kwargs) -> bool:
-    """Whether this rank is in none of the meshes of the distributed tensors."""
+    """Return whether this rank is in none of the meshes of the distributed tensors."""
     first = next((value for value in args if isinstance(value, DTensorBase)), None)
     if first is not None and not first._spec.mesh_info.outside:
         return False

@@ -74,12 +74,15 @@ def _partners(op: ResolvedOp, named: list[tuple[str, Tensor]]) -> Callable[[str]
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether this is a plain tensor with dims."""
+    """Return whether this is a plain tensor with dims."""
     return not isinstance(tensor, DTensorBase) and tensor.dim() > 0
 
 
 def _is_number(tensor: Tensor) -> bool:
-    """Whether a tensor holds one element, which may be expanded: `x[2:4] = torch.zeros(1)` writes such a tensor."""
+    """Return whether a tensor holds one element, which may be expanded.
+
+    `x[2:4] = torch.zeros(1)` writes such a tensor.
+    """
     return all(size == 1 or not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
@@ -103,7 +106,10 @@ def _check_same_on_ranks(op: ResolvedOp, name: str, tensor: Tensor) -> None:
 
 
 def _is_index(op: ResolvedOp, name: str) -> bool:
-    """Whether an argument is in a list of indices. PyTorch makes a plain tensor of a Python list: `x[[0, 2]]`."""
+    """Return whether an argument is in a list of indices.
+
+    PyTorch makes a plain tensor of a Python list: `x[[0, 2]]`.
+    """
     argument = schema_of(op.func).arguments[op.names.index(name.partition("[")[0])]
     return str(argument.type) == "List[Optional[Tensor]]"
 

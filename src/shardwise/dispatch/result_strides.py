@@ -171,7 +171,10 @@ def _with_unit_dim(meta: TensorMeta) -> TensorMeta:
 
 
 def _has_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether strides grow from dim 1 over the spatial dims, last to first, to dim 0: all that PyTorch checks."""
+    """Return whether strides grow from dim 1 over the spatial dims, last to first, to dim 0.
+
+    All that PyTorch checks.
+    """
     if len(shape) not in (4, 5) or stride[1] == 0:
         return False
     least = 0
@@ -188,7 +191,7 @@ def _is_packed_channels_last(meta: TensorMeta) -> bool:
 
 
 def _is_packed(meta: TensorMeta, dims: Sequence[int]) -> bool:
-    """Whether the tensor has no gaps with these dims innermost first; dims of size 1 may have any stride."""
+    """Return whether the tensor has no gaps with these dims innermost first; dims of size 1 may have any stride."""
     step = 1
     for dim in dims:
         if meta.shape[dim] not in (1, 0):

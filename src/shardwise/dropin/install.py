@@ -59,7 +59,7 @@ _finder = _AliasFinder()
 
 
 def installed() -> bool:
-    """Whether shardwise is in the place of `torch.distributed.tensor`.
+    """Return whether shardwise is in the place of `torch.distributed.tensor`.
 
     >>> installed()
     False

@@ -59,7 +59,7 @@ class Schedule:
         return len(self.events)
 
     def most_gathered(self) -> int:
-        """The largest number of groups whose parameters were gathered, or being gathered, at one time."""
+        """Return the largest number of groups whose parameters were gathered, or being gathered, at one time."""
         live: set[str] = set()
         most = 0
         for _, group, action in self.events:

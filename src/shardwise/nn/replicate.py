@@ -124,7 +124,7 @@ class ReplicateModule:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward does not reduce the gradients of this module."""
+        """Accumulate the gradients of this module inside, without reducing them."""
         before = self.requires_gradient_sync
         self.set_requires_gradient_sync(False)
         try:

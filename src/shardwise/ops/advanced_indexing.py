@@ -30,13 +30,19 @@ class Indexed:
         self.others = [dim for dim in range(ndim) if dim not in self.dims]
 
     def covered_by(self, values: tuple[int, ...], indices: Sequence[Tensor | None]) -> bool:
-        """Whether values have all dims of the broadcast indices. A value that lacks one is added once per index."""
+        """Return whether values have all dims of the broadcast indices.
+
+        A value that lacks one is added once per index.
+        """
         shape = tuple(torch.broadcast_shapes(*(tuple(index.shape) for index in indices if index is not None)))
         end = len(values) - (len(self.others) - self.at)
         return end >= len(shape) and values[end - len(shape) : end] == shape
 
     def result(self, index: str, mark: str = "") -> str:
-        """The pattern of the result, or of values that broadcast to it: `index` stands where the indexed dims were."""
+        """Return the pattern of the result, or of values that broadcast to it.
+
+        `index` stands where the indexed dims were.
+        """
         names = [f"x{dim}{mark}" for dim in self.others]
         return " ".join((*names[: self.at], index, *names[self.at :]))
 
@@ -45,7 +51,10 @@ class Indexed:
 
 
 def index_rule(call: Call) -> str | None:
-    """Elements by index tensors that broadcast together; None for masks, whose number of elements depends on data."""
+    """Return the rule: elements by index tensors that broadcast together.
+
+    Return None for masks, whose number of elements depends on data.
+    """
     indices = list(call.tensors[1])
     if any(index is not None and index.dtype in _MASKS for index in indices):
         return None
@@ -76,7 +85,7 @@ define("aten::_unsafe_masked_index", decomposition=pytorch_decomposition(aten._u
 
 
 def index_put_rule(call: Call) -> str | None:
-    """Elements written by index tensors; where they are added up, the indices may be sharded."""
+    """Return the rule: elements written by index tensors; where they are added up, the indices may be sharded."""
     indices, ndim = list(call.tensors[1]), call.ndim(0)
     if any(index is not None and index.dtype in _MASKS for index in indices):
         return _masked(call, indices)
@@ -89,7 +98,7 @@ def index_put_rule(call: Call) -> str | None:
 
 
 def _masked(call: Call, indices: Sequence[Tensor | None]) -> str | None:
-    """One value for all that a mask selects: each rank fills its shard."""
+    """Return the rule: one value for all that a mask selects: each rank fills its shard."""
     if len(indices) != 1 or any(size != 1 for size in call.shape(2)):
         return None
     return "m.. x.., {m..}, _.. -> m.. x.. ; linear 0+2"

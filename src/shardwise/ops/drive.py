@@ -225,7 +225,7 @@ class _Overlap(NamedTuple):
 
 
 def _runs(rows: Rows) -> tuple[Run, ...]:
-    """The runs of `rows` that are not empty; `rows` may be a single run without a list around it."""
+    """Return the runs of `rows` that are not empty; `rows` may be a single run without a list around it."""
     runs = cast(Sequence[Run], (rows,) if rows and isinstance(rows[0], int) else rows)
     return tuple((start, stop) for start, stop in runs if stop > start)
 

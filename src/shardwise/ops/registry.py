@@ -104,13 +104,13 @@ class Registry:
         self._changed()
 
     def _kernels_for(self, name: str, rule: Rule) -> dict[str, Kernel]:
-        """The built-in kernels of an op, or of the op that this overload belongs to, for the factors of a rule."""
+        """Return the built-in kernels of an op, or of the op of this overload, for the factors of a rule."""
         op = self._built_in_for(name)
         kernels = {} if op is None else {factor: kernel_for(op, factor) for factor in rule.kernel}
         return {factor: kernel for factor, kernel in kernels.items() if kernel is not None}
 
     def _built_in_for(self, name: str) -> Op | None:
-        """The built-in record of an op, or of the op that this overload belongs to."""
+        """Return the built-in record of an op, or of the op that this overload belongs to."""
         return self._built_in.get(name) or self._built_in.get(name.partition(".")[0])
 
     def register_table(self, rules: Mapping[str, Source]) -> None:
@@ -130,7 +130,7 @@ class Registry:
 
     @contextmanager
     def restored(self) -> Iterator[Registry]:
-        """Context in which records may be changed; on exit they are restored. For tests and experiments."""
+        """Restore the records on exit, so that they may be changed inside. For tests and experiments."""
         before = dict(self._built_in), dict(self._user)
         try:
             yield self
@@ -163,7 +163,7 @@ class Registry:
     # ---- look-up ----------------------------------------------------------------------------------------------
 
     def resolve(self, func: OpOverload) -> ResolvedOp:
-        """The record of an overload; a record without a rule if the op has none.
+        """Return the record of an overload; a record without a rule if the op has none.
 
         >>> resolve(torch.ops.aten.add_.Tensor).key
         'aten::add'
@@ -174,7 +174,7 @@ class Registry:
         return found
 
     def rule_for(self, func: OpOverload) -> ResolvedOp | None:
-        """The record of an overload; None if it has no rule.
+        """Return the record of an overload; None if it has no rule.
 
         >>> rule_for(torch.ops.aten.nonzero.default) is None
         True
@@ -201,7 +201,7 @@ class Registry:
         return resolved
 
     def _in_place_view(self, func: OpOverload) -> OpOverload | None:
-        """For an op that turns a tensor into a view of itself, such as `t_`, return the view op, such as `t`."""
+        """Return the view op, such as `t`, for an op that turns a tensor into a view of itself, such as `t_`."""
         if torch.Tag.inplace_view not in func.tags:
             return None
         takes = [(argument.name, str(argument.type)) for argument in schema_of(func).arguments]
@@ -212,7 +212,7 @@ class Registry:
         return None
 
     def _candidates(self, func: OpOverload, table: Mapping[str, Op]) -> Iterator[tuple[Op, Operands]]:
-        """The records with a rule that may serve an overload, nearest first, with the positions of their operands."""
+        """Yield the records with a rule that may serve an overload, nearest first, with their operands' positions."""
         own = overload_key(func)
         for name in family(func):
             same = f"{name}.{overload_name(func)}"
@@ -257,7 +257,7 @@ def _derive(func: OpOverload, op: Op, models: Iterable[OpOverload]) -> Iterator[
 
 
 def name_of(op: OpName) -> str:
-    """The name of an op given in any form: an overload, a packet, or a name such as `aten::add`."""
+    """Return the name of an op given in any form: an overload, a packet, or a name such as `aten::add`."""
     if isinstance(op, OpOverload):
         return overload_key(op)
     if isinstance(op, OpOverloadPacket):

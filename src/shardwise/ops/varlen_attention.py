@@ -51,17 +51,17 @@ def _varlen_backward(*args: object, **kwargs: object) -> tuple[Tensor, ...]:
 
 
 def _arguments(name: str, args: tuple[object, ...], kwargs: Kwargs) -> Kwargs:
-    """All arguments of a call by name: PyTorch's versions differ in their order."""
+    """Return all arguments of a call by name: PyTorch's versions differ in their order."""
     return resolve(next(overloads(name))).arguments(args, kwargs)
 
 
 def _batched(tensor: Tensor) -> Tensor:
-    """From `[tokens, heads, features]` to `[1, heads, tokens, features]`."""
+    """Return `[tokens, heads, features]` as `[1, heads, tokens, features]`."""
     return tensor.transpose(0, 1).unsqueeze(0)
 
 
 def _options(tensors: Sequence[Tensor], given: Kwargs) -> tuple[object, ...]:
-    """The options of `ring_attention`: no mask and no dropout, whether it is causal, the documents, ..."""
+    """Return the options of `ring_attention`: no mask and no dropout, whether it is causal, the documents, ..."""
     if not are_distributed(tensors):
         plain = [name for name, x in zip(("query", "key", "value"), tensors, strict=True) if not are_distributed([x])]
         raise InputError(

@@ -59,7 +59,7 @@ def exact(enabled: bool = True) -> Iterator[None]:
 
 
 def is_exact() -> bool:
-    """Whether this thread is inside `exact()`.
+    """Return whether this thread is inside `exact()`.
 
     >>> with exact():
     ...     is_exact()

@@ -44,15 +44,15 @@ class Placement:
     _hash: int
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Whether this is a `Shard` (of that dim, if one is given)."""
+        """Return whether this is a `Shard` (of that dim, if one is given)."""
         return False
 
     def is_replicate(self) -> bool:
-        """Whether every rank along this axis holds the same values."""
+        """Return whether every rank along this axis holds the same values."""
         return False
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """Whether this is a `Partial` (with that reduce op, if one is given)."""
+        """Return whether this is a `Partial` (with that reduce op, if one is given)."""
         return False
 
     @classmethod
@@ -161,7 +161,7 @@ class Shard(AnyShard):
     def _split_tensor(
         self, tensor: Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
     ) -> tuple[list[Tensor], list[int]]:
-        """The shards of a plain tensor, and how many zeros pad each of them to the size of the first."""
+        """Return the shards of a plain tensor, and how many zeros pad each of them to the size of the first."""
         sizes = [self.local_shard_size_and_offset(tensor.shape[self.dim], num_chunks, i) for i in range(num_chunks)]
         shards = [tensor.narrow(self.dim, first, size) for size, first in sizes]
         shards, padding = _padded(shards, self.dim) if with_padding else (shards, [])
@@ -195,7 +195,7 @@ class InterleavedShard(AnyShard):
     blocks: int
 
     def __new__(cls, dim: int, blocks: int = 1, *, split_factor: int | None = None) -> Self:
-        """`split_factor` is another name of `blocks`, that of PyTorch's strided shards."""
+        """Return the interned placement. `split_factor` is PyTorch's name for `blocks`."""
         blocks = blocks if split_factor is None else split_factor
         if not isinstance(dim, int) or isinstance(dim, bool):
             raise InputError(f"InterleavedShard(dim={dim!r})", "the dim is an int, e.g. InterleavedShard(0, blocks=3)")

@@ -259,11 +259,11 @@ class DTensorSpec(Drawn):
         return [axis for axis, _ in self.layout.partial]
 
     def is_replicated(self) -> bool:
-        """Whether every rank holds the global tensor."""
+        """Return whether every rank holds the global tensor."""
         return not self.is_sharded() and not self.layout.partial
 
     def is_sharded(self) -> bool:
-        """Whether some axis shards a dim."""
+        """Return whether some axis shards a dim."""
         return any(dim_axes(dim) for dim in self.layout.dims)
 
     def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:

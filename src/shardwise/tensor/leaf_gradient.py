@@ -51,7 +51,7 @@ def accumulate_gradients(enabled: bool = True) -> Iterator[None]:
 
 
 def is_accumulating() -> bool:
-    """Whether this thread is inside `accumulate_gradients()`."""
+    """Return whether this thread is inside `accumulate_gradients()`."""
     return _accumulating.get()
 
 

@@ -119,7 +119,7 @@ class LocalShapes:
         return torch.Size(size)
 
     def knows_all(self) -> bool:
-        """Whether the shapes of other ranks are known."""
+        """Return whether the shapes of other ranks are known."""
         return len(self.shapes) > 1
 
     def check_replicas(self, placements: Sequence[Placement]) -> None:

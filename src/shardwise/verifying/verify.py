@@ -167,7 +167,7 @@ class _Verification:
         return replace(self.axes, sizes=tuple(1 if name in names else size for name, size in pairs))
 
     def _differs(self, axes: Axes, steps: int) -> bool | None:
-        """Whether a run on another mesh differs; None if the program does not run on it."""
+        """Return whether a run on another mesh differs; None if the program does not run on it."""
         program = replace(self.program, steps=max(steps, 1))
         try:
             found = run_on_ranks(program, axes, self.initial)

@@ -155,7 +155,10 @@ def _by_rank(numbers: Sequence[SizeOrNode], n: int) -> list[tuple[int, ...]]:
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int], order: Sequence[int] | None) -> bool:
-    """Whether a tensor fills its memory without gaps, dims taken innermost first in `order` (None: any order)."""
+    """Return whether a tensor fills its memory without gaps, dims taken innermost first in `order` (None.
+
+    Any order).
+    """
     if order is None:
         order = sorted(range(len(shape)), key=stride.__getitem__)
     if len(order) != len(shape):

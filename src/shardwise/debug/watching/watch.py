@@ -204,7 +204,7 @@ class Watch:
 
 
 def _is_echo(error: BaseException) -> bool:
-    """Whether an error may only be the consequence of another rank that ended."""
+    """Return whether an error may only be the consequence of another rank that ended."""
     text = str(error)
     return isinstance(error, RuntimeError) and any(
         sign in text for sign in ("onnection closed", "onnection reset", "gloo", "roken pipe", "NCCL", "ProcessGroup")
