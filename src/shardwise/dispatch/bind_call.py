@@ -178,7 +178,7 @@ class _Binding:
     def _refuse_data_dependent(self) -> None:
         """Raise `NoRule` if the shapes of the results depend on data."""
         resolved = self.resolved
-        # Only a rule that is computed from the call can tell that the results of this call do not.
+        # Only a rule that is computed from the call can know that the results of this call do not.
         if resolved.needs_data and (not callable(resolved.op.rule) or resolved.rule(self.call) is None):
             raise NoRule(f"the result of {self.func} depends on data")
 

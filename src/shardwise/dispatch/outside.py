@@ -72,7 +72,7 @@ def _without_tensors(op: ResolvedOp) -> Callable[[], object]:
         return lambda: True  # `equal` and the like are true of tensors without elements
 
     def refuse() -> object:
-        raise _holds_nothing(op, "the rank holds none of its data")
+        raise _outside_error(op, "the rank holds none of its data")
 
     return refuse
 
@@ -117,7 +117,7 @@ def run_outside(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTensorBa
     try:
         result = op.func(*meta_args, **meta_kwargs)
     except NotImplementedError:
-        raise _holds_nothing(op, "the shape of its result depends on data") from None
+        raise _outside_error(op, "the shape of its result depends on data") from None
 
     def wrap(meta: Tensor) -> object:
         if id(meta) in given:  # it was written
@@ -147,7 +147,7 @@ def _mesh_and_device(args: Args, kwargs: Kwargs) -> tuple[MeshInfo, torch.device
     return tensor._spec.mesh_info, tensor.device
 
 
-def _holds_nothing(op: ResolvedOp, reason: str) -> MeshError:
+def _outside_error(op: ResolvedOp, reason: str) -> MeshError:
     return MeshError(
         f"{op.func} on rank {dist.get_rank()}, which is not in the mesh of the tensor: {reason}",
         "call it on the ranks of the mesh only: if mesh.get_coordinate() is not None: ...",

@@ -66,7 +66,7 @@ def index_rule(call: Call) -> str | None:
 
 @without_communication
 def index(call: LocalCall, shard: FactorShard) -> Tensor:
-    """Look up the elements of which this rank holds the index in the sharded dim; the others are zeros in a sum."""
+    """Look up the elements whose index in the sharded dim is on this rank; the others are zeros in a sum."""
     dim, indices = call.sharded_dim, list(call["indices"])
     where = Indexed(indices, call["self"].dim())
     indices[dim], hit = shifted(indices[dim], shard, wraps=True)
@@ -106,7 +106,7 @@ def _masked(call: Call, indices: Sequence[Tensor | None]) -> str | None:
 
 @without_communication
 def index_put(call: LocalCall, shard: FactorShard) -> Tensor:
-    """Write the elements of which this rank holds the index in the sharded dim; others go to an extra row, dropped."""
+    """Write the elements whose index in the sharded dim is on this rank; others go to an extra row, dropped."""
     dim, indices = call.sharded_dim, list(call["indices"])
     indices[dim], hit = shifted(indices[dim], shard, wraps=True)
     indices[dim] = indices[dim].where(hit, shard.held)

@@ -125,7 +125,7 @@ def _stack(results: Sequence[Any]) -> LocalResult:
 
 def _perform(pieces: Pieces, request: Request, own: int | list[int]) -> Tensor:
     tensor = request.tensor if isinstance(own, list) else request.tensor.contiguous()
-    if pieces.count == 1 and not isinstance(request, (Fetch, Return)):  # nobody else has anything
+    if pieces.count == 1 and not isinstance(request, (Fetch, Return)):  # no other rank takes part
         return tensor.unsqueeze(0) if isinstance(request, Gather) else tensor
     if isinstance(request, Gather):
         gathered = from_wire(wait(all_gather(to_wire(tensor).unsqueeze(0), pieces.count, pieces.group)), tensor.dtype)

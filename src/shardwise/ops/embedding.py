@@ -102,7 +102,7 @@ class _Embedding(QuickFunction):
             # By an op that has a derivative, and that dispatch modes know.
             made = aten.embedding_dense_backward.default(gradient, indices, rows, *ctx.options)
         else:
-            table = gradient.wrap(gradient._local_shard, ctx.spec)  # with any local shard, as it is not read
+            table = gradient.wrap(gradient._local_shard, ctx.spec)  # any local shard will do: it is not read
             made = call(_weight_gradient, gradient, indices, table, rows, *ctx.options)
         return made, None, None, None
 

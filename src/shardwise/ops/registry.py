@@ -99,7 +99,7 @@ class Registry:
         if rule == built_in.rule:
             facts["list_kernel"] = built_in.list_kernel
         elif callable(rule) and not isinstance(rule, Rule):
-            facts["reads_numbers"] = True  # nobody knows what the user's function looks at
+            facts["reads_numbers"] = True  # the user's function may look at anything
         self._user[name] = Op(name, source, given, origin="user", file="a call of register", **facts)
         self._changed()
 

@@ -1,7 +1,7 @@
 """Views: the same elements under other dims. Slices are in `slices`, diagonals and windows in `strided`.
 
 A view only moves elements, so the view of a Partial operand is Partial. Besides its rule, the record of a view op has
-`put`, from which a write to the view is carried over to the tensor that it views:
+`put`, which applies a write to the view to the tensor that it views:
 
 >>> write = write_through(torch.ops.aten.slice.Tensor, (x, 0, 2, 4), {}, None)
 >>> write(x, new_rows)          # x with its rows 2 and 3 replaced

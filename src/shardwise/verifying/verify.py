@@ -108,8 +108,8 @@ class _Verification:
     def _use_own_dtype(self, program: Program, error: Exception) -> None:
         self.program = program.in_own_dtype()
         self.reference, self.initial = run_alone(self.program)
-        said = (str(error).splitlines() or [""])[0]
-        self.notes.append(f"compared in the model's own dtype: in {_name(program.dtype)} it raises {said!r}")
+        message = (str(error).splitlines() or [""])[0]
+        self.notes.append(f"compared in the model's own dtype: in {_name(program.dtype)} it raises {message!r}")
         self._find_tolerances()
 
     def _find_tolerances(self) -> None:
@@ -131,8 +131,8 @@ class _Verification:
                 return self.run(isolate)
             if not differing:
                 raise found.error
-            said = (str(found.error).splitlines() or [""])[0]
-            self.notes.append(f"after that the program raised {type(found.error).__name__}: {said}")
+            message = (str(found.error).splitlines() or [""])[0]
+            self.notes.append(f"after that the program raised {type(found.error).__name__}: {message}")
         needed, text = self._needed(differing[0]) if differing and isolate else (None, "")
         notes = [*self.notes, *self._not_compared(found)]
         return Report(

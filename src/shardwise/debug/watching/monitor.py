@@ -140,8 +140,8 @@ class Monitor(threading.Thread):
             status.line, status.waits = line_of_thread(self.stopper.thread)
             last = journal.last
             status.last, status.group = (last.key, list(last.ranks)) if last is not None else ("", [])
-            said = journal.lookup(last.event_at(last.count - 1)) if last is not None and last.count else None
-            status.doing = said.what if said is not None else ""
+            event = journal.lookup(last.event_at(last.count - 1)) if last is not None and last.count else None
+            status.doing = event.what if event is not None else ""
         self.board.write(f"status/{self.rank}", status.as_json())
 
     # ---- comparing --------------------------------------------------------------------------------------------------
