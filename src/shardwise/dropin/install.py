@@ -1,4 +1,4 @@
-"""Put shardwise in the place of `torch.distributed.tensor`, for the whole process.
+"""Put shardwise in the place of `torch.distributed.tensor`, in this process.
 
 After `install()`, `import torch.distributed.tensor` gives shardwise: in the user's program, in libraries, and in the
 parts of PyTorch that work with distributed tensors (fully_shard, checkpoints, state dicts). It has to come before any
@@ -68,7 +68,7 @@ def installed() -> bool:
 
 
 def install() -> None:
-    """Put shardwise in the place of `torch.distributed.tensor`, for the whole process.
+    """Put shardwise in the place of `torch.distributed.tensor`, in this process.
 
     Call it before anything else imports `torch.distributed.tensor`: it raises if that has happened.
 

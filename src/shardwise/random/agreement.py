@@ -33,7 +33,7 @@ _SEEDED: WorldState[set[MeshInfo]] = WorldState(set)
 class _Check:
     """Whether generators are compared at all, and whether a difference was warned of.
 
-    Both are for the whole process: all its threads run the same rank.
+    Both apply to the process: all its threads run the same rank.
     """
 
     enabled = True
