@@ -67,8 +67,10 @@ _transforms_active = torch._C._are_functorch_transforms_active
 
 
 def accumulating_leaf() -> object:
-    """Return, in a hook of a leaf, the leaf to whose `.grad` the gradient will be added; None if `torch.autograd.grad`
-    returns the gradient instead."""
+    """Return, in a hook of a leaf, the leaf to whose `.grad` the gradient will be added.
+
+    Return None if `torch.autograd.grad` returns the gradient instead.
+    """
     node: Any = torch._C._current_autograd_node()
     try:
         return node.variable if torch._C._will_engine_execute_node(node) else None

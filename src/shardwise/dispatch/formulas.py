@@ -70,8 +70,11 @@ def mark_formula(node: Node) -> None:
 
 
 def mark_formula_of_plain(node: Node) -> None:
-    """Take plain tensors as replicated in the formula of a plain tensor's node, which a write of distributed values
-    recorded. Unlike `mark_formula`, plain gradients that arrive are not checked: the tensor's gradient is plain."""
+    """Take plain tensors as replicated in the formula of a plain tensor's node.
+
+    A write of distributed values into the tensor recorded that node. Unlike with `mark_formula`, plain gradients that
+    arrive are not checked: the tensor's gradient is plain.
+    """
     node.register_prehook(_enter_formula)
     node.register_hook(_end)
 

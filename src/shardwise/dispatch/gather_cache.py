@@ -155,7 +155,10 @@ def root_of(tensor: DTensorBase) -> DTensorBase:
 
 
 def is_weight(tensor: Tensor) -> bool:
-    """Return whether a tensor is a weight, which is not cached: its gathered copy should not outlive the op, and a weak
-    reference would keep modules from swapping weights when they are moved."""
+    """Return whether a tensor is a weight, which is not cached.
+
+    Its gathered copy should not outlive the op, and a weak reference would keep modules from swapping weights when they
+    are moved.
+    """
     # `is_leaf` of a view would make its grad_fn again after a write.
     return isinstance(tensor, torch.nn.Parameter) or (tensor._base is None and tensor.requires_grad and tensor.is_leaf)

@@ -118,8 +118,10 @@ def _is_index(op: ResolvedOp, name: str) -> bool:
 
 
 def with_numbers(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-    """Return the arguments with 0-dim distributed tensors as plain ones; None if there are none, or if one requires a
-    gradient, which would have to go back to its mesh."""
+    """Return the arguments with 0-dim distributed tensors as plain ones.
+
+    Return None if there are none, or if one requires a gradient, which would have to go back to its mesh.
+    """
     flat, tree = pytree.tree_flatten((args, kwargs))
     if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in flat):
         return None

@@ -85,8 +85,10 @@ def _iterated(operands: list[Tensor], result: Tensor) -> Sequence[int]:
 
 
 def _indexed(result: Tensor, table: TensorMeta, indices: Sequence[Any]) -> Sequence[int]:
-    """Return the strides of an indexed table: those of a `TensorIterator` over the table, which is expanded along the
-    dims of the indices, and the indices."""
+    """Return the strides of an indexed table.
+
+    They are those of a `TensorIterator` over the indices and the table, expanded along the dims of the indices.
+    """
     given = [index for index in indices if index is not None]
     if not given or any(index.dtype in (torch.bool, torch.uint8) for index in given):
         return result.stride()

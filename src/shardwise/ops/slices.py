@@ -292,8 +292,10 @@ define(_UNSAFE, split_rule, layout_rule=blocks.split_by_blocks, kernels=_split, 
 
 
 def _split_at_values(func: OpOverload) -> Callable[..., object]:
-    """Return the override of `tensor_split` by a tensor of indices: PyTorch's kernel reads them from memory, which a
-    distributed tensor lacks."""
+    """Return the override of `tensor_split` by a tensor of indices.
+
+    PyTorch's kernel reads the indices from memory, which a distributed tensor lacks.
+    """
 
     def run(keys: Keys, tensor: Tensor, indices: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
         if indices.dtype != torch.int64 or indices.dim() > 1 or not tensor.dim():
