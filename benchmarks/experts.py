@@ -196,7 +196,7 @@ def _report(rank: int, counts: list[tuple[int, int]], times: list[float], leavin
         for name, ms, (number, moved) in zip(WAYS, times, counts, strict=True)
     ]
     report.table("A step", ["", "ms", "collectives", "bytes moved", "beyond the routed rows"], rows)
-    report.add(f"The counts of rows, which ranks tell each other once in a layer, are {small:,} bytes.")
+    report.add(f"The counts of rows, which ranks exchange once in a layer, are {small:,} bytes.")
     assert counts[0][1] == wanted + small, "ExpertParallel moves the routed rows and their counts"
     report.save()
 

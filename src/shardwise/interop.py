@@ -35,6 +35,10 @@ def from_torch(dtensor: TorchDTensor) -> DTensor:
     """Return a DTensor of PyTorch as one of shardwise, on the same mesh and in the same memory. Differentiable.
 
     Raises for a Partial that only PyTorch has, and for strided shards of uneven sizes.
+
+    >>> theirs = torch.distributed.tensor.distribute_tensor(torch.ones(4), mesh, [torch.distributed.tensor.Shard(0)])
+    >>> from_torch(theirs).placements
+    (Shard(dim=0),)
     """
     from torch.distributed.tensor import DTensor as TorchDTensor
 
@@ -47,6 +51,10 @@ def to_torch(dtensor: DTensor) -> TorchDTensor:
     """Return a DTensor of shardwise as one of PyTorch, on the same mesh and in the same memory. Differentiable.
 
     Raises for a layout that PyTorch's placements cannot express, and for tensors of a simulated world.
+
+    >>> ours = shardwise.distribute_tensor(torch.ones(4), mesh, [shardwise.Shard(0)])
+    >>> isinstance(to_torch(ours), torch.distributed.tensor.DTensor)
+    True
     """
     if not isinstance(dtensor, DTensor):
         raise InputError(f"to_torch got a {type(dtensor).__name__}", "pass a shardwise.DTensor")

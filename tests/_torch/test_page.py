@@ -50,14 +50,50 @@ def test_the_walk_finds_private_names() -> None:
     assert private_names("import torch\nfrom torch import Tensor\nx = torch.nn.Linear") == set()
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
-def test_every_name_is_on_the_page(path: Path) -> None:
+def row_of(path: Path) -> list[str]:
+    """The columns of a module's row: the module, its names, what for, the test."""
     row = next((line for line in PAGE.splitlines() if line.startswith(f"| `{path.stem}` |")), None)
     assert row is not None, f"docs/internals.md has no row for _torch/{path.name}"
-    for name in private_names(path.read_text()):
-        assert f"`{name.rpartition('.')[2]}`" in row, (
-            f"docs/internals.md does not list {name} in the row of {path.stem}"
-        )
+    return row.strip("| ").split(" | ")
+
+
+def private_parts(source: str) -> set[str]:
+    """The private modules and names on the way to the names of PyTorch that a module uses, without `torch._C`."""
+    return {part for name in private_names(source) for part in name.split(".") if re.match("_[a-z]", part)}
+
+
+def test_the_walk_finds_private_modules() -> None:
+    source = "from torch.utils._pytree import tree_map\nimport torch._ops\nx = torch._C._nn.linear"
+    assert private_parts(source) == {"_pytree", "_ops", "_nn"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_every_name_is_on_the_page(path: Path) -> None:
+    names = row_of(path)[1]
+    for name in {name.rpartition(".")[2] for name in private_names(path.read_text())} | private_parts(path.read_text()):
+        assert f"`{name}`" in names, f"docs/internals.md does not list {name} in the row of {path.stem}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_every_attribute_and_text_is_on_the_page(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    ours = {name for each in MODULES for name in our_names(ast.parse(each.read_text()))}
+    attributes = {node.attr for node in private_attributes(tree, ours - OF_OBJECTS)}
+    texts = {
+        node.args[1].value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[1], ast.Constant)
+    }
+    texts = {text for text in texts if isinstance(text, str) and re.fullmatch(r"_[a-z]\w*", text) and text != "_fields"}
+    for name in attributes | texts:
+        assert f"`{name}`" in row_of(path)[1], f"docs/internals.md does not list {name} in the row of {path.stem}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_every_name_on_the_page_is_used(path: Path) -> None:
+    source = path.read_text()
+    for name in re.findall(r"`(\w+)`", row_of(path)[1]):
+        assert re.search(rf"\b{name}\b", source), f"docs/internals.md lists {name}, which {path.stem} does not use"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)

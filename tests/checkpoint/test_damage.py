@@ -82,6 +82,7 @@ def test_damage_is_found_and_nothing_changes(folder: Path, damage: str) -> None:
         with pytest.raises(CheckpointError, match=message) as caught:
             checkpoint.load(state, folder)
         assert str(folder) in str(caught.value)
+        assert "load an earlier checkpoint" in caught.value.fix
         assert not state["x"].full_tensor().shards[0].any()
         assert not state["small"].any()
         assert state["n"] == 0
@@ -144,7 +145,7 @@ def test_states_that_do_not_fit(folder: Path) -> None:
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="there is no such folder"):
+    with pytest.raises(CheckpointError, match="there is no such folder: pass the path given to save"):
         checkpoint.load({}, tmp_path / "x")
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match=r"\.metadata or the pointer 'latest', found a folder of 1 other"):

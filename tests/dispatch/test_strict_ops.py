@@ -46,7 +46,9 @@ def test_it_runs_on_gathered_inputs_and_says_so_once() -> None:
             result = [no_rule(x), no_rule(x)][0]
         assert [str(warning.message) for warning in said] == [
             "shardwise_tests.no_rule.default has no rule: it runs on gathered inputs, the same on every rank; "
-            'give it a rule: shardwise.register_sharding(torch.ops.shardwise_tests.no_rule.default, "...")'
+            'give it a rule: shardwise.register_sharding(torch.ops.shardwise_tests.no_rule.default, "..."); '
+            "shardwise.testing.discover(torch.ops.shardwise_tests.no_rule.default, [(...)]) finds one from sample "
+            "arguments"
         ]
         assert result.placements == (Replicate(),)
         torch.testing.assert_close(assemble(result), X + 1)
@@ -57,7 +59,7 @@ def test_the_line_it_names_works() -> None:
         x = on(mesh, X, Shard(0))
         with pytest.warns(GatherWarning) as said:
             no_rule(x)
-        line = re.search(r"shardwise\.register_sharding\(.*\)", str(said[0].message))
+        line = re.search(r"shardwise\.register_sharding\(.*?\)", str(said[0].message))
         assert line
         exec(line[0].replace("...", "x.. -> x.."), {"shardwise": shardwise, "torch": torch})
         with warnings.catch_warnings(), shardwise.explicit():
@@ -72,8 +74,10 @@ def test_strict_ops() -> None:
             with pytest.raises(CommunicationError) as caught:
                 no_rule(x)
             assert str(caught.value) == (
-                "shardwise_tests.no_rule.default has no rule, and strict_ops is on: give it a rule: "
-                'shardwise.register_sharding(torch.ops.shardwise_tests.no_rule.default, "...")'
+                "shardwise_tests.no_rule.default of f32[5@a, 4] has no rule, and strict_ops is on: give it a rule: "
+                'shardwise.register_sharding(torch.ops.shardwise_tests.no_rule.default, "..."); '
+                "shardwise.testing.discover(torch.ops.shardwise_tests.no_rule.default, [(...)]) finds one from sample "
+                "arguments"
             )
             x + 1  # has one
             torch.nn.functional.linear(x, on(mesh, r(3, 4)))  # is made of ops that have one

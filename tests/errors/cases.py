@@ -25,6 +25,7 @@ from shardwise import (
     distribute_tensor,
     errors,
 )
+from shardwise.nn import attention_over_sequence, packed_attention
 
 
 class World:
@@ -398,8 +399,8 @@ ROWS: dict[str, Row] = {
     "a new sparse tensor": Row(
         lambda w: shardwise.zeros(4, layout=torch.sparse_coo, device_mesh=w.line, placements=[Shard(0)]),
         errors.InputError,
-        "a DTensor cannot have layout=torch.sparse_coo",
-        "only torch.strided tensors can be distributed",
+        "a DTensor cannot have layout=torch.sparse_coo: only torch.strided tensors can be distributed",
+        "leave layout out",
     ),
     "a negative size": Row(
         lambda w: shardwise.zeros(-4, device_mesh=w.line, placements=[Shard(0)]),
@@ -497,9 +498,9 @@ ROWS: dict[str, Row] = {
     "plain data": Row(
         lambda w: set_data(w.x, w.whole),
         errors.InputError,
-        "the data of a DTensor was set to a plain tensor",
-        "distribute it first, or take plain tensors as replicated inside `with "
-        "shardwise.experimental.implicit_replication():`",
+        "the data of f32[6@dp, 4] was set to a plain tensor of shape [6, 4]",
+        "distribute it first, x.data = distribute_tensor(data, x.device_mesh, x.placements), or take plain "
+        "tensors as replicated inside `with shardwise.experimental.implicit_replication():`",
     ),
     "a local tensor with gradients": Row(
         lambda w: DTensor(w.whole.clone().requires_grad_(), w.x._spec),
@@ -510,13 +511,71 @@ ROWS: dict[str, Row] = {
     "the memory of a tensor": Row(
         lambda w: w.x.share_memory_(),
         errors.InputError,
-        "a DTensor has no memory of its own to share or visit",
-        "use x.to_local() or x.full_tensor()",
+        "share_memory_ of f32[6@dp, 4]: a DTensor has no memory of its own, only its local shards have",
+        "call it on the local shard of a rank, x.shards[rank], or, on processes, on x.full_tensor()",
+    ),
+    "the elements of a tensor, one by one": Row(
+        lambda w: w.x.apply_(lambda value: value),
+        errors.InputError,
+        "apply_ of f32[6@dp, 4]: a DTensor has no memory of its own, only its local shards have",
+        "call it on the local shard of a rank, x.shards[rank], or, on processes, on x.full_tensor()",
+    ),
+    "a tensor made sparse": Row(
+        lambda w: w.x.to_sparse(),
+        errors.InputError,
+        "f32[6@dp, 4] cannot become a sparse tensor: a distributed tensor is dense",
+        "use x.full_tensor().to_sparse()",
+    ),
+    "memory before a view": Row(
+        lambda w: w.x.view(24)[6:].detach().as_strided((3,), (1,), 0),
+        errors.InputError,
+        "aten.as_strided.default with size [3], stride [1] and storage_offset 0 of a view of f32[18@dp] reaches memory "
+        "that the tensor does not hold",
+        "call it on the tensor that owns the memory: base.as_strided(size, stride, storage_offset)",
+    ),
+    "a result written into a plain number": Row(
+        lambda w: torch.zeros((), requires_grad=True).clone().add_(w.x.sum()),
+        errors.InputError,
+        "aten.add_.Tensor would write the distributed result of f32[] sum(dp) into a plain tensor of shape []",
+        "distribute that tensor first, distribute_tensor(tensor, mesh, placements), or write the global value, "
+        "x.full_tensor(), into it",
+    ),
+    "random numbers into out=": Row(
+        lambda w: torch.rand(6, 4, out=w.x),
+        errors.InputError,
+        "aten.rand.out cannot draw into the DTensor f32[6@dp, 4] as out=: each rank would draw numbers of its own",
+        "use an in-place op, such as out.normal_(), or a factory with placements, such as "
+        "shardwise.randn(8, 4, device_mesh=mesh, placements=[Shard(0), ...])",
+    ),
+    "normal numbers into out=": Row(
+        lambda w: torch.randn(6, 4, out=w.x),
+        errors.InputError,
+        "aten.randn.out cannot draw into the DTensor f32[6@dp, 4] as out=: each rank would draw numbers of its own",
+        "use an in-place op, such as out.normal_(), or a factory with placements, such as "
+        "shardwise.randn(8, 4, device_mesh=mesh, placements=[Shard(0), ...])",
+    ),
+    "a plan to another shape": Row(
+        lambda w: shardwise.plan(w.x, shardwise.zeros(8, device_mesh=w.mesh).spec),
+        errors.CommunicationError,
+        "f32[6@dp, 4] cannot be redistributed to f32[8], which has another shape",
+        "give both specs the shape [6, 4]; x.view and its like change the shape of a tensor",
+    ),
+    "a method that does not exist": Row(
+        lambda w: attention_over_sequence("rings").__enter__(),
+        errors.InputError,
+        "attention_over_sequence got method='rings'",
+        "use one of 'ring', 'heads', 'gather', or None",
+    ),
+    "a plain key": Row(
+        lambda w: packed_attention(w.x.view(6, 2, 2), torch.zeros(6, 2, 2), w.x.view(6, 2, 2), [0, 6]),
+        errors.InputError,
+        "packed_attention got the DTensor f32[1, 2, 6@dp, 2] as query, but plain tensors as key",
+        "distribute all three on one mesh: distribute_tensor(x, mesh, placements)",
     ),
     "a copy of a computed tensor": Row(
         lambda w: copy.deepcopy(w.leaf.redistribute(placements=[Shard(0), Shard(1)])),
         errors.InputError,
-        "deepcopy of a DTensor that is not a leaf: its grad_fn cannot be copied",
+        "deepcopy of f32[6@dp, 4@tp], which is not a leaf: its grad_fn cannot be copied",
         "detach it first: copy.deepcopy(x.detach())",
     ),
     "saving a Partial": Row(

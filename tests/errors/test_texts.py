@@ -77,8 +77,8 @@ def test_local_shapes_that_do_not_fit(world) -> None:
     with pytest.raises(ShapeError) as caught:
         DTensor.from_local(torch.zeros(3, 4), world.mesh, [Shard(0), Replicate()], shape=(8, 4))
     assert str(caught.value) == (
-        "the local tensors are not the shards of a tensor of shape [8, 4] placed by [Shard(dim=0), Replicate()] "
-        "over mesh(dp=2, tp=2): "
+        "from_local got local tensors that are not the shards of a tensor of shape [8, 4] with the placements "
+        "[Shard(dim=0), Replicate()] over mesh(dp=2, tp=2): "
         "rank 0 holds [3, 4] instead of [4, 4], rank 1 holds [3, 4] instead of [4, 4], "
         "rank 2 holds [3, 4] instead of [4, 4], rank 3 holds [3, 4] instead of [4, 4]: "
         "pass the right shape=, shard as torch.chunk does, or use other placements"

@@ -24,6 +24,6 @@ def test_examples(name: str) -> None:
         "Layout": Layout,
         "Factor": Factor,
     }
-    result = doctest.testmod(module, extraglobs=known)
+    result = doctest.testmod(module, extraglobs=known, optionflags=doctest.ELLIPSIS)
     assert result.attempted
     assert not result.failed

@@ -154,7 +154,8 @@ def test_parts_that_are_no_cut_are_refused_by_all_ranks_alike() -> None:
     with pytest.raises(ShapeError) as caught:
         DTensor.from_local(torch.zeros(rows, 3), mesh, [Shard(0)], run_check=True)
     assert str(caught.value) == (
-        "the local tensors are not the shards of a tensor of shape [7, 3] placed by [Shard(dim=0)] over mesh(a=4): "
+        "from_local got local tensors that are not the shards of a tensor of shape [7, 3] with the placements "
+        "[Shard(dim=0)] over mesh(a=4): "
         "rank 2 holds [1, 3] instead of [2, 3], rank 3 holds [2, 3] instead of [1, 3]: "
         "pass the right shape=, shard as torch.chunk does, or use other placements"
     )
@@ -164,9 +165,9 @@ def test_parts_that_are_no_cut_are_refused_by_all_ranks_alike() -> None:
     with pytest.raises(ShapeError) as caught:  # so does the number of dims
         DTensor.from_local(torch.zeros([2] * (1 + dist.get_rank() % 2)), mesh, [Shard(0)], run_check=True)
     assert str(caught.value) == (
-        "the local tensors differ in dtype or number of dims: rank 0 holds torch.float32 of 1 dims, "
+        "from_local got local tensors that differ in dtype or number of dims: rank 0 holds torch.float32 of 1 dims, "
         "rank 1 holds torch.float32 of 2 dims, rank 2 holds torch.float32 of 1 dims, "
-        "rank 3 holds torch.float32 of 2 dims: make them alike on all ranks"
+        "rank 3 holds torch.float32 of 2 dims: pass tensors of one dtype and one number of dims on all ranks"
     )
     dist.barrier()  # all ranks are still in step
 

@@ -42,7 +42,7 @@ class Overrides:
     def add(self, func: OpOverload, kernel: Callable[..., object], key: str = _KEY.name) -> None:
         """Run `kernel(keys, *args, **kwargs)` in the place of an op if a tensor subclass is among its arguments.
 
-        With another dispatch `key`, when the dispatcher gets to that key.
+        With another dispatch `key`, run it when the dispatcher reaches that key.
         """
         space = func.namespace
         if space not in self._libraries:
@@ -121,7 +121,7 @@ def call_original(func: OpOverload, keys: Keys, *args: object, **kwargs: object)
 def call_with_autograd(func: OpOverload, keys: Keys, *args: object, **kwargs: object) -> object:
     """Call an op that has a derivative from its kernel as if it were not overridden: autograd records a node for it.
 
-    Before such a call gets to the tensors' class, it needs a snapshot of PyTorch's dispatch state, which the fallback
+    Before such a call reaches the tensors' class, it needs a snapshot of PyTorch's dispatch state, which the fallback
     of the overridden key takes; without it PyTorch 2.11 fails. There the call is made from inside an op of our own,
     which is dispatched through this fallback.
     """
@@ -174,5 +174,5 @@ def dispatch_to_subclass(func: OpOverload, args: tuple[object, ...], kwargs: dic
 
 
 def _dispatches(cls: type[Tensor]) -> bool:
-    """Whether the class has a `__torch_dispatch__` that ops are dispatched to."""
+    """Return whether the class has a `__torch_dispatch__` that ops are dispatched to."""
     return cls.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl

@@ -68,8 +68,10 @@ _transforms_active = torch._C._are_functorch_transforms_active
 
 
 def accumulating_leaf() -> object:
-    """Return, in a hook of a leaf, the leaf to whose `.grad` the gradient will be added; None if `torch.autograd.grad`
-    returns the gradient instead."""
+    """Return, in a hook of a leaf, the leaf to whose `.grad` the gradient will be added.
+
+    Return None if `torch.autograd.grad` returns the gradient instead.
+    """
     node: Any = torch._C._current_autograd_node()
     try:
         return node.variable if torch._C._will_engine_execute_node(node) else None
@@ -85,7 +87,7 @@ def run_first(leaf: Tensor, handle: RemovableHandle) -> None:
 
 
 def in_backward() -> bool:
-    """Whether a node of autograd runs in this thread, so that the caller is part of a backward formula or hook."""
+    """Return whether a node of autograd runs in this thread, so that the caller is part of a formula or hook."""
     return torch._C._current_autograd_node() is not None
 
 

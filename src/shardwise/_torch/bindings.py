@@ -25,7 +25,7 @@ def binding(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object
     """Return the fastest callable of this op for arguments of these types.
 
     >>> binding(torch.ops.aten.t.default, (torch.ones(2, 3),), {})
-    <method 't' of 'torch._C.TensorBase' objects>
+    <built-in method t of type object at ...>
     """
     return _choose(func, args, kwargs)
 
@@ -54,7 +54,7 @@ def _choose(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object
 def _calls(
     candidate: Callable[..., object], func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> bool:
-    """Whether a binding calls just this op, with just these arguments."""
+    """Return whether a binding calls just this op, with just these arguments."""
     given = pytree.tree_map_only(Tensor, on_meta, (list(args), kwargs))
     with without_modes(), torch.no_grad(), _Recorder() as recorder:
         try:
@@ -79,7 +79,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _same(called: tuple[object, ...], wanted: tuple[object, ...]) -> bool:
-    """Whether two calls are the same: identical tensors, equal values."""
+    """Return whether two calls are the same: identical tensors, equal values."""
     one, its_tree = pytree.tree_flatten(called)
     other, tree = pytree.tree_flatten(wanted)
     return its_tree == tree and all(a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(one, other))  # noqa: B905

@@ -16,7 +16,7 @@ _CALL_OP = getattr(OpOverload.__call__, "__code__", None)
 
 
 def passes_ops_on(code: CodeType) -> bool:
-    """Whether a function only forwards an op: `OpOverload.__call__`, dispatch modes, and the wrappers around these.
+    """Return whether a function only forwards an op: `OpOverload.__call__`, dispatch modes, wrappers around them.
 
     Relies on `_compile.py` and `_dynamo/eval_frame.py` being the files of the wrappers.
     """

@@ -15,7 +15,7 @@ __all__ = ["watching_clipping"]
 
 @contextmanager
 def watching_clipping(seen: Callable[[Tensor], None]) -> Iterator[None]:
-    """Inside, call `seen` with the total norm whenever gradients are about to be clipped by it.
+    """Call `seen` with the total norm whenever gradients are about to be clipped by it, inside the block.
 
     `clip_grad_norm_` and the public `clip_grads_with_norm_` both end in `clip_grad._clip_grads_with_norm_`; the first
     looks it up in its module, the second is that function under a public name.

@@ -44,7 +44,7 @@ def group_named(name: str) -> dist.ProcessGroup:
 
 
 def group_is_registered(group: dist.ProcessGroup) -> bool:
-    """Whether a group is still registered under its name, so that it was not destroyed."""
+    """Return whether a group is still registered under its name, so that it was not destroyed."""
     try:
         return group_named(group.group_name) is group
     except (RuntimeError, LookupError, ValueError):

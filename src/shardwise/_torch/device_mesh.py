@@ -51,7 +51,10 @@ def mesh_without_groups(device_type: str, ranks: torch.Tensor, names: Sequence[s
 
 
 def has_groups(mesh: DeviceMesh) -> bool:
-    """Whether a mesh has process groups: False for those of `mesh_without_groups`. Relies on `_dim_group_names`."""
+    """Return whether a mesh has process groups.
+
+    False for those of `mesh_without_groups`. Relies on `_dim_group_names`.
+    """
     return hasattr(mesh, "_dim_group_names")
 
 

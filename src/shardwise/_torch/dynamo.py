@@ -160,7 +160,10 @@ def real_object(value: T) -> T:
 
 
 def compiles() -> bool:
-    """Whether `torch.compile` or `torch.export` is tracing in this thread. Relies on `TracingContext.try_get`."""
+    """Return whether `torch.compile` or `torch.export` is tracing in this thread.
+
+    Relies on `TracingContext.try_get`.
+    """
     return torch._guards.TracingContext.try_get() is not None
 
 

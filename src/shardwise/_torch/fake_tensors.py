@@ -22,12 +22,12 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 
 def in_fake_mode() -> bool:
-    """Whether a `FakeTensorMode` is active in this thread, so that new tensors have no data."""
+    """Return whether a `FakeTensorMode` is active in this thread, so that new tensors have no data."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def is_traced() -> bool:
-    """Whether ops are recorded in this thread (`torch.compile`, `make_fx`, `torch.export`) or run on fake tensors.
+    """Return whether ops are recorded in this thread (`torch.compile`, `make_fx`, export) or run on fake tensors.
 
     Values cannot be read then, and must not be: the recording would hold them as constants.
     """
@@ -35,18 +35,18 @@ def is_traced() -> bool:
 
 
 def is_recorded() -> bool:
-    """Whether ops are being recorded in this thread, not only run on fake tensors for their shapes."""
+    """Return whether ops are being recorded in this thread, not only run on fake tensors for their shapes."""
     key = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(kind) is not None for kind in (key.PROXY, key.FUNCTIONAL))
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether this is a fake tensor, or ops are being traced in this thread."""
+    """Return whether this is a fake tensor, or ops are being traced in this thread."""
     return isinstance(tensor, FakeTensor) or is_traced()
 
 
 def has_readable_values(tensor: Tensor) -> bool:
-    """Whether a tensor is on the CPU and has data, so that elements can be read without waiting for a device.
+    """Return whether a tensor is on the CPU and has data, so that elements can be read without waiting for a device.
 
     PyTorch's kernels for the CPU read indices to check them.
     """

@@ -26,5 +26,8 @@ class OwnMode(TorchDispatchMode):
 
 
 def expects_pytorch_ops() -> bool:
-    """Whether a mode of other code is active: if it counts or caches `aten.mm`, it must see that, not an op of ours."""
+    """Return whether a mode of other code is active.
+
+    If it counts or caches `aten.mm`, it must see that, not an op of ours.
+    """
     return any(not isinstance(mode, OwnMode) for mode in _get_current_dispatch_mode_stack())

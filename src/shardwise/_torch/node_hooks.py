@@ -51,7 +51,7 @@ class HookRegistration:
         self._original, self._register = original, register
 
     def install(self) -> None:
-        """From now on, wrap prehooks that are registered on nodes that have one of `beginnings`."""
+        """Wrap prehooks that are registered, from now on, on nodes that have one of `beginnings`."""
         Function._register_hook = staticmethod(self._register)  # type: ignore[method-assign]
 
     def uninstall(self) -> None:

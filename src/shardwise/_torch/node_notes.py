@@ -26,7 +26,7 @@ _CHECKPOINT = torch.utils.checkpoint.__file__
 
 @contextmanager
 def noting_nodes(note: Callable[[], str]) -> Iterator[None]:
-    """Inside, every new autograd node stores what `note()` returns at that moment; `note_of` returns it."""
+    """Store what `note()` returns in every autograd node that is made inside; `note_of` returns it."""
     enabled, checks_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     before = torch.fx.traceback.format_stack
     torch.fx.traceback.format_stack = lambda: [note()]
@@ -45,10 +45,10 @@ def note_of(node: Node | None) -> str | None:
 
 
 def runs_backward(frame: FrameType) -> bool:
-    """Whether a frame is that of PyTorch's function that runs a backward pass."""
+    """Return whether a frame is that of PyTorch's function that runs a backward pass."""
     return frame.f_code is _ENGINE
 
 
 def recomputes(frame: FrameType) -> bool:
-    """Whether a frame is part of `torch.utils.checkpoint`, which runs forward code again in a backward pass."""
+    """Return whether a frame is part of `torch.utils.checkpoint`, which runs forward code again in a backward pass."""
     return frame.f_code.co_filename == _CHECKPOINT

@@ -19,5 +19,5 @@ def accept_class(cls: type[Tensor]) -> None:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the user has registered functions that run before or after the steps of an optimizer."""
+    """Return whether the user has registered functions that run before or after the steps of an optimizer."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

@@ -18,7 +18,7 @@ def find_overload(name: str) -> OpOverload | None:
 
 
 def is_composite(func: OpOverload) -> bool:
-    """Whether autograd decomposes an op into others, and has no derivative of its own for it."""
+    """Return whether autograd decomposes an op into others, and has no derivative of its own for it."""
     return func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
 
 
@@ -28,7 +28,7 @@ def has_cpu_kernel(func: OpOverload) -> bool:
 
 
 def is_dispatched(func: OpOverload) -> bool:
-    """Whether the dispatcher has an op: `torch.ops` has functions of TorchScript, too, such as `aten::__getitem__`.
+    """Return whether the dispatcher has an op: `torch.ops` has functions of TorchScript, such as `__getitem__`.
 
     Relies on the RuntimeError that the dispatcher's table raises for other names.
     """

@@ -254,7 +254,7 @@ def common_divisor(one: int, other: int) -> int:
 
 
 def has_symbols(value: object) -> bool:
-    """Whether this is a symbolic size of the compiler, or a list that contains one."""
+    """Return whether this is a symbolic size of the compiler, or a list that contains one."""
     if isinstance(value, (list, tuple)):
         return not _NO_SYMBOLS.issuperset(map(type, value)) and any(map(has_symbols, value))
     return isinstance(value, SymbolicSize) or is_symbol(value)

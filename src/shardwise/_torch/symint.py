@@ -36,7 +36,7 @@ def node_of(number: object) -> object:
 
 
 def is_symbol(value: object) -> bool:
-    """Whether this is a symbolic size of the compiler."""
+    """Return whether this is a symbolic size of the compiler."""
     return isinstance(value, torch.SymInt) and not isinstance(value.node, NumberNode)
 
 
@@ -60,19 +60,19 @@ class NumberNode:
     # ---- a subclass defines these ---------------------------------------------------------------------------------
 
     def is_int(self) -> bool:
-        """Whether this is the node of a `SymInt`."""
+        """Return whether this is the node of a `SymInt`."""
         raise NotImplementedError
 
     def is_float(self) -> bool:
-        """Whether this is the node of a `SymFloat`."""
+        """Return whether this is the node of a `SymFloat`."""
         raise NotImplementedError
 
     def is_bool(self) -> bool:
-        """Whether this is the node of a `SymBool`."""
+        """Return whether this is the node of a `SymBool`."""
         raise NotImplementedError
 
     def is_constant(self) -> bool:
-        """Whether PyTorch may compute with a plain number in the place of this one."""
+        """Return whether PyTorch may compute with a plain number in the place of this one."""
         raise NotImplementedError
 
     def maybe_as_int(self) -> int | None:
@@ -100,15 +100,18 @@ class NumberNode:
         raise NotImplementedError
 
     def always(self) -> bool:
-        """Whether a truth value is known to be true."""
+        """Return whether a truth value is known to be true."""
         raise NotImplementedError
 
     def possibly(self) -> bool:
-        """Whether a truth value is not known to be false."""
+        """Return whether a truth value is not known to be false."""
         raise NotImplementedError
 
     def is_dense(self, order: Sequence[int] | None, sizes: Sequence[SizeOrNode], strides: Sequence[SizeOrNode]) -> bool:
-        """Whether a tensor fills its memory without gaps, dims taken innermost first in `order` (None: any order)."""
+        """Return whether a tensor fills its memory without gaps, dims taken innermost first in `order` (None.
+
+        Any order).
+        """
         raise NotImplementedError
 
     def __str__(self) -> str:

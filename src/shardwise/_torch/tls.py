@@ -24,7 +24,7 @@ _has = torch._C._is_key_in_tls
 
 
 def _stash_takes_the_callers_reference() -> bool:
-    """Whether `_stash` takes over the caller's reference instead of adding one, as in PyTorch 2.11."""
+    """Return whether `_stash` takes over the caller's reference instead of adding one, as in PyTorch 2.11."""
     probe = object()
     count = sys.getrefcount(probe)
     _stash("shardwise.probe", probe)

@@ -43,10 +43,10 @@ def batch_rule(func: OpOverload) -> Callable[..., object]:
 
 
 def forward_derivative_active() -> bool:
-    """Whether forward-mode differentiation is active."""
+    """Return whether forward-mode differentiation is active."""
     return forward_ad._current_level >= 0
 
 
 def anything_transforms() -> bool:
-    """Whether transforms, autocast or forward-mode differentiation is active."""
+    """Return whether transforms, autocast or forward-mode differentiation is active."""
     return autocast_enabled() or transforms_active() or forward_ad._current_level >= 0

@@ -18,7 +18,12 @@ from ..errors import CheckpointError
 
 
 class Saving:
-    """A save in the background. `wait()` returns its path when the checkpoint is complete, or raises its error."""
+    """A save in the background. `wait()` returns its path when the checkpoint is complete, or raises its error.
+
+    >>> saving = async_save({"step": 100}, folder / "step-100")
+    >>> saving.wait().name, saving.done()
+    ('step-100', True)
+    """
 
     def __init__(self, path: Path, work: Callable[[Callable[[], None]], None], staged: bool = False) -> None:
         """`work` is called in the worker thread, with a function to call as soon as the state has been copied.
@@ -135,6 +140,10 @@ def staging_buffer(nbytes: int, pinned: bool = False) -> Tensor:
 
 
 def release_staging_buffer() -> None:
-    """Free the staging buffer; the next save in the background allocates it again."""
+    """Free the staging buffer; the next save in the background allocates it again.
+
+    >>> path = async_save({"model": model}, folder / "step-100").wait()
+    >>> release_staging_buffer()
+    """
     finish_background()
     _Background.buffer = torch.empty(0, dtype=torch.uint8)

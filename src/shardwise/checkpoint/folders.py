@@ -20,6 +20,7 @@ from ..errors import CheckpointError
 from .index import INDEX, METADATA, order_of
 
 LATEST = "latest"
+_WHAT_TO_PASS = "pass the path given to save, or the folder that holds such checkpoints"
 
 
 def saving(path: Path) -> Path:
@@ -127,6 +128,10 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
     """Return the checkpoint in a folder that was completed last, or None if there is none.
 
     The pointer `latest` names it. If that checkpoint has been deleted, the newest existing one is returned.
+
+    >>> path = save({"step": 100}, folder / "step-100")
+    >>> latest(folder).name
+    'step-100'
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -154,8 +159,9 @@ def find(path: str | os.PathLike[str]) -> Path:
     if inside is not None:
         return inside
     if not at.exists():
-        raise CheckpointError(f"no checkpoint at {at}: there is no such folder")
-    raise CheckpointError(f"no checkpoint at {at}: expected {METADATA} or the pointer {LATEST!r}, found {_kind(at)}")
+        raise CheckpointError(f"no checkpoint at {at}: there is no such folder", _WHAT_TO_PASS)
+    found = f"expected {METADATA} or the pointer {LATEST!r}, found {_kind(at)}"
+    raise CheckpointError(f"no checkpoint at {at}: {found}", _WHAT_TO_PASS)
 
 
 def sync_path(path: Path) -> None:

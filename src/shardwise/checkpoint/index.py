@@ -16,6 +16,8 @@ from .blocks import BLOCK
 
 INDEX = "shardwise.json"
 METADATA = ".metadata"
+OTHER_FILES = "load an earlier checkpoint, or copy the files of this one again"
+"""What to do about files that are missing, damaged or foreign."""
 _FORMAT = "shardwise checkpoint"
 _VERSION = 1
 
@@ -71,7 +73,9 @@ def read_index(folder: Path) -> Index | None:
         return None
     content = _content(path, text)
     if content.get("format") != _FORMAT or not isinstance(content.get("version"), int):
-        raise CheckpointError(f"{path} is foreign: expected an index of format {_FORMAT!r}, found {content!r:.80}")
+        raise CheckpointError(
+            f"{path} is foreign: expected an index of format {_FORMAT!r}, found {content!r:.80}", OTHER_FILES
+        )
     if content["version"] > _VERSION or content["block"] != BLOCK:
         raise CheckpointError(
             f"{path} has version {content['version']}, and this shardwise reads version {_VERSION}", "update shardwise"
@@ -94,11 +98,15 @@ def _content(path: Path, text: bytes) -> dict[str, Any]:
     try:
         expected, content = json.loads(head)["crc32"], json.loads(body)
     except (ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{path} is damaged: expected two lines of JSON, found {text[:60]!r}") from None
+        raise CheckpointError(
+            f"{path} is damaged: expected two lines of JSON, found {text[:60]!r}", OTHER_FILES
+        ) from None
     if zlib.crc32(body) != expected:
-        raise CheckpointError(f"{path} is damaged: expected checksum {expected:08x}, found {zlib.crc32(body):08x}")
+        raise CheckpointError(
+            f"{path} is damaged: expected checksum {expected:08x}, found {zlib.crc32(body):08x}", OTHER_FILES
+        )
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is foreign: expected an object, found {content!r:.80}")
+        raise CheckpointError(f"{path} is foreign: expected an object, found {content!r:.80}", OTHER_FILES)
     return content
 
 

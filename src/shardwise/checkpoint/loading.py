@@ -54,6 +54,9 @@ def load(
     cast      convert dtypes instead of raising an error if they differ
     verify    compare checksums; False saves one pass over the files
     progress  show a progress bar on stderr; by default if stderr is a terminal
+
+    >>> path = save({"model": model}, folder / "step-100")
+    >>> path = load({"model": model}, path)                  # or load({"model": model}, folder), the latest one
     """
     finish_background()
     ranks = ranks_of_world()

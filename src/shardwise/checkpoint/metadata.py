@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from .._torch.checkpoint_files import metadata_global, place_in_file, with_version
 from ..errors import CheckpointError
+from .index import OTHER_FILES
 from .plan import Contents
 from .write import WrittenFile
 
@@ -67,11 +68,13 @@ def read_metadata(path: Path, data: bytes) -> Metadata:
     try:
         found = _MetadataUnpickler(io.BytesIO(data)).load()
     except CheckpointError as error:
-        raise CheckpointError(f"{path} is refused: {error.problem}") from None
+        raise CheckpointError(f"{path} is refused: {error.problem}", OTHER_FILES) from None
     except Exception as error:  # a damaged pickle raises whatever its opcodes meet
         raise CheckpointError(
-            f"{path} is damaged: expected pickled metadata, found {type(error).__name__}: {error}"
+            f"{path} is damaged: expected pickled metadata, found {type(error).__name__}: {error}", OTHER_FILES
         ) from None
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
-        raise CheckpointError(f"{path} is foreign: expected the metadata of a checkpoint, found {type(found).__name__}")
+        raise CheckpointError(
+            f"{path} is foreign: expected the metadata of a checkpoint, found {type(found).__name__}", OTHER_FILES
+        )
     return found

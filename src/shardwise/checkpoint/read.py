@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .blocks import read_into
+from .index import OTHER_FILES
 from .reads import Read
 from .stored import Place
 
@@ -58,7 +59,9 @@ def _load_archive(folder: Path, file: int, read: Read) -> None:
     try:
         found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
-        raise CheckpointError(f"{folder / read.place.file} is damaged at byte {read.place.start}: {error}") from error
+        raise CheckpointError(
+            f"{folder / read.place.file} is damaged at byte {read.place.start}: {error}", OTHER_FILES
+        ) from error
     for dim, (begin, length) in enumerate(zip(read.begin, read.target.shape, strict=True)):
         found = found.narrow(dim, begin, length)
     read.target.copy_(found)
@@ -112,4 +115,6 @@ class _Reading:
     def _fill(self, into: Tensor, at: int) -> None:
         count = read_into(self.file, into, at)
         if count != into.nbytes:
-            raise CheckpointError(f"{self.path} is truncated: expected {into.nbytes} bytes at {at}, found {count}")
+            raise CheckpointError(
+                f"{self.path} is truncated: expected {into.nbytes} bytes at {at}, found {count}", OTHER_FILES
+            )

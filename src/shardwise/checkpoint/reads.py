@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from ..errors import CheckpointError
 from ..tensor.checkpoint import Chunk
 from .held import chunks_of, shape_of
+from .index import OTHER_FILES
 from .ranks import Ranks
 from .state import FlatState
 from .stored import Place, Stored
@@ -104,12 +105,15 @@ def _reads(name: str, chunk: Chunk, known: TensorStorageMetadata, stored: Stored
         begin = tuple(start - first for start, first in zip(starts, box.offsets, strict=True))
         read = Read(place, known.properties.dtype, tuple(box.sizes), begin, target)
         if place.data is not None and read.span()[1] > place.start + place.length:
-            raise CheckpointError(f"{name!r} in {stored.folder}: its metadata names more bytes than are stored")
+            raise CheckpointError(
+                f"{name!r} in {stored.folder}: its metadata names more bytes than are stored", OTHER_FILES
+            )
         yield read
     if covered != math.prod(chunk.size):
         raise CheckpointError(
             f"{name!r} in {stored.folder} is incomplete: expected {math.prod(chunk.size)} elements at "
-            f"{list(chunk.offset)}, found {covered}"
+            f"{list(chunk.offset)}, found {covered}",
+            OTHER_FILES,
         )
 
 

@@ -78,6 +78,9 @@ def save(
     keep      number of checkpoints to keep in the parent folder; older ones and remains of killed saves are deleted
     sync      call fsync for all files before the rename, so that the checkpoint survives a power failure
     progress  show a progress bar on stderr; by default if stderr is a terminal
+
+    >>> save({"model": model, "step": 100}, folder / "step-100").name
+    'step-100'
     """
     finish_background()
     job = _planned(flatten(state_dicts(state)), ranks_of_world(), Path(path).absolute(), sync, keep)
@@ -108,6 +111,10 @@ def async_save(
              change that came too early makes the save fail.
              "snapshot": fork a process, whose memory the operating system keeps apart. For data on the CPU, if little
              of it changes while it is saved: it takes no second copy of what does not change.
+
+    >>> saving = async_save({"model": model}, folder / "step-100")
+    >>> saving.wait().name
+    'step-100'
     """
     if staging not in get_args(Staging):
         raise CheckpointError(

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..errors import CheckpointError
 from .blocks import BLOCK, BlockReader
-from .index import METADATA, Index, read_index
+from .index import METADATA, OTHER_FILES, Index, read_index
 from .metadata import read_metadata
 
 
@@ -55,7 +55,9 @@ class Stored:
         """Return the place of a chunk or an object."""
         found: Any = self.metadata.storage_data.get(index)
         if found is None:
-            raise CheckpointError(f"{self.folder / METADATA} has no place for {index.fqn!r} at {index.offset}")
+            raise CheckpointError(
+                f"{self.folder / METADATA} has no place for {index.fqn!r} at {index.offset}", OTHER_FILES
+            )
         if getattr(found, "transform_descriptors", None):
             raise CheckpointError(
                 f"{index.fqn!r} in {self.folder} was transformed by {found.transform_descriptors}",
@@ -65,7 +67,9 @@ class Stored:
         if self.index is not None:
             record = self.index.files.get(found.relative_path)
             if record is None:
-                raise CheckpointError(f"{found.relative_path} in {self.folder} is foreign: it is not in the index")
+                raise CheckpointError(
+                    f"{found.relative_path} in {self.folder} is foreign: it is not in the index", OTHER_FILES
+                )
             data = record.data.get(found.offset)
         return Place(found.relative_path, found.offset, found.length, data)
 
@@ -100,7 +104,7 @@ class Stored:
         try:
             data = path.read_bytes()
         except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing: expected the metadata of a checkpoint") from None
+            raise CheckpointError(f"{path} is missing: expected the metadata of a checkpoint", OTHER_FILES) from None
         if index is not None:
             _check(f"{path} is damaged", "size", index.metadata_size, len(data))
             _check(f"{path} is damaged", "checksum", index.metadata_crc32, zlib.crc32(data))
@@ -109,17 +113,17 @@ class Stored:
     def _check_size(self, name: str, expected: int, exactly: bool) -> None:
         path = self.folder / name
         if Path(name).name != name:
-            raise CheckpointError(f"{self.folder / METADATA} names a file outside its folder: {name!r}")
+            raise CheckpointError(f"{self.folder / METADATA} names a file outside its folder: {name!r}", OTHER_FILES)
         try:
             found = path.stat().st_size
         except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing: expected a file of {expected} bytes") from None
+            raise CheckpointError(f"{path} is missing: expected a file of {expected} bytes", OTHER_FILES) from None
         if found < expected:
-            raise CheckpointError(f"{path} is truncated: expected {expected} bytes, found {found}")
+            raise CheckpointError(f"{path} is truncated: expected {expected} bytes, found {found}", OTHER_FILES)
         if exactly and found > expected:
-            raise CheckpointError(f"{path} is foreign: expected {expected} bytes, found {found}")
+            raise CheckpointError(f"{path} is foreign: expected {expected} bytes, found {found}", OTHER_FILES)
 
 
 def _check(what: str, kind: str, expected: int, found: int) -> None:
     if expected != found:
-        raise CheckpointError(f"{what}: expected {kind} {expected}, found {found}")
+        raise CheckpointError(f"{what}: expected {kind} {expected}, found {found}", OTHER_FILES)

@@ -66,7 +66,7 @@ class Links:
 
     @classmethod
     def uniform(cls, latency: float, peer_latency: float, pack: float, bandwidth: tuple[float, ...]) -> Links:
-        """Links whose axes have one latency, and whose point-to-point traffic costs what native collectives cost."""
+        """Return links whose axes have one latency, and on which all traffic has the price of native collectives."""
         rates = Rates((latency,) * len(bandwidth), peer_latency, bandwidth)
         return cls(rates, rates, pack)
 
@@ -203,12 +203,19 @@ _model = CostModel()
 
 
 def cost_model() -> CostModel:
-    """Return the cost model in use."""
+    """Return the cost model in use.
+
+    >>> cost_model().bandwidth is None                      # None: the defaults for the device type of a mesh
+    False
+    """
     return _model
 
 
 def set_cost_model(model: CostModel) -> None:
-    """Use this model for all plans from now on, and clear all caches. All ranks must set the same model."""
+    """Use this model for all plans from now on, and clear all caches. All ranks must set the same model.
+
+    >>> set_cost_model(CostModel(bandwidth={"dp": 25e9, "tp": 300e9}))
+    """
     global _model
     _model = model
     clear_all_caches()
@@ -216,7 +223,12 @@ def set_cost_model(model: CostModel) -> None:
 
 @contextmanager
 def using_cost_model(model: CostModel) -> Iterator[None]:
-    """Plan with this model inside the block."""
+    """Plan with this model inside the block.
+
+    >>> x = zeros(8, 4, device_mesh=mesh, placements=P("dp"))
+    >>> with using_cost_model(CostModel(bandwidth={"dp": 1e6})):
+    ...     seconds = plan(x, P()).plan.seconds
+    """
     before = _model
     set_cost_model(model)
     try:

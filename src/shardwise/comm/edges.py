@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..sharding.layout import Sizes
 from .plan import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER, SLICE, TO_PARTIAL
-from .states import Axes, DistState, held, lacking, product, talking_axes
+from .states import Axes, DistState, axes_to_exchange_over, held, lacking, product
 
 _SLACK = 1.0 + 1e-9
 
@@ -32,7 +32,7 @@ class Edge(NamedTuple):
 
 
 def commute(ops: set[str]) -> bool:
-    """Whether reductions by these ops over different axes can be done in any order."""
+    """Return whether reductions by these ops over different axes can be done in any order."""
     return len(ops) <= 1 or ops <= {"sum", "avg"}
 
 
@@ -69,7 +69,7 @@ class Task:
         faster = {a for a, size in enumerate(self.mesh_sizes) if size > 1 and self.bandwidth[a] > slowest}
         return tuple(sorted(wanted | (faster if in_use else set())))
 
-    def can_talk(self, axes: Axes) -> bool:
+    def has_group(self, axes: Axes) -> bool:
         """Return whether there is a process group over these axes."""
         return self.groups is None or len(axes) == 1 or axes in self.groups
 
@@ -113,7 +113,7 @@ def _gathers(task: Task, state: DistState, capacity: float) -> Iterator[Edge]:
             continue
         gathered = [a for axes, left in zip(state.slots, kept, strict=True) for a in axes[len(left) :]]
         group = tuple(sorted(gathered))
-        if task.can_talk(group):
+        if task.has_group(group):
             yield Edge(ALL_GATHER, group, after, grown - now)
 
 
@@ -123,7 +123,7 @@ def _all_to_alls(task: Task, state: DistState) -> Iterator[Edge]:
     for i, axes in enumerate(state.slots):
         for start in range(len(axes)):
             moved = axes[start:]
-            if not task.can_talk(group := tuple(sorted(moved))):
+            if not task.has_group(group := tuple(sorted(moved))):
                 continue
             peers = product(task.mesh_sizes, moved)
             without = _replace(state.slots, i, axes[:start])
@@ -140,8 +140,8 @@ def _exchanges(task: Task, state: DistState) -> Iterator[Edge]:
         common = tuple(axis for axis in want if axis in have)
         reordered.append(common + tuple(axis for axis in have if axis not in want))
     for after in dict.fromkeys((task.target, DistState(tuple(reordered), state.partial))):
-        axes = talking_axes(state, after)
-        if after != state and axes and task.can_talk(axes):
+        axes = axes_to_exchange_over(state, after)
+        if after != state and axes and task.has_group(axes):
             yield Edge(EXCHANGE, axes, after, lacking(task.mesh_sizes, state, after))
 
 
@@ -152,7 +152,7 @@ def _reductions(task: Task, state: DistState) -> Iterator[Edge]:
         rest = tuple(entry for entry in state.partial if entry[0] not in axes)
         # Inner axes (to the right) are reduced first, unless the order does not matter.
         inner = {its_op for axis, its_op in rest if axis > axes[0]}
-        if not commute(inner | {op}) or not task.can_talk(axes):
+        if not commute(inner | {op}) or not task.has_group(axes):
             continue
         peers = product(task.mesh_sizes, axes)
         scattered = now * (peers - 1) / peers

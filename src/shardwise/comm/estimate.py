@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from ..sharding.layout import Layout, dim_axes
 from .cost import LOCAL_STEP, Links
-from .states import DistState, common_slots, held, lacking, product, talking_axes
+from .states import DistState, axes_to_exchange_over, common_slots, held, lacking, product
 
 
 @lru_cache(maxsize=65536)
@@ -32,12 +32,12 @@ def estimate(source: Layout, target: Layout, itemsize: int, links: Links) -> flo
         state = _reduced(state, goal, axes)
     if state.slots != goal.slots:
         received = lacking(mesh_sizes, state, goal) * nbytes
-        talking = talking_axes(state, goal)
+        exchanged = axes_to_exchange_over(state, goal)
         seconds += LOCAL_STEP
-        if received > 0 and talking:
+        if received > 0 and exchanged:
             gathers = all(have[: len(want)] == want for have, want in zip(state.slots, goal.slots, strict=True))
             rates = links.ring if gathers else links.p2p
-            seconds += rates.seconds(talking, product(mesh_sizes, talking) - 1, received)
+            seconds += rates.seconds(exchanged, product(mesh_sizes, exchanged) - 1, received)
     becomes_partial = goal.partial and not set(goal.partial) <= set(source.partial)
     return seconds + (LOCAL_STEP if becomes_partial else 0.0)
 

@@ -186,5 +186,5 @@ def _create(groups: list[list[int]]) -> str | None:
 
 
 def ranks_of_group(name: str) -> list[tuple[int, ...]]:
-    """Return the ranks of the group with this name; in a simulated world, of all groups that the name stands for."""
+    """Return the ranks of the group with this name; in a simulated world, of all groups that share the name."""
     return [group_ranks(name)] if current_world() is None else list(groups_of(name))

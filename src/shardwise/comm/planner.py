@@ -46,9 +46,9 @@ def make_plan(
     path = shortest(source.mesh_sizes, slots.source, slots.target, about, links, groups)
     if path is None:
         raise CommunicationError(
-            f"there is no plan from {source} to {target} with the process groups of this submesh, which has none for "
+            f"there is no plan from {source} to {target} with the process groups of this submesh, which has none over "
             "some sets of axes",
-            "use a mesh of all ranks of the world: process groups of several axes are only created for such a mesh",
+            "use the mesh that it was sliced from: groups over several axes are created for a mesh of all ranks only",
         )
     return _as_plan(source, target, slots, path, itemsize, links)
 
@@ -127,7 +127,7 @@ class _Search:
         start = task.source
         best: dict[DistState, float] = {start: 0.0}
         reached_by: dict[DistState, tuple[DistState, Edge]] = {}
-        queue = [(self._at_least(start), 0, start)]
+        queue = [(self._lower_bound(start), 0, start)]
         done: set[DistState] = set()
         pushed = 0
         while queue:
@@ -137,19 +137,14 @@ class _Search:
             if state in done:
                 continue
             done.add(state)
-            if (
-                state != start
-                and len(done) == 2
-                and end in best
-                and self._needs_no_other(reached_by[end][1], best[end])
-            ):
+            if state != start and len(done) == 2 and end in best and self._is_best(reached_by[end][1], best[end]):
                 return self._path(reached_by)
             for edge in edges_from(task, state, capacity):
                 after = edge.after
                 cost = best[state] + self.seconds(edge)
                 if after in done or cost >= best.get(after, math.inf):
                     continue
-                estimate = cost + self._at_least(after)
+                estimate = cost + self._lower_bound(after)
                 if after != end and estimate >= best.get(end, math.inf):
                     continue
                 best[after] = cost
@@ -167,7 +162,7 @@ class _Search:
             price = self.prices[key] = fixed, _seconds(self.links, self.task.mesh_sizes, *key, self.nbytes) - fixed
         return price[0] + edge.fraction * price[1]
 
-    def _needs_no_other(self, last: Edge, cost: float) -> bool:
+    def _is_best(self, last: Edge, cost: float) -> bool:
         """Return whether the edge `last` is the best path: of the cheaper kind, and cheaper than two collectives."""
         mine, other = (self.links.p2p, self.links.ring) if _is_p2p(last.kind) else (self.links.ring, self.links.p2p)
         return (mine is other or mine.at_most(other)) and cost <= self._two_collectives()
@@ -177,9 +172,9 @@ class _Search:
         smallest = min((size for size in self.task.mesh_sizes if size > 1), default=1)
         peer_latency = min(self.links.ring.peer_latency, self.links.p2p.peer_latency)
         latency = self.latency + peer_latency * (smallest - 1)
-        return self._at_least(self.task.source) - self.latency + 2 * latency
+        return self._lower_bound(self.task.source) - self.latency + 2 * latency
 
-    def _at_least(self, state: DistState) -> float:
+    def _lower_bound(self, state: DistState) -> float:
         """Return a lower bound on the time of paths from this state to the target."""
         task = self.task
         if state.partial != task.target.partial:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._torch.below_autograd import below_autograd
 from .._torch.collectives import wait
-from ..errors import MeshError
+from ..errors import CommunicationError, MeshError
 from ..sharding.cache import ENTRY_BYTES
 from ..sharding.memory_order import in_memory_order
 from ..sharding.mesh import require_world
@@ -102,8 +102,17 @@ def _make_plan(source: DTensorSpec, target: DTensorSpec) -> SpecPlan:
             f"a plan on one mesh cannot go from {source!r} on {mesh_info!r} to {target!r} on {target.mesh_info!r}",
             "use shardwise.plan(x, other_mesh, placements), which also plans changes of mesh",
         )
+    if source.layout.shape != target.layout.shape:
+        raise CommunicationError(
+            f"{source!r} cannot be redistributed to {target!r}, which has another shape",
+            f"give both specs the shape {list(source.shape)}; x.view and its like change the shape of a tensor",
+        )
     groups = frozenset(mesh_info.groups) if mesh_info.adopted else None
-    steps = make_plan(source.layout, target.layout, source.dtype.itemsize, links_of(mesh_info), groups)
+    try:
+        steps = make_plan(source.layout, target.layout, source.dtype.itemsize, links_of(mesh_info), groups)
+    except CommunicationError as error:
+        problem = f"{source!r} cannot be redistributed to {target!r} on {mesh_info!r}: {error.problem}"
+        raise CommunicationError(problem, error.fix) from None
     return SpecPlan(source, target, steps)
 
 

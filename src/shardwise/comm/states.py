@@ -28,7 +28,7 @@ class Slots(NamedTuple):
     target: DistState
 
     def layout(self, mesh_sizes: Sizes, state: DistState) -> Layout:
-        """Return the layout that a state over these slots stands for."""
+        """Return the layout that a state over these slots describes."""
         dims: list[Dim]
         if len(state.slots) == len(self.sizes):
             dims = [plain_dim(size, axes) for (size,), axes in zip(self.sizes, state.slots, strict=True)]
@@ -131,7 +131,7 @@ def lacking(mesh_sizes: Sizes, state: DistState, target: DistState) -> float:
     return 1.0 / wanted - (0.0 if diverges else 1.0 / finest)
 
 
-def talking_axes(state: DistState, target: DistState) -> Axes:
+def axes_to_exchange_over(state: DistState, target: DistState) -> Axes:
     """Return the axes of an exchange: those of each source slot after the major axes it shares with the target."""
     axes: list[int] = []
     for have, want in zip(state.slots, target.slots, strict=True):

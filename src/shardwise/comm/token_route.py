@@ -111,7 +111,7 @@ class TokenRoute:
     """`counts` on the host, if asked for."""
 
     def send(self, rows: Tensor, repeat: int = 1) -> Tensor:
-        """Return the rows for this rank's experts, by expert. Each given row stands for `repeat` routed rows."""
+        """Return the rows for this rank's experts, by expert. Each given row is sent `repeat` times."""
         index = self.taken if self.taken is not None else self.order
         if index is not None:
             rows = rows.index_select(0, index // repeat if repeat > 1 else index)

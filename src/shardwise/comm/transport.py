@@ -31,12 +31,12 @@ _BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "product": "min"}
 
 
 def moves_natively(dtype: torch.dtype) -> bool:
-    """Whether every backend moves this dtype."""
+    """Return whether every backend moves this dtype."""
     return dtype in _MOVABLE
 
 
 def reduces_natively(dtype: torch.dtype, op: str) -> bool:
-    """Whether every backend reduces this dtype by this op, perhaps viewed as another dtype (see `to_wire`)."""
+    """Return whether every backend reduces this dtype by this op, perhaps viewed as another dtype (see `to_wire`)."""
     return dtype in _REDUCIBLE or dtype is torch.bool or (dtype.is_complex and op in ("sum", "avg"))
 
 
@@ -46,7 +46,7 @@ def wire_op(dtype: torch.dtype, op: str) -> str:
 
 
 def needs_no_conversion(dtype: torch.dtype, op: str) -> bool:
-    """Whether `to_wire` returns tensors of this dtype unchanged."""
+    """Return whether `to_wire` returns tensors of this dtype unchanged."""
     return not (dtype is torch.bool or dtype.is_complex or _is_ordered(dtype, op))
 
 

@@ -36,7 +36,7 @@ def public_op(op: object) -> object:
 
 
 def runs_its_own_code(kind: type[Tensor]) -> bool:
-    """Whether `__torch_dispatch__` of this type replaces an op by other ops, which modes then see themselves."""
+    """Return whether `__torch_dispatch__` of this type replaces an op by other ops, which modes then see themselves."""
     return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not issubclass(kind, RankTensor)
 
 

@@ -49,6 +49,12 @@ class CommDebugMode(OwnMode):
 
     Entering it again resets the counts. The counts of a module include those of its submodules. A collective of the
     backward pass counts for the module whose forward pass made the autograd node that runs it.
+
+    >>> comm = CommDebugMode()
+    >>> with comm:
+    ...     y = x.redistribute(placements=P())
+    >>> comm.get_total_counts(), comm.get_total_bytes()
+    (1, 96)
     """
 
     def __init__(self) -> None:

@@ -20,6 +20,9 @@ def check_local_tensors() -> Iterator[None]:
     This includes `local_map` and styles that get plain inputs. Without the check they communicate nothing: they assume
     that shards are even, or shards of the given global shape, and that replicas are equal. With it, a wrong assumption
     is an error on all ranks. Each call costs a collective, a host read and a pass over the data.
+
+    >>> with check_local_tensors():
+    ...     y = DTensor.from_local(torch.ones(2), mesh, [Replicate(), Replicate()])
     """
     before = set_checking(True)
     try:

@@ -34,6 +34,14 @@ def draw(dtensor: DTensor | DTensorSpec | nn.Module) -> str:
     instance of this process's rank is drawn.
 
     The table of a module shows how each parameter and buffer is sharded, its bytes, and the bytes of its largest shard.
+
+    >>> print(draw(x))
+    f32[8@dp, 4@tp] on mesh(dp=2, tp=2)
+          0:2   2:4
+        ┌─────┬─────┐
+    0:4 │  0  │  1  │
+    4:8 │  2  │  3  │
+        └─────┴─────┘
     """
     if isinstance(dtensor, nn.Module):
         return draw_module(dtensor)
@@ -44,7 +52,10 @@ def draw(dtensor: DTensor | DTensorSpec | nn.Module) -> str:
 
 
 def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
-    """Print which ranks hold which shards, on the first rank of the mesh: in colour with `use_rich`, if installed."""
+    """Print which ranks hold which shards, on the first rank of the mesh: in colour with `use_rich`, if installed.
+
+    >>> visualize_sharding(x)
+    """
     spec = _spec_of(dtensor)
     if spec.mesh_info.outside or any(spec.mesh_info.coordinate):
         return

@@ -23,6 +23,9 @@ def trace(path: str | Path, **speeds: float) -> Iterator[Explanation]:
     """Write a trace of the block to a JSON file. `speeds` are those of `Explanation.trace`.
 
     Yields the explanation of the block.
+
+    >>> with trace(folder / "step.json"):
+    ...     y = x.redistribute(placements=P())
     """
     with Explanation() as explanation:
         yield explanation
@@ -30,7 +33,13 @@ def trace(path: str | Path, **speeds: float) -> Iterator[Explanation]:
 
 
 def merge_traces(paths: Iterable[str | Path], path: str | Path) -> Path:
-    """Write the events of several trace files to one, and return its path."""
+    """Write the events of several trace files to one, and return its path.
+
+    >>> with trace(folder / "step.json"):
+    ...     y = x.redistribute(placements=P())
+    >>> merge_traces([folder / "step.json"], folder / "all.json").name
+    'all.json'
+    """
     events: list[dict[str, object]] = []
     for each in paths:
         events += json.loads(Path(each).read_text())["traceEvents"]

@@ -7,7 +7,7 @@ list of treatments.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -115,11 +115,13 @@ class Written(list[Any]):
         return any(value is mine for mine in self)
 
 
-def plain_target_error(func: OpOverload, shape: Sequence[int]) -> InputError:
-    """Return the error for a distributed result that would be written into a plain tensor."""
+def plain_target_error(func: OpOverload, shape: Sequence[int], specs: Iterable[DTensorSpec]) -> InputError:
+    """Return the error for a result of operands with these specs that would be written into a plain tensor."""
+    operands = ", ".join(dict.fromkeys(map(repr, specs)))
     return InputError(
-        f"{func} would write a distributed result into a plain tensor of shape {list(shape)}",
-        "write into a DTensor, or take the result's full_tensor()",
+        f"{func} would write the distributed result of {operands} into a plain tensor of shape {list(shape)}",
+        "distribute that tensor first, distribute_tensor(tensor, mesh, placements), or write the global value, "
+        "x.full_tensor(), into it",
     )
 
 

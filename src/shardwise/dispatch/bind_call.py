@@ -90,8 +90,10 @@ def bind_call(
 
 
 def operand_layout(resolved: ResolvedOp, argument: Argument, mesh_sizes: Sizes) -> Layout:
-    """Return the layout of an operand before the call. A plain tensor is replicated; for an op that reads only the
-    shapes of its operands, so is a Partial one."""
+    """Return the layout of an operand before the call.
+
+    A plain tensor is replicated; for an op that reads only the shapes of its operands, so is a Partial one.
+    """
     if argument.spec is not None:
         layout = argument.spec.layout
         return layout.without_partial() if resolved.op.reads_shape_only else layout
@@ -178,7 +180,7 @@ class _Binding:
     def _refuse_data_dependent(self) -> None:
         """Raise `NoRule` if the shapes of the results depend on data."""
         resolved = self.resolved
-        # Only a rule that is computed from the call can tell that the results of this call do not.
+        # Only a rule that is computed from the call can know that the results of this call do not.
         if resolved.needs_data and (not callable(resolved.op.rule) or resolved.rule(self.call) is None):
             raise NoRule(f"the result of {self.func} depends on data")
 
@@ -248,8 +250,10 @@ class _Binding:
         return bound._replace(reduced_first=reduced_first) if reduced_first else bound
 
     def _reduced_first(self) -> frozenset[int]:
-        """Return the operands whose Partial sums are reduced before the call: a result has a dtype in which the sum
-        would differ (`sums_alike`)."""
+        """Return the operands whose Partial sums are reduced before the call.
+
+        Such an operand has a result of a dtype in which the sum would differ (`sums_alike`).
+        """
         results = {tensor.dtype for tensor in tensors_in(self.outputs)}
         found: set[int] = set()
         for position, value in enumerate(self.resolved.tensors(self.call)):
@@ -298,8 +302,10 @@ class _Binding:
         return results
 
     def _wanted(self) -> Layout | None:
-        """Return the layout to which a gradient is redistributed later, that of its tensor's cotangent; None for
-        results that are no gradients."""
+        """Return the layout to which a gradient is redistributed later, that of its tensor's cotangent.
+
+        Return None for results that are no gradients.
+        """
         name = self.resolved.op.gradient_of
         tensor = None if name is None else self._at(self.resolved.names.index(name))
         return tensor.spec.cotangent().layout if isinstance(tensor, Argument) and tensor.spec is not None else None

@@ -226,9 +226,15 @@ class _PlanWriter:
                 self.communication.append(f"result: {spec!r} -> {target!r}")
         return tuple((where, index) for index, where in enumerate(self.found.written)), in_place
 
+    def _operand_specs(self) -> list[DTensorSpec]:
+        arguments: list[Any] = []
+        for value in (*self.args, *self.kwargs.values()):
+            arguments += value if type(value) in (list, tuple) else [value]
+        return [each.spec for each in arguments if isinstance(each, Argument) and each.spec is not None]
+
     def _written_spec(self, where: Where) -> DTensorSpec:
         written = self.args[where] if isinstance(where, int) else self.kwargs[where]
         spec: DTensorSpec | None = written.spec
         if spec is None:
-            raise plain_target_error(self.func, written.meta.shape)
+            raise plain_target_error(self.func, written.meta.shape, self._operand_specs())
         return spec

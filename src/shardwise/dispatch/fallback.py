@@ -52,25 +52,33 @@ def run_without_plan(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTen
     if outside:
         return run_outside(op, args, kwargs, kind)
     if not isinstance(op.op.rule, Never) and served_by(op.func) != "rule" and not op.needs_data:
-        _warn_of_gathering(op)
+        _warn_of_gathering(op, args, kwargs)
     return _run_on_gathered(op, args, kwargs, kind)
 
 
 def refuse_collective(op: ResolvedOp, args: Args, kwargs: Kwargs) -> None:
     """Raise an error: a collective takes local tensors, not a DTensor."""
-    specs = ", ".join(repr(tensor._spec) for tensor in distributed(args, kwargs)[:3])
     raise InputError(
-        f"{op.func} communicates local tensors between ranks, and was called with the DTensor {specs}",
+        f"{op.func} communicates local tensors between ranks, and was called with the DTensor {_specs(args, kwargs)}",
         "pass x.to_local(), or use x.redistribute. Stages of a pipeline pass local tensors on: use_local_output=True "
         "in the last style",
     )
 
 
-def _warn_of_gathering(op: ResolvedOp) -> None:
+def _specs(args: Args, kwargs: Kwargs) -> str:
+    """Return the specs of the first distributed arguments as text."""
+    found = distributed(args, kwargs)
+    return ", ".join([repr(tensor._spec) for tensor in found[:3]] + ["..."] * (len(found) > 3))
+
+
+def _warn_of_gathering(op: ResolvedOp, args: Args, kwargs: Kwargs) -> None:
     """Warn once that an op runs on gathered inputs, or refuse it under strict_ops."""
-    advice = f'give it a rule: shardwise.register_sharding(torch.ops.{op.func}, "...")'
+    advice = (
+        f'give it a rule: shardwise.register_sharding(torch.ops.{op.func}, "..."); '
+        f"shardwise.testing.discover(torch.ops.{op.func}, [(...)]) finds one from sample arguments"
+    )
     if modes.strict_ops:
-        raise CommunicationError(f"{op.func} has no rule, and strict_ops is on", advice)
+        raise CommunicationError(f"{op.func} of {_specs(args, kwargs)} has no rule, and strict_ops is on", advice)
     if not op.warned:
         op.warned = True
         problem = f"{op.func} has no rule: it runs on gathered inputs, the same on every rank"
@@ -81,7 +89,8 @@ def _run_on_gathered(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTen
     written = written_arguments(op, args, kwargs)
     for tensor in written:
         if not isinstance(tensor, DTensorBase):
-            raise plain_target_error(op.func, getattr(tensor, "shape", ()))
+            specs = [tensor._spec for tensor in distributed(args, kwargs)]
+            raise plain_target_error(op.func, getattr(tensor, "shape", ()), specs)
     if modes.explicit:
         refuse_gathering(op, args, kwargs)
     tensors = distributed(args, kwargs)
@@ -119,7 +128,7 @@ def _write_back(op: ResolvedOp, written: Written, gathered: dict[int, Tensor]) -
         if new.shape != spec.shape:
             raise InputError(
                 f"{op.func} would change the shape of {spec!r} to {list(new.shape)}",
-                "use the variant of the op that returns a new tensor",
+                "call the op without out=, or its variant without an underscore at the end, which returns a new tensor",
             )
         tensor._local_shard.copy_(redistribute_local(new, spec.replicated(), spec))
         after_write(tensor)

@@ -49,8 +49,11 @@ def mark_formula(node: Node) -> None:
 
 
 def mark_formula_of_plain(node: Node) -> None:
-    """Take plain tensors as replicated in the formula of a plain tensor's node, which a write of distributed values
-    recorded. Unlike `mark_formula`, plain gradients that arrive are not checked: the tensor's gradient is plain."""
+    """Take plain tensors as replicated in the formula of a plain tensor's node.
+
+    A write of distributed values into the tensor recorded that node. Unlike with `mark_formula`, plain gradients that
+    arrive are not checked: the tensor's gradient is plain.
+    """
     node.register_prehook(_enter_formula)
     node.register_hook(_end)
 
@@ -218,11 +221,11 @@ class Recorded(NamedTuple):
 
     @classmethod
     def now(cls, tensor: Tensor, tensors: int) -> Recorded:
-        """At the end of the call, below autograd."""
+        """Return a record of this tensor at the end of the call, below autograd."""
         return cls(tensor, next_node_number(), tensors)
 
     def node(self) -> Node | None:
-        """The node that autograd has recorded for the call, if it has.
+        """Return the node that autograd has recorded for the call, if it has.
 
         It is made before the op runs; that of a write to a view, on the base, afterwards. Nodes of later writes are not
         of this call, nor are those before it: some may be functions of the user.

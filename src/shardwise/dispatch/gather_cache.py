@@ -4,7 +4,7 @@ q, k and v of an attention read one input: one gather serves all three. The entr
 from, so that memory is not held for long, and is not used after a write to either of the two.
 
 Every write that goes through dispatch empties the cache. Local shards are watched (see `watch`), so that whether the
-entry is used does not depend on which rank looked at its shard: a rank that gathers alone would wait for ever.
+entry is used does not depend on which rank looked at its shard: a rank that gathers alone would wait forever.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Active:
 
 def _use_cache_of(runtime: Runtime) -> None:
     cache = _Active.cache = GATHERED.of(runtime)
-    cache.operand = cache.prepared_input = None  # while another world was active, exposed memory was not told to it
+    cache.operand = cache.prepared_input = None  # it has not seen what was exposed while another world was active
     use_cache(cache)
 
 
@@ -155,7 +155,10 @@ def root_of(tensor: DTensorBase) -> DTensorBase:
 
 
 def is_weight(tensor: Tensor) -> bool:
-    """Return whether a tensor is a weight, which is not cached: its gathered copy should not outlive the op, and a weak
-    reference would keep modules from swapping weights when they are moved."""
+    """Return whether a tensor is a weight, which is not cached.
+
+    Its gathered copy should not outlive the op, and a weak reference would keep modules from swapping weights when they
+    are moved.
+    """
     # `is_leaf` of a view would make its grad_fn again after a write.
     return isinstance(tensor, torch.nn.Parameter) or (tensor._base is None and tensor.requires_grad and tensor.is_leaf)

@@ -65,14 +65,20 @@ def refuse_other_dtypes(func: OpOverload, args: Args, kwargs: Kwargs, without_ou
 
 def _fill(op: ResolvedOp, args: Args, kwargs: Kwargs, out: Any) -> object:
     """Fill `out` by a factory, as in `torch.eye(8, out=out)`: every rank computes all of it, and keeps its shard."""
-    if torch.Tag.nondeterministic_seeded in op.func.tags:  # each rank would draw numbers of its own
-        raise InputError(
-            f"{op.func} cannot draw into the DTensor {out._spec!r} as out=: each rank would draw numbers of its own",
-            "use an in-place op, such as out.uniform_() or out.normal_()",
-        )
+    refuse_draw_into(op.func, out)
     made = op.func.overloadpacket(*args, **{**kwargs, "dtype": out.dtype, "device": out.device})
     store(op.func, as_replicated(made, out), out)
     return out
+
+
+def refuse_draw_into(func: OpOverload, out: Tensor) -> None:
+    """Raise an error if a factory would draw random numbers into a distributed tensor."""
+    if torch.Tag.nondeterministic_seeded in func.tags and isinstance(out, DTensorBase):
+        raise InputError(
+            f"{func} cannot draw into the DTensor {out._spec!r} as out=: each rank would draw numbers of its own",
+            "use an in-place op, such as out.normal_(), or a factory with placements, such as "
+            "shardwise.randn(8, 4, device_mesh=mesh, placements=[Shard(0), ...])",
+        )
 
 
 def store(func: OpOverload, result: Tensor, out: Tensor) -> None:
@@ -116,7 +122,7 @@ def _written_to_base(out: DTensorBase, result: Tensor) -> Tensor:
 
 def _fill_plain(func: OpOverload, result: Any, out: Tensor) -> None:
     if out.numel():
-        raise plain_target_error(func, out.shape)
+        raise plain_target_error(func, out.shape, [result._spec])
     spec = result._spec
     out.resize_(result.shape)
     out.copy_(redistribute_local(result._local_shard, spec, spec.replicated()))

@@ -72,9 +72,11 @@ class _Lists:
         self.lists = frozenset(w for w in places if "List[" in types[op.names[w] if isinstance(w, int) else w])
         lengths = {len(places[where]) for where in self.lists} - {0}
         if len(lengths) != 1:
+            names = {where: op.names[where] if isinstance(where, int) else where for where in places}
+            found = ", ".join(f"{len(places[where])} in {names[where]}" for where in places if where in self.lists)
             raise InputError(
-                f"{op.func} takes lists of one length, and got lists of lengths {sorted(lengths)}",
-                "pass lists with the same number of tensors",
+                f"{op.func} takes lists of one length, and got lists of {found}",
+                "pass as many tensors in each list",
             )
         self.length = lengths.pop()
 

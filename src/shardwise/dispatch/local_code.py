@@ -31,7 +31,7 @@ class LocalCode:
         """The sharded factors that are handled by a kernel."""
 
     def makes_new(self) -> bool:
-        """Whether the code returns new tensors even for an op that writes or views: kernels have no `out=`."""
+        """Return whether the code returns new tensors even for an op that writes or views: kernels have no `out=`."""
         record = self.op.op
         copies = record.local is not None and record.local.copies
         implemented = record.local is not None or record.draw is not None
@@ -73,7 +73,7 @@ class LocalCode:
     # ---- empty shards -------------------------------------------------------------------------------------------
 
     def _must_skip_empty(self) -> bool:
-        """Whether a rank with an empty shard must not call the op: many kernels raise there, some crash."""
+        """Return whether a rank with an empty shard must not call the op: many kernels raise there, some crash."""
         if self.op.op.takes_empty or self.decision.has_summands:
             return False
         if self.in_list and not any(layout.partial for layout in self.decision.results):
@@ -84,7 +84,7 @@ class LocalCode:
         return self._has_empty_shard()
 
     def _has_empty_shard(self) -> bool:
-        """Whether some rank has an empty local shard of some operand."""
+        """Return whether some rank has an empty local shard of some operand."""
         for layout in self.decision.operands:
             for dim in layout.dims:
                 for factor in dim:

@@ -46,6 +46,6 @@ def notes_of(shard: Tensor) -> MemoryNotes:
 
 
 def is_exposed(shard: Tensor) -> bool:
-    """Whether the user may hold a tensor in the memory of one shard. Makes no notes."""
+    """Return whether the user may hold a tensor in the memory of one shard. Makes no notes."""
     notes: MemoryNotes | None = getattr(shard.untyped_storage(), _NAME, None)
     return notes is not None and notes.exposed

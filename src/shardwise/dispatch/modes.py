@@ -18,18 +18,32 @@ from .formulas import mark_held_result
 
 
 def explicit(enabled: bool = True) -> AbstractContextManager[None]:
-    """Inside, an op that needs communication is an error; only `redistribute` and its like communicate."""
+    """Raise an error for every op inside that needs communication; only `redistribute` and its like communicate.
+
+    >>> x, w = zeros(8, 4, device_mesh=mesh, placements=P("dp")), zeros(4, 4, device_mesh=mesh, placements=P("dp"))
+    >>> with explicit():
+    ...     y = x @ w.redistribute(placements=P())     # without the redistribute, an error that names it
+    >>> y.spec
+    f32[8@dp, 4]
+    """
     return switched(explicit="raise" if enabled else "off")
 
 
 def warning_of_communication() -> AbstractContextManager[None]:
-    """Inside, an op that needs communication warns, with the text of the error that `explicit` raises."""
+    """Warn of every op inside that needs communication, with the text of the error that `explicit` raises."""
     return switched(explicit="warn")
 
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Inside, plain tensors that meet distributed ones are taken as replicated: the same on all ranks."""
+    """Take plain tensors that meet distributed ones inside as replicated: the same on all ranks.
+
+    >>> x = ones(8, 4, device_mesh=mesh, placements=P("dp"))
+    >>> with implicit_replication():
+    ...     y = x + torch.arange(4)                    # an error outside of the block
+    >>> y.spec
+    f32[8@dp, 4]
+    """
     before = begin_implicit_replication()
     try:
         yield
@@ -59,5 +73,9 @@ def _replicating(modes: Switches) -> Switches:
 
 
 def strict_ops() -> AbstractContextManager[None]:
-    """Inside, an op without a rule is an error instead of running on gathered inputs."""
+    """Raise an error for every op inside that has no rule, instead of running it on gathered inputs.
+
+    >>> with strict_ops():
+    ...     y = ones(8, 4, device_mesh=mesh, placements=P("dp")) + 1
+    """
     return switched(strict_ops=True)

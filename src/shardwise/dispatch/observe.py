@@ -69,5 +69,5 @@ def calling_frame(frame: FrameType) -> FrameType:
 
 
 def passes_calls_on(frame: FrameType) -> bool:
-    """Whether a frame only forwards a call of an op: the call of the overload itself, a mode, or `_dispatch`."""
+    """Return whether a frame only forwards a call of an op: the call of the overload itself, a mode, or `_dispatch`."""
     return frame.f_code is _dispatch.__code__ or passes_ops_on(frame.f_code)

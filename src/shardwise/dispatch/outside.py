@@ -73,7 +73,7 @@ def _without_tensors(op: ResolvedOp) -> Callable[[], object]:
         return lambda: True  # `equal` and the like are true of tensors without elements
 
     def refuse() -> object:
-        raise _holds_nothing(op, "the rank holds none of its data")
+        raise _outside_error(op, "the rank holds none of its data")
 
     return refuse
 
@@ -113,7 +113,7 @@ def run_outside(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTensorBa
     try:
         result = op.func(*meta_args, **meta_kwargs)
     except NotImplementedError:
-        raise _holds_nothing(op, "the shape of its result depends on data") from None
+        raise _outside_error(op, "the shape of its result depends on data") from None
 
     def wrap(meta: Tensor) -> object:
         if id(meta) in given:  # it was written
@@ -126,12 +126,12 @@ def run_outside(op: ResolvedOp, args: Args, kwargs: Kwargs, kind: type[DTensorBa
 
 
 def returns_tensors(op: ResolvedOp) -> bool:
-    """Whether all results of an op are tensors; also for an op that returns nothing."""
+    """Return whether all results of an op are tensors; also for an op that returns nothing."""
     return all("Tensor" in str(result.type) for result in schema_of(op.func).returns)
 
 
 def is_outside(args: Args, kwargs: Kwargs) -> bool:
-    """Whether this rank is in none of the meshes of the distributed tensors."""
+    """Return whether this rank is in none of the meshes of the distributed tensors."""
     first = next((value for value in args if isinstance(value, DTensorBase)), None)
     if first is not None and not first._spec.mesh_info.outside:
         return False
@@ -143,7 +143,7 @@ def _mesh_and_device(args: Args, kwargs: Kwargs) -> tuple[MeshInfo, torch.device
     return tensor._spec.mesh_info, tensor.device
 
 
-def _holds_nothing(op: ResolvedOp, reason: str) -> MeshError:
+def _outside_error(op: ResolvedOp, reason: str) -> MeshError:
     return MeshError(
         f"{op.func} on rank {dist.get_rank()}, which is not in the mesh of the tensor: {reason}",
         "call it on the ranks of the mesh only: if mesh.get_coordinate() is not None: ...",

@@ -73,12 +73,15 @@ def _partners(op: ResolvedOp, named: list[tuple[str, Tensor]]) -> Callable[[str]
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether this is a plain tensor with dims."""
+    """Return whether this is a plain tensor with dims."""
     return not isinstance(tensor, DTensorBase) and tensor.dim() > 0
 
 
 def _is_number(tensor: Tensor) -> bool:
-    """Whether a tensor holds one element, which may be expanded: `x[2:4] = torch.zeros(1)` writes such a tensor."""
+    """Return whether a tensor holds one element, which may be expanded.
+
+    `x[2:4] = torch.zeros(1)` writes such a tensor.
+    """
     return all(size == 1 or not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
@@ -102,7 +105,10 @@ def _check_same_on_ranks(op: ResolvedOp, name: str, tensor: Tensor) -> None:
 
 
 def _is_index(op: ResolvedOp, name: str) -> bool:
-    """Whether an argument is in a list of indices. PyTorch makes a plain tensor of a Python list: `x[[0, 2]]`."""
+    """Return whether an argument is in a list of indices.
+
+    PyTorch makes a plain tensor of a Python list: `x[[0, 2]]`.
+    """
     argument = schema_of(op.func).arguments[op.names.index(name.partition("[")[0])]
     return str(argument.type) == "List[Optional[Tensor]]"
 
@@ -111,8 +117,10 @@ def _is_index(op: ResolvedOp, name: str) -> bool:
 
 
 def with_numbers(op: ResolvedOp, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-    """Return the arguments with 0-dim distributed tensors as plain ones; None if there are none, or if one requires a
-    gradient, which would have to go back to its mesh."""
+    """Return the arguments with 0-dim distributed tensors as plain ones.
+
+    Return None if there are none, or if one requires a gradient, which would have to go back to its mesh.
+    """
     flat, tree = pytree.tree_flatten((args, kwargs))
     if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in flat):
         return None

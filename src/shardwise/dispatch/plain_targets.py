@@ -105,7 +105,7 @@ def _mark_writes(writes: Sequence[Recorded], origins: Sequence[Node | Tensor], l
 
 
 def _is_one_of(node: object, origins: Sequence[Node | Tensor]) -> bool:
-    """Whether a node is one of these, or accumulates the gradient of one of these leaves."""
+    """Return whether a node is one of these, or accumulates the gradient of one of these leaves."""
     return node is not None and any(node is origin or getattr(node, "variable", None) is origin for origin in origins)
 
 

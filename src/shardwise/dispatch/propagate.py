@@ -201,7 +201,7 @@ class ShardingPropagator:
         return factor, order.index(axis) if axis in order else len(order), axis
 
     def _allowed(self, shardings: FactorShardings) -> bool:
-        """Whether these shardings are possible together.
+        """Return whether these shardings are possible together.
 
         They divide factors that must be sharded evenly, use one kernel (or joint ones), and its axes have a group.
         """

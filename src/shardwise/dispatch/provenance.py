@@ -17,5 +17,5 @@ from .modes import modes
 
 
 def takes_plain_as_replicated() -> bool:
-    """Whether plain tensors that meet distributed ones here are known to be the same on all ranks."""
+    """Return whether plain tensors that meet distributed ones here are known to be the same on all ranks."""
     return modes.implicit_replication or in_formula()

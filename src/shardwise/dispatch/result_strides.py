@@ -85,8 +85,10 @@ def _iterated(operands: list[Tensor], result: Tensor) -> Sequence[int]:
 
 
 def _indexed(result: Tensor, table: TensorMeta, indices: Sequence[Any]) -> Sequence[int]:
-    """Return the strides of an indexed table: those of a `TensorIterator` over the table, which is expanded along the
-    dims of the indices, and the indices."""
+    """Return the strides of an indexed table.
+
+    They are those of a `TensorIterator` over the indices and the table, expanded along the dims of the indices.
+    """
     given = [index for index in indices if index is not None]
     if not given or any(index.dtype in (torch.bool, torch.uint8) for index in given):
         return result.stride()
@@ -171,7 +173,10 @@ def _with_unit_dim(meta: TensorMeta) -> TensorMeta:
 
 
 def _has_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether strides grow from dim 1 over the spatial dims, last to first, to dim 0: all that PyTorch checks."""
+    """Return whether strides grow from dim 1 over the spatial dims, last to first, to dim 0.
+
+    All that PyTorch checks.
+    """
     if len(shape) not in (4, 5) or stride[1] == 0:
         return False
     least = 0
@@ -188,7 +193,7 @@ def _is_packed_channels_last(meta: TensorMeta) -> bool:
 
 
 def _is_packed(meta: TensorMeta, dims: Sequence[int]) -> bool:
-    """Whether the tensor has no gaps with these dims innermost first; dims of size 1 may have any stride."""
+    """Return whether the tensor has no gaps with these dims innermost first; dims of size 1 may have any stride."""
     step = 1
     for dim in dims:
         if meta.shape[dim] not in (1, 0):

@@ -108,7 +108,7 @@ def _copy_results(
         if spec.shape != target._spec.shape:
             raise InputError(
                 f"{plan.func} would change the shape of {target._spec!r} to {list(spec.shape)}",
-                "write into a tensor of the result's shape",
+                f"write into a tensor of the result's shape, such as x.new_empty({list(spec.shape)})",
             )
         source = spec.with_meta(target._spec.tensor_meta._replace(dtype=spec.dtype))
         goal = target._spec.with_meta(source.tensor_meta)

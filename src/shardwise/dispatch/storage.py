@@ -33,9 +33,10 @@ def on_storage(op: ResolvedOp, args: Args, kwargs: Kwargs) -> Args:
         tensor = _memory_owner(op, tensor) if op.is_view else tensor
         begin = tensor.storage_offset()
         if offset < begin or not tensor._spec.dense:
+            wanted = f"size {list(given['size'])}, stride {list(given['stride'])} and storage_offset {offset}"
             raise InputError(
-                f"{op.func} of a view of {tensor._spec!r} reaches memory that the tensor does not hold",
-                "call it on the tensor that owns the memory",
+                f"{op.func} with {wanted} of a view of {tensor._spec!r} reaches memory that the tensor does not hold",
+                "call it on the tensor that owns the memory: base.as_strided(size, stride, storage_offset)",
             )
         _require_memory(op, tensor, given["size"], given["stride"], offset - begin)
     given |= {"self": tensor, "storage_offset": offset - begin}

@@ -41,7 +41,7 @@ class Watch:
         self._copies = {i: shard.clone() for i, shard in enumerate(self._shards) if is_exposed(shard)}
 
     def unchanged(self, *locals_: Tensor) -> bool:
-        """Whether this is the memory that is watched, with the data that it had at the beginning."""
+        """Return whether this is the memory that is watched, with the data that it had at the beginning."""
         copies = self._copies
         if copies is None or (copies and is_recording()):
             return False  # a recorded step must not depend on a comparison of present data
@@ -85,7 +85,7 @@ class _Active:
 
 
 def use_cache(cache: WatchingCache) -> None:
-    """Tell the watches of this cache, from now on, which memory is exposed."""
+    """Make this the cache whose watches learn, from now on, which memory is exposed."""
     _Active.cache = cache
 
 
@@ -131,5 +131,5 @@ def _shards_and_states(locals_: Sequence[Tensor]) -> tuple[list[Tensor], list[to
 
 
 def _same_bits(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors hold the same bits, so that NaN equals NaN."""
+    """Return whether two tensors hold the same bits, so that NaN equals NaN."""
     return torch.equal(as_bytes(first), as_bytes(second))

@@ -2,7 +2,7 @@
 
     table            where each name of `torch.distributed.tensor` and its submodules lives in shardwise
     modules          makes the modules of the table when a program imports them
-    install          puts shardwise in the place of `torch.distributed.tensor` for the whole process
+    install          puts shardwise in the place of `torch.distributed.tensor` in this process
     attention, attention_style, load_balancers    context parallel
     shapes, tensors, data_parallel, strategies, random_state    other private functions that programs import
 

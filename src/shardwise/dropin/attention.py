@@ -88,7 +88,7 @@ class _Attention(TorchFunctionMode):
         return result.redistribute(placements=self.placements).to_local()
 
     def _follows_positions(self, balancer: _LoadBalancer | None, shards: Sequence[DTensor], masked: bool) -> bool:
-        """Whether a ring handles the order of the load balancer itself, so that the sequence need not be restored."""
+        """Return whether a ring handles the order of the load balancer, so that the sequence need not be restored."""
         if type(balancer) is not _HeadTailLoadBalancer or masked or self.dim != _SEQUENCE_DIM:
             return False
         fits = balancer.world_size == self.mesh.size() and all(shard.dim() == 4 for shard in shards)

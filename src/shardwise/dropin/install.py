@@ -1,4 +1,4 @@
-"""Put shardwise in the place of `torch.distributed.tensor`, for the whole process.
+"""Put shardwise in the place of `torch.distributed.tensor`, in this process.
 
 After `install()`, `import torch.distributed.tensor` gives shardwise: in the user's program, in libraries, and in the
 parts of PyTorch that work with distributed tensors (fully_shard, checkpoints, state dicts). It has to come before any
@@ -59,12 +59,16 @@ _finder = _AliasFinder()
 
 
 def installed() -> bool:
-    """Whether shardwise is in the place of `torch.distributed.tensor`."""
+    """Return whether shardwise is in the place of `torch.distributed.tensor`.
+
+    >>> installed()
+    False
+    """
     return sys.modules.get(THEIRS) is sys.modules[PACKAGE]
 
 
 def install() -> None:
-    """Put shardwise in the place of `torch.distributed.tensor`, for the whole process.
+    """Put shardwise in the place of `torch.distributed.tensor`, in this process.
 
     Call it before anything else imports `torch.distributed.tensor`: it raises if that has happened.
 
@@ -95,6 +99,9 @@ def uninstall() -> None:
 
     Names and isinstance tests are PyTorch's again. If PyTorch's dispatcher has not read the class `DTensor` before
     `install()`, it has read a placeholder: then any op on PyTorch's DTensor raises from now on.
+
+    >>> shardwise.uninstall()
+    >>> from torch.distributed.tensor import DTensor       # PyTorch's own again
     """
     if not installed():
         return

@@ -89,13 +89,21 @@ _finder = _TableFinder()
 
 
 def find_table_modules() -> None:
-    """Let `import shardwise._api` and the like find the modules of the table, after those that are files."""
+    """Let `import shardwise._api` and the like find the modules of the table, after those that are files.
+
+    >>> find_table_modules()
+    >>> from shardwise._dtensor_spec import DTensorSpec       # a module of the table
+    """
     if _finder not in sys.meta_path:
         sys.meta_path.append(_finder)
 
 
 def table_module(name: str) -> ModuleType:
-    """Return the module `shardwise.<name>` of the table; raise an AttributeError if there is none."""
+    """Return the module `shardwise.<name>` of the table; raise an AttributeError if there is none.
+
+    >>> table_module("_dtensor_spec").DTensorSpec is shardwise.DTensorSpec
+    True
+    """
     if name not in MODULES:
         raise AttributeError(f"module {PACKAGE!r} has no attribute {name!r}")
     return importlib.import_module(f"{PACKAGE}.{name}")

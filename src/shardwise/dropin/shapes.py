@@ -153,22 +153,22 @@ def normalize_dims(dims: int | Sequence[int], ndim: int) -> Sequence[int]:
 
 
 def is_tensor_dim_sharded(spec: DTensorSpec, dim: int) -> bool:
-    """Whether some axis shards this dim."""
+    """Return whether some axis shards this dim."""
     return spec.num_shards_map[dim] > 1 or any(isinstance(p, AnyShard) and p.dim == dim for p in spec.placements)
 
 
 def is_tensor_partial(spec: DTensorSpec) -> bool:
-    """Whether some axis holds operands of a reduction."""
+    """Return whether some axis holds operands of a reduction."""
     return any(isinstance(placement, Partial) for placement in spec.placements)
 
 
 def is_tensor_shardable(shape: Sequence[int], spec: DTensorSpec, allow_unbacked_sharding: bool | None = None) -> bool:
-    """Whether every sharded dim of a tensor of this shape has an element for each shard."""
+    """Return whether every sharded dim of a tensor of this shape has an element for each shard."""
     return all(shape[dim] >= shards for dim, shards in enumerate(spec.num_shards_map[: len(shape)]) if shards > 1)
 
 
 def is_tensor_evenly_shardable(shape: Sequence[int], spec: DTensorSpec) -> bool:
-    """Whether the shards of a tensor of this shape have equal sizes."""
+    """Return whether the shards of a tensor of this shape have equal sizes."""
     return all(shape[dim] % shards == 0 for dim, shards in enumerate(spec.num_shards_map[: len(shape)]) if shards > 1)
 
 

@@ -56,13 +56,13 @@ def redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec) -> fl
 
 @contextmanager
 def use_min_cost_redistribution_plan(enabled: bool = True) -> Iterator[None]:
-    """Does nothing: the planner always takes the cheapest plan."""
+    """Do nothing: the planner always takes the cheapest plan."""
     yield
 
 
 @contextmanager
 def disable_redistribute_transform_optimization(disabled: bool = True) -> Iterator[None]:
-    """Does nothing: the planner always takes the cheapest plan."""
+    """Do nothing: the planner always takes the cheapest plan."""
     yield
 
 

@@ -41,7 +41,12 @@ _serial = itertools.count()
 
 
 class Erased(Generic[Parameters, Result]):
-    """A step that is recorded at its first call, and replayed from then on. `erase` makes it."""
+    """A step that is recorded at its first call, and replayed from then on. `erase` makes it.
+
+    >>> step = erase(lambda x: (x * 2).sum())
+    >>> value = step(torch.ones(4))                          # runs as written, and is recorded
+    >>> print(step.code)                                     # the local program
+    """
 
     def __init__(self, fn: Callable[Parameters, Result], backend: str, passes: tuple[str, ...]) -> None:
         functools.update_wrapper(self, fn)

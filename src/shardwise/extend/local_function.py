@@ -43,6 +43,10 @@ def local_map(
     Nothing is communicated to find the global shapes of the results. Their shards are taken to be even; where an input
     is sharded unevenly over the axes of a result's dim, that dim has the size of the input's. In other cases return a
     DTensor from `func`, made with `DTensor.from_local(..., shape=...)`.
+
+    >>> scaled = local_map(lambda local, factor: local * factor, out_placements=P("dp"), in_placements=(P("dp"), None))
+    >>> scaled(ones(4, device_mesh=mesh, placements=P("dp")), 3.0).tolist()
+    [3.0, 3.0, 3.0, 3.0]
     """
     if func is None:
         return functools.partial(  # used as a decorator with arguments

@@ -46,6 +46,11 @@ def register_sharding(
     kernel for each factor that its `kernel` clause names. Without a rule this is a decorator for a function in
     PyTorch's form: it takes the op's arguments and returns a list of acceptable
     `(output placements, input placements)` on one mesh axis.
+
+    >>> register_sharding(torch.ops.mylib.scale_rows.default, "m n, m -> m n ; linear 0 | 1")
+    >>> rows, factors = ones(8, 4, device_mesh=mesh, placements=P("dp")), ones(8, device_mesh=mesh, placements=P("dp"))
+    >>> torch.ops.mylib.scale_rows(rows, factors).spec
+    f32[8@dp, 4]
     """
     ops = op if isinstance(op, list) else [op]
     if rule is not None:

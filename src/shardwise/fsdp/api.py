@@ -65,6 +65,13 @@ def fully_shard(
     has these axes: the program is then that of one device, and gradients are those of its loss.
 
     With `dp_mesh_dims=DataParallelMeshDims(shard="dp")`, `mesh` may have any axes, and those named there are used.
+
+    >>> for layer in (model[0], model[2]):
+    ...     layer = fully_shard(layer, mesh=mesh["dp"])
+    >>> model = fully_shard(model, mesh=mesh["dp"])
+    >>> model(torch.ones(2, 4)).sum().backward()
+    >>> model[0].weight.spec, model[0].weight.grad.spec
+    (f32[8@dp, 4], f32[8@dp, 4])
     """
     modules = _as_modules(module)
     axes = data_axes(mesh if dp_mesh_dims is None else dp_mesh_dims.slice_of(mesh))
@@ -86,7 +93,12 @@ def fully_shard(
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make another method of a `fully_shard` module gather and free parameters as `forward` does."""
+    """Make another method of a `fully_shard` module gather and free parameters as `forward` does.
+
+    >>> register_fsdp_forward_method(fully_shard(block, mesh=mesh["dp"]), "generate")
+    >>> block.generate(torch.ones(2, 4)).shape
+    torch.Size([2, 8])
+    """
     state = state_of(module)
     if state is None:
         return
@@ -107,11 +119,21 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Do nothing: modules have no streams of their own to share. Accepted for programs written for PyTorch."""
+    """Do nothing: modules have no streams of their own to share. Accepted for programs written for PyTorch.
+
+    >>> share_comm_ctx([fully_shard(model[0], mesh=mesh["dp"]), fully_shard(model[2], mesh=mesh["dp"])])
+    """
 
 
 def schedule(module: nn.Module) -> Schedule:
-    """Return the gathers, frees and reductions in the last step of a module, in order."""
+    """Return the gathers, frees and reductions in the last step of a module, in order.
+
+    >>> fully_shard(model, mesh=mesh["dp"])(torch.ones(2, 4)).sum().backward()
+    >>> print(schedule(model))
+    forward   (root)  gather
+    backward  (root)  free
+    backward  (root)  reduce
+    """
     state = state_of(module)
     if state is None:
         raise InputError("schedule got a module without fully_shard", "call fully_shard(module) first")

@@ -85,7 +85,12 @@ class DataAxes:
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """The names of the data-parallel axes of a mesh: one to shard over, and perhaps one to replicate over."""
+    """The names of the data-parallel axes of a mesh: one to shard over, and perhaps one to replicate over.
+
+    >>> model = fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    >>> model[0].weight.spec
+    f32[8@dp, 4]
+    """
 
     shard: str | tuple[str, ...] | None = None
     replicate: str | tuple[str, ...] | None = None

@@ -41,11 +41,11 @@ class Piece:
         return self.rows * self.width
 
     def held(self, index: int) -> int:
-        """The number of rows that the rank at this index of the group holds."""
+        """Return the number of rows that the rank at this index of the group holds."""
         return max(0, min(self.rows, self.shape[0] - index * self.rows))
 
     def is_even(self, ranks: int) -> bool:
-        """Whether all ranks hold the same number of rows."""
+        """Return whether all ranks hold the same number of rows."""
         return self.rows * ranks == self.shape[0]
 
 
@@ -59,7 +59,7 @@ class Arrangement:
     gathered_numel: int
 
     def padding(self) -> float:
-        """The fraction of the gathered buffer that is padding."""
+        """Return the fraction of the gathered buffer that is padding."""
         used = sum(math.prod(piece.shape) for piece in self.pieces)
         return 1 - used / self.gathered_numel if self.gathered_numel else 0.0
 

@@ -15,7 +15,13 @@ __all__ = ["FSDPModule", "UnshardHandle", "checked_reshard"]
 
 
 class UnshardHandle:
-    """A gather in flight: `wait()` returns once the module has its gathered parameters."""
+    """A gather in flight: `wait()` returns once the module has its gathered parameters.
+
+    >>> handle = fully_shard(model, mesh=mesh["dp"]).unshard(async_op=True)
+    >>> handle.wait()
+    >>> model[0].weight.shape                               # the gathered parameter
+    torch.Size([8, 4])
+    """
 
     def __init__(self, state: ModuleState | None) -> None:
         self._state = state
@@ -29,7 +35,13 @@ class UnshardHandle:
 
 
 class FSDPModule:
-    """The methods that `fully_shard` adds to a module. With `recurse`, they act on the modules below it as well."""
+    """The methods that `fully_shard` adds to a module. With `recurse`, they act on the modules below it as well.
+
+    >>> model = fully_shard(model, mesh=mesh["dp"])
+    >>> isinstance(model, FSDPModule)
+    True
+    >>> model.set_requires_gradient_sync(False)             # for all microbatches but the last
+    """
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this module's group. With `async_op`, return a handle to `wait()` for the gather."""

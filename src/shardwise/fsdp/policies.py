@@ -28,7 +28,10 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """No offloading: parameters and gradients stay on the device of the mesh."""
+    """No offloading: parameters and gradients stay on the device of the mesh.
+
+    >>> model = fully_shard(model, mesh=mesh["dp"], offload_policy=OffloadPolicy())     # the default
+    """
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class CPUOffloadPolicy(OffloadPolicy):
     """Offload sharded parameters and gradients to host memory, so that the optimizer runs on the CPU.
 
     A local shard is copied to the device before a gather, and its gradient back to the host after the reduction.
+
+    >>> model = fully_shard(model, mesh=mesh["dp"], offload_policy=CPUOffloadPolicy())
     """
 
     pin_memory: bool = True

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 
 class Event(NamedTuple):
-    """A gather, free or reduction of a group of parameters."""
+    """A gather, free or reduction of a group of parameters.
+
+    >>> loss = fully_shard(model, mesh=mesh["dp"])(torch.ones(2, 4)).sum()
+    >>> schedule(model).events[0]
+    Event(phase='forward', group='(root)', action='gather')
+    """
 
     phase: str
     """"forward" or "backward"."""
@@ -33,7 +38,12 @@ class Event(NamedTuple):
 
 
 class Schedule:
-    """The events of a step, in order."""
+    """The events of a step, in order.
+
+    >>> loss = fully_shard(model, mesh=mesh["dp"])(torch.ones(2, 4)).sum()
+    >>> schedule(model).most_gathered()
+    1
+    """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -49,7 +59,7 @@ class Schedule:
         return len(self.events)
 
     def most_gathered(self) -> int:
-        """The largest number of groups whose parameters were gathered, or being gathered, at one time."""
+        """Return the largest number of groups whose parameters were gathered, or being gathered, at one time."""
         live: set[str] = set()
         most = 0
         for _, group, action in self.events:

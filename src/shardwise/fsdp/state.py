@@ -108,7 +108,7 @@ class ModuleState:
         return self.root
 
     def is_root(self) -> bool:
-        """Whether this module is the outermost one."""
+        """Return whether this module is the outermost one."""
         return self.find_root().state is self
 
     # ---- gathering and freeing ----------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Inside, modules are created with parameters on the meta device, and with initialized buffers."""
+    """Create modules inside with parameters on the meta device, and with initialized buffers."""
     hook = register_module_parameter_registration_hook(_to_meta)  # type: ignore[arg-type]  # it may return another
     try:
         with _EmptyOnMeta():

@@ -18,6 +18,7 @@ from ..errors import CheckpointError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _LONGEST_HEADER = 100_000_000
+_OTHER_FILES = "download or save the files of the model again, or pass the folder that has them"
 _NAMES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -87,12 +88,12 @@ def read_folder(folder: Path) -> Contents:
     if index.is_file():
         weight_map = _json(index, index.read_bytes()).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise CheckpointError(f"{index} has no 'weight_map' from tensors to files")
+            raise CheckpointError(f"{index} has no 'weight_map' from tensors to files", _OTHER_FILES)
         return _several(folder, index, weight_map)
     single = folder / WEIGHTS
     if not single.is_file():
         there = ", ".join(sorted(path.name for path in folder.iterdir())[:12]) if folder.is_dir() else "no such folder"
-        raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}, but: {there or 'nothing'}")
+        raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}, but: {there or 'nothing'}", _OTHER_FILES)
     return read_file(single)
 
 
@@ -101,13 +102,13 @@ def _several(folder: Path, index: Path, weight_map: Mapping[str, str]) -> Conten
     total = index.stat().st_size
     for name in sorted(set(weight_map.values())):
         if Path(name).name != name:
-            raise CheckpointError(f"{index} names the file {name!r}, which is not in its folder")
+            raise CheckpointError(f"{index} names the file {name!r}, which is not in its folder", _OTHER_FILES)
         tensors, count = read_file(folder / name)
         total += count
         found |= tensors
     lacking = sorted(set(weight_map) - set(found))
     if lacking:
-        raise CheckpointError(f"{index} names tensors that no file has: {', '.join(lacking)}")
+        raise CheckpointError(f"{index} names tensors that no file has: {', '.join(lacking)}", _OTHER_FILES)
     return Contents(found, total)
 
 
@@ -120,7 +121,9 @@ def read_file(path: Path) -> Contents:
         start = file.read(8)
         length = int.from_bytes(start, "little")
         if len(start) < 8 or length > min(_LONGEST_HEADER, size - 8):
-            raise CheckpointError(f"{path} is no safetensors file: it has {size} bytes, and a header of {length}")
+            raise CheckpointError(
+                f"{path} is no safetensors file: it has {size} bytes, and a header of {length}", _OTHER_FILES
+            )
         header = _json(path, file.read(length))
     end = 8 + length
     tensors = {name: _stored(path, name, entry, end, size) for name, entry in header.items() if name != "__metadata__"}
@@ -133,14 +136,17 @@ def _stored(path: Path, name: str, entry: Any, begin: int, size: int) -> Stored:
         low, high = map(int, entry["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: the entry of {name!r} in the header is {entry!r}: expected a known dtype, shape and data_offsets"
+            f"{path}: the entry of {name!r} in the header is {entry!r}: expected a known dtype, shape and data_offsets",
+            _OTHER_FILES,
         ) from error
     stored = Stored(path, begin + low, shape, dtype)
     if min(shape, default=0) < 0 or low < 0 or high - low != stored.nbytes:
         kind = f"{entry['dtype']}{list(shape)}"
-        raise CheckpointError(f"{path} is damaged: {name!r} is {kind}, and has the bytes {low} to {high}")
+        raise CheckpointError(f"{path} is damaged: {name!r} is {kind}, and has the bytes {low} to {high}", _OTHER_FILES)
     if begin + high > size:
-        raise CheckpointError(f"{path} is truncated: {name!r} ends at byte {begin + high}, the file at {size}")
+        raise CheckpointError(
+            f"{path} is truncated: {name!r} ends at byte {begin + high}, the file at {size}", _OTHER_FILES
+        )
     return stored
 
 
@@ -148,9 +154,9 @@ def _json(path: Path, data: bytes) -> dict[str, object]:
     try:
         found = json.loads(data)
     except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: its header or index is no JSON ({error})") from error
+        raise CheckpointError(f"{path} is damaged: its header or index is no JSON ({error})", _OTHER_FILES) from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is damaged: its header or index is no JSON object")
+        raise CheckpointError(f"{path} is damaged: its header or index is no JSON object", _OTHER_FILES)
     return found
 
 

@@ -28,7 +28,12 @@ from .transfers import Patch, boxes_of, held_shards, patches_to_load, transfers_
 
 @dataclass
 class LoadReport:
-    """The number of bytes that a load has read: for headers, and for tensors by rank of this process."""
+    """The number of bytes that a load has read: for headers, and for tensors by rank of this process.
+
+    >>> path, read = save(model, folder), LoadReport()
+    >>> model = load(model, folder, mesh, report=read)
+    >>> read
+    """
 
     header_bytes: int = 0
     read_bytes: dict[int, int] = field(default_factory=dict)
@@ -68,6 +73,9 @@ def load(
     report    a `LoadReport` that is filled with the bytes that were read
 
     All ranks call it. Missing, unexpected and misshapen keys are listed in one error before anything is read.
+
+    >>> path = save(model, folder)
+    >>> model = load(make_model, folder, mesh, plan="fully_sharded")     # make_model() returns the module
     """
     at, ranks = Path(folder), ranks_of_world()
     contents: list[Contents] = []
@@ -96,7 +104,11 @@ def load(
 
 
 def load_with_report(*args: Any, **options: Any) -> tuple[Any, LoadReport]:
-    """Return the model and the report of `load(*args, report=LoadReport(), **options)`."""
+    """Return the model and the report of `load(*args, report=LoadReport(), **options)`.
+
+    >>> path = save(model, folder)
+    >>> model, read = load_with_report(model, folder, mesh)
+    """
     report = LoadReport()
     return load(*args, report=report, **options), report
 

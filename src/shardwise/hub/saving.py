@@ -46,6 +46,9 @@ def save(
     max_shard_size  the largest file; a larger model has several files and an index
     sync            flush all data to the disk before the folder is replaced
     progress        a bar on stderr; by default if it is a terminal
+
+    >>> save(model, folder / "model").name
+    'model'
     """
     at, ranks, state = Path(folder).absolute(), ranks_of_world(), state_of(model)
     _check(state)

@@ -56,7 +56,11 @@ def packed_attention(
     if not isinstance(query, DTensor):
         return _by_document(query, key, value, edges, is_causal, dropout_p, scale)
     if not isinstance(key, DTensor) or not isinstance(value, DTensor):
-        raise InputError("packed_attention got plain tensors and DTensors", "distribute queries, keys and values")
+        plain = [name for name, x in (("key", key), ("value", value)) if not isinstance(x, DTensor)]
+        raise InputError(
+            f"packed_attention got the DTensor {query.spec!r} as query, but plain tensors as {' and '.join(plain)}",
+            "distribute all three on one mesh: distribute_tensor(x, mesh, placements)",
+        )
     zigzag = zigzag_ranks(query.spec, key.spec, value.spec)
     given = Attention(None, dropout_p, is_causal, scale, edges, zigzag)
     result: Tensor = attend_over_sequence(query, key, value, given, method)
@@ -109,8 +113,9 @@ def zigzag(tensor: DTensor, dim: int, axis: str | int) -> DTensor:
     the same work in causal attention. Apply it to everything that has positions (tokens, labels, position ids), and run
     the model inside `attention_over_sequence(zigzag=True)`. The tensor must not be sharded along `dim`.
 
-    >>> zigzag(distribute_tensor(torch.arange(8), mesh, [Replicate()]), 0, "cp").to_local()  # rank 0 of 2
-    tensor([0, 1, 6, 7])
+    >>> x = zigzag(distribute_tensor(torch.arange(8), mesh, [Replicate()]), 0, "cp")
+    >>> x.shards[0], x.shards[1]                    # on a mesh of 2 ranks
+    (tensor([0, 1, 6, 7]), tensor([2, 3, 4, 5]))
     """
     dim, index = _place(tensor, dim, axis)
     if any(placement.is_shard(dim) for placement in tensor.placements):
@@ -125,7 +130,12 @@ def zigzag(tensor: DTensor, dim: int, axis: str | int) -> DTensor:
 
 
 def unzigzag(tensor: DTensor, dim: int, axis: str | int) -> DTensor:
-    """Return the sequence in its original order, replicated over the mesh axis."""
+    """Return the sequence in its original order, replicated over the mesh axis.
+
+    >>> x = zigzag(distribute_tensor(torch.arange(8), mesh, [Replicate()]), 0, "cp")
+    >>> unzigzag(x, 0, "cp").tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7]
+    """
     dim, index = _place(tensor, dim, axis)
     placements = list(tensor.placements)
     placements[index] = Replicate()

@@ -106,7 +106,7 @@ _ties: ContextVar[Ties | None] = ContextVar("ties", default=None)
 
 @contextmanager
 def keep_ties(root: nn.Module) -> Iterator[Ties]:
-    """Inside, `distribute_parameter` replaces a parameter in all modules below `root` that own it.
+    """Let `distribute_parameter`, inside, replace a parameter in all modules below `root` that own it.
 
     A nested block has no effect: the outer root contains the inner one.
     """

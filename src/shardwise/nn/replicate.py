@@ -65,6 +65,10 @@ def replicate(
     The module gets the methods of `ReplicateModule`. `bucket_cap_mb` is the size of its buckets in MiB, by default that
     of `bucket_gradients`. Options of DistributedDataParallel that are not needed here, such as
     `find_unused_parameters`, are accepted and ignored.
+
+    >>> model = replicate(model, mesh=mesh["dp"])
+    >>> model[0].weight.spec
+    f32[8, 4]
     """
     unknown = sorted(set(options) - _NOT_NEEDED)
     if unknown:
@@ -95,7 +99,13 @@ def replicate(
 
 
 class ReplicateModule:
-    """The methods that `replicate` adds to a module."""
+    """The methods that `replicate` adds to a module.
+
+    >>> model = replicate(model, mesh=mesh["dp"])
+    >>> with model.no_sync():
+    ...     model(torch.ones(2, 4)).sum().backward()        # each rank adds up its own gradients
+    >>> model(torch.ones(2, 4)).sum().backward()            # reduces the sums
+    """
 
     requires_gradient_sync: bool
 
@@ -114,7 +124,7 @@ class ReplicateModule:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward does not reduce the gradients of this module."""
+        """Accumulate the gradients of this module inside, without reducing them."""
         before = self.requires_gradient_sync
         self.set_requires_gradient_sync(False)
         try:

@@ -37,6 +37,9 @@ def shard_parameters(
 
     Parameters that modules share stay shared. The function is called with each of their names: None then leaves
     the choice to other names, and different placements are an error.
+
+    >>> shard_parameters(model, mesh, P(("dp", "tp")))[0].weight.spec
+    f32[8@(dp, tp), 4]
     """
     mesh = device_mesh if device_mesh is not None else current_mesh()
     with keep_ties(module) as ties:

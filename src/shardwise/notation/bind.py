@@ -37,6 +37,9 @@ class BoundFactor(NamedTuple):
     """A factor with its size and kind.
 
     An `even` factor may only be sharded into equal shards: the average of averages of unequal shards is another number.
+
+    >>> bind(parse("m k, k n -> m n"), [(4, 6), (6, 8)]).factors[1]
+    BoundFactor(name='k', size=6, kind=<FactorKind.REDUCED: 'reduced'>, even=False)
     """
 
     name: str
@@ -56,7 +59,11 @@ class BoundFactor(NamedTuple):
 
 
 class BoundTensor(NamedTuple):
-    """The shape of a tensor and, for each dim, its factors, major to minor; () for a dim without a factor."""
+    """The shape of a tensor and, for each dim, its factors, major to minor; () for a dim without a factor.
+
+    >>> bind(parse("m k, k n -> m n"), [(4, 6), (6, 8)]).outputs[0]
+    BoundTensor(shape=(4, 8), dims=((0,), (2,)))
+    """
 
     shape: tuple[int, ...]
     dims: tuple[tuple[int, ...], ...]
@@ -70,7 +77,12 @@ BoundArgument = BoundTensor | tuple[BoundTensor | None, ...] | None
 
 
 class Bound(NamedTuple):
-    """A rule with all sizes known. A factor is an index into `factors`, an operand a position in `inputs`."""
+    """A rule with all sizes known. A factor is an index into `factors`, an operand a position in `inputs`.
+
+    >>> bound = bind(parse("m k, k n -> m n"), [(4, 6), (6, 8)])
+    >>> bound.factor("k"), bound.factors[1].size
+    (1, 6)
+    """
 
     rule: Rule
     factors: tuple[BoundFactor, ...]
@@ -106,6 +118,9 @@ def bind(
 
     `sizes` gives, by name, what does not follow from the shapes: the size of a factor, the sizes of an ellipsis, or the
     value of a size argument (negative entries are ignored). `ragged` acts as the clause `ragged`.
+
+    >>> bind(parse("m k, k n -> m n ; linear 0 | 1"), [(4, 6), (6, 8)])
+    m=4 k=6 n=8: m k, k n -> m n ; linear 0 | 1
     """
     shapes: list[tuple[int, ...]] = []
     patterns = rule.inputs if inputs or not rule.fits(0) else ()
@@ -178,7 +193,12 @@ def _gather(groups: Iterable[Group], tensors: Sequence[BoundTensor]) -> tuple[Bo
 def sharded_layout(
     tensor: BoundTensor, bound: Bound, mesh_sizes: Sizes, shardings: FactorShardings, partial: PartialAxes = ()
 ) -> Layout:
-    """Return the layout of a tensor when these axes shard these factors."""
+    """Return the layout of a tensor when these axes shard these factors.
+
+    >>> bound = bind(parse("m k, k n -> m n"), [(4, 6), (6, 8)])
+    >>> sharded_layout(bound.inputs[0], bound, (2,), ((0, bound.factor("k")),))
+    Layout[4, 6@0]
+    """
     axes = _axes_of(bound, shardings)
     dims: list[Dim] = []
     for size, factors in zip(tensor.shape, tensor.dims, strict=True):
@@ -195,7 +215,12 @@ def sharded_layout(
 
 
 def output_partial(bound: Bound, index: int, shardings: FactorShardings) -> PartialAxes:
-    """Return the axes on which an output is Partial, with the op: those that shard a factor it lacks."""
+    """Return the axes on which an output is Partial, with the op: those that shard a factor it lacks.
+
+    >>> bound = bind(parse("m k, k n -> m n"), [(4, 6), (6, 8)])
+    >>> output_partial(bound, 0, ((0, bound.factor("k")),))
+    ((0, 'sum'),)
+    """
     output, op = bound.outputs[index], bound.reduce[index]
     if not output or op in ("none", "same"):
         return ()
@@ -234,7 +259,12 @@ def _has(argument: BoundArgument, factor: int) -> bool:
 def output_layout(
     tensor: BoundTensor, bound: Bound, index: int, mesh_sizes: Sizes, shardings: FactorShardings
 ) -> Layout:
-    """Return the layout of the output at `index`, or of one tensor of that output if it is a list."""
+    """Return the layout of the output at `index`, or of one tensor of that output if it is a list.
+
+    >>> bound = bind(parse("m k, k n -> m n"), [(4, 6), (6, 8)])
+    >>> output_layout(bound.outputs[0], bound, 0, (2,), ((0, bound.factor("k")),))
+    Layout[4, 8] sum(0)
+    """
     return sharded_layout(tensor, bound, mesh_sizes, shardings, output_partial(bound, index, shardings))
 
 
@@ -268,7 +298,11 @@ def local_size(
 
 
 class Passing(NamedTuple):
-    """Operands that may be Partial together on an axis, and the op by which the outputs are Partial then."""
+    """Operands that may be Partial together on an axis, and the op by which the outputs are Partial then.
+
+    >>> passes(bind(parse("a b -> a ; linear 0"), [(4, 6)]), "sum")
+    (Passing(operands=(0,), op='sum'),)
+    """
 
     operands: Positions
     op: str

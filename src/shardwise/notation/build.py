@@ -32,7 +32,11 @@ def kernel_clause(factors: Sequence[str]) -> str:
 
 
 def pointwise(operands: int, *clauses: str) -> str:
-    """Return the rule of an elementwise op whose operands broadcast against each other."""
+    """Return the rule of an elementwise op whose operands broadcast against each other.
+
+    >>> pointwise(2, "linear 0+1")
+    'b?.., b?.. -> b.. ; linear 0+1'
+    """
     return join(f"{', '.join(['b?..'] * operands)} -> b..", *clauses)
 
 
@@ -54,7 +58,11 @@ def dims_text(name: str, ndim: int, special: Mapping[int, str]) -> str:
 
 
 def replicated_dims(name: str, ndim: int, dims: int | Sequence[int] | None) -> str:
-    """Return the pattern x0 x1 ... in which these dims must be replicated."""
+    """Return the pattern x0 x1 ... in which these dims must be replicated.
+
+    >>> replicated_dims("x", 3, [-1])
+    'x0 x1 [x2]'
+    """
     name = name.removesuffix("..")
     return dims_text(name, ndim, {dim: f"[{name}{dim}]" for dim in normalized(ndim, dims)})
 
@@ -65,6 +73,9 @@ def reduction(
     """Return the rule of a reduction of one tensor over these dims; None or an empty list is all dims.
 
     With `linear`, a Partial operand of the same op stays Partial: a sum of sums, a maximum of maxima.
+
+    >>> reduction(3, [1], keepdim=True, reduce="max")
+    'x0 x1 x2 -> x0 1 x2 ; monotone 0 ; reduce max'
     """
     reduced = normalized(ndim, dims) or list(range(ndim))
     result = dims_text("x", ndim, dict.fromkeys(reduced, "1" if keepdim else ""))

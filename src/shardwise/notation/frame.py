@@ -32,7 +32,13 @@ UNKNOWN = -1
 
 
 class BindError(ShardwiseError, ValueError):
-    """Shapes that do not fit a rule, or a sharding that it does not allow."""
+    """Shapes that do not fit a rule, or a sharding that it does not allow.
+
+    >>> bind(parse("m k, k n -> m n"), [(4, 6), (5, 8)])
+    Traceback (most recent call last):
+    ...
+    shardwise.notation.frame.BindError: factor k has size 6 and, in operand 1, size 5 in the rule m k, k n -> m n: ...
+    """
 
 
 class Slot(NamedTuple):
@@ -146,7 +152,7 @@ def _solve_ranks(rule: Rule, tensors: Sequence[Tensor], ranks: dict[str, int]) -
     """
 
     def surplus(tensor: Tensor, name: str) -> int | None:
-        """The number of dims of this ellipsis by this tensor, if all else in the tensor is known."""
+        """Return the number of dims of this ellipsis by this tensor, if all else in the tensor is known."""
         many = [dim[0].name for dim in tensor.pattern.dims if len(dim) == 1 and dim[0].many]
         if tensor.ndim == UNKNOWN or name not in many or any(n != name and n not in ranks for n in many):
             return None

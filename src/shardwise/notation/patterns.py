@@ -29,7 +29,13 @@ WORDS = {"arrow": "'->'", "name": "a name", "number": "a number"}
 
 
 class RuleError(ShardwiseError, ValueError):
-    """An invalid rule. `position` is the index of the mistake in its text."""
+    """An invalid rule. `position` is the index of the mistake in its text.
+
+    >>> parse("m k, k n > m n")
+    Traceback (most recent call last):
+    ...
+    shardwise.notation.patterns.RuleError: unexpected character '>', at position 9 of the rule 'm k, k n > m n': ...
+    """
 
     def __init__(self, problem: str, fix: str = "", position: int | None = None) -> None:
         super().__init__(problem, fix)

@@ -27,6 +27,11 @@ def refine(
 
     If several layouts split a factor, the first decides. `anywhere(name)` says whether the kernel of a factor accepts
     shards whose indices are not contiguous.
+
+    >>> bound = bind(parse("m k, k n -> m n"), [(10, 6), (6, 8)])
+    >>> layout = Layout.make((4,), ((Factor(2, ()), Factor(5, (0,))), (Factor(6, ()),)))
+    >>> refine(bound, [(bound.inputs[0], layout)])
+    m_0=2 m_1=5 k=6 n=8: m k, k n -> m n
     """
     splits: dict[int, tuple[int, ...]] = {}
     for tensor, layout in operands:

@@ -42,7 +42,12 @@ NO_DIMS = Pattern(())
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Rule:
-    """The description of an op. Rules are interned by their text: equal rules are the same object."""
+    """The description of an op. Rules are interned by their text: equal rules are the same object.
+
+    >>> rule = parse("m k, k n -> m n ; linear 0 | 1")
+    >>> [str(pattern) for pattern in rule.inputs], [str(pattern) for pattern in rule.outputs]
+    (['m k', 'k n'], ['m n'])
+    """
 
     inputs: tuple[Pattern, ...]
     outputs: tuple[Pattern, ...]
@@ -82,7 +87,11 @@ _interned: WeakValueDictionary[str, Rule] = WeakValueDictionary()
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> Rule:
-    """Return the rule with this text. Raises `RuleError` if the text is invalid."""
+    """Return the rule with this text. Raises `RuleError` if the text is invalid.
+
+    >>> parse("m k,k n->m n;linear 0|1")
+    Rule('m k, k n -> m n ; linear 0 | 1')
+    """
     scanner = Scanner(text)
     inputs = scanner.patterns()
     scanner.expect("arrow", "write inputs -> outputs ; clauses")

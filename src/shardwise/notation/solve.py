@@ -132,7 +132,7 @@ class Solver:
             pending = left
 
     def _is_ragged(self, factor: int, known: int, size: int) -> bool:
-        """Whether a dim has another size only because its first factor, which must be replicated, has."""
+        """Return whether a dim has another size only because its first factor, which must be replicated, has."""
         if not self.allow_ragged or known == size or self.frame.marks[factor].kind is not FactorKind.REPLICATED:
             return False
         return self.sizes[factor] > 0 and size % (known // self.sizes[factor]) == 0

@@ -7,7 +7,7 @@
     kernel     kernels and their communication requests, which `drive` carries out
     above_autograd  helpers of overrides above autograd; `overrides/` installs them
     modes      which modes are on in this thread
-    explain    a text that describes an op; `served` tells rule, decomposition and gathered inputs apart
+    explain    a text that describes an op; `served`: by a rule, by a decomposition, or on gathered inputs
     generated  rules found by probing
 
 All other files are families of ops; every file of this folder is imported.

@@ -18,12 +18,12 @@ from .modes import modes
 
 
 def are_distributed(tensors: Sequence[Tensor]) -> TypeGuard[Sequence[DTensorBase]]:
-    """Whether all tensors are distributed."""
+    """Return whether all tensors are distributed."""
     return all(isinstance(tensor, DTensorBase) for tensor in tensors)
 
 
 def is_ours(tensors: Sequence[Tensor]) -> bool:
-    """Whether all tensors are distributed, and no transform, autocast or forward-mode differentiation is active."""
+    """Return whether all tensors are distributed, and no transform, autocast or forward-mode AD is active."""
     for tensor in tensors:
         if not isinstance(tensor, DTensorBase):
             return False
@@ -31,7 +31,7 @@ def is_ours(tensors: Sequence[Tensor]) -> bool:
 
 
 def needs_grad(tensors: Sequence[Tensor]) -> bool:
-    """Whether autograd has to record an op on these tensors."""
+    """Return whether autograd has to record an op on these tensors."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor.requires_grad:
@@ -40,7 +40,7 @@ def needs_grad(tensors: Sequence[Tensor]) -> bool:
 
 
 def is_watched() -> bool:
-    """Whether a dispatch mode that is not ours is active.
+    """Return whether a dispatch mode that is not ours is active.
 
     It expects PyTorch's ops: a FLOP counter counts `aten.mm`, and selective checkpointing saves its result. So an
     override leaves the call to PyTorch, which decomposes it into these ops.
@@ -86,12 +86,12 @@ def _require_distributed(op: OpOverload, args: Sequence[object]) -> None:
 
 
 def is_integer_view(target: Tensor) -> bool:
-    """Whether the target of a write is a view of integers or bools, which have no gradient."""
+    """Return whether the target of a write is a view of integers or bools, which have no gradient."""
     return target._base is not None and not (target.dtype.is_floating_point or target.dtype.is_complex)
 
 
 def filling_integers_without_gradient(func: OpOverload) -> Callable[..., object]:
-    """The override of an op that converts values and writes them in place, as `fill_` does.
+    """Return the override of an op that converts values and writes them in place, as `fill_` does.
 
     If the values need a gradient, PyTorch gives the integers a gradient function, too, and then fails to regenerate
     views of them. So integer views are written without autograd.

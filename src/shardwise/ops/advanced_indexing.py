@@ -31,13 +31,19 @@ class Indexed:
         self.others = [dim for dim in range(ndim) if dim not in self.dims]
 
     def covered_by(self, values: tuple[int, ...], indices: Sequence[Tensor | None]) -> bool:
-        """Whether values have all dims of the broadcast indices. A value that lacks one is added once per index."""
+        """Return whether values have all dims of the broadcast indices.
+
+        A value that lacks one is added once per index.
+        """
         shape = tuple(torch.broadcast_shapes(*(tuple(index.shape) for index in indices if index is not None)))
         end = len(values) - (len(self.others) - self.at)
         return end >= len(shape) and values[end - len(shape) : end] == shape
 
     def result(self, index: str, mark: str = "") -> str:
-        """The pattern of the result, or of values that broadcast to it: `index` stands where the indexed dims were."""
+        """Return the pattern of the result, or of values that broadcast to it.
+
+        `index` stands where the indexed dims were.
+        """
         names = [f"x{dim}{mark}" for dim in self.others]
         return " ".join((*names[: self.at], index, *names[self.at :]))
 
@@ -46,7 +52,10 @@ class Indexed:
 
 
 def index_rule(call: Call) -> str | None:
-    """Elements by index tensors that broadcast together; None for masks, whose number of elements depends on data."""
+    """Return the rule: elements by index tensors that broadcast together.
+
+    Return None for masks, whose number of elements depends on data.
+    """
     indices = list(call.tensors[1])
     if any(index is not None and index.dtype in _MASKS for index in indices):
         return None
@@ -58,7 +67,7 @@ def index_rule(call: Call) -> str | None:
 
 @without_communication
 def index(call: LocalCall, shard: FactorShard) -> Tensor:
-    """Look up the elements of which this rank holds the index in the sharded dim; the others are zeros in a sum."""
+    """Look up the elements whose index in the sharded dim is on this rank; the others are zeros in a sum."""
     dim, indices = call.sharded_dim, list(call["indices"])
     where = Indexed(indices, call["self"].dim())
     indices[dim], hit = shifted(indices[dim], shard, wraps=True)
@@ -77,7 +86,7 @@ define("aten::_unsafe_masked_index", decomposition=pytorch_decomposition(aten._u
 
 
 def index_put_rule(call: Call) -> str | None:
-    """Elements written by index tensors; where they are added up, the indices may be sharded."""
+    """Return the rule: elements written by index tensors; where they are added up, the indices may be sharded."""
     indices, ndim = list(call.tensors[1]), call.ndim(0)
     if any(index is not None and index.dtype in _MASKS for index in indices):
         return _masked(call, indices)
@@ -90,7 +99,7 @@ def index_put_rule(call: Call) -> str | None:
 
 
 def _masked(call: Call, indices: Sequence[Tensor | None]) -> str | None:
-    """One value for all that a mask selects: each rank fills its shard."""
+    """Return the rule: one value for all that a mask selects: each rank fills its shard."""
     if len(indices) != 1 or any(size != 1 for size in call.shape(2)):
         return None
     return "m.. x.., {m..}, _.. -> m.. x.. ; linear 0+2"
@@ -98,7 +107,7 @@ def _masked(call: Call, indices: Sequence[Tensor | None]) -> str | None:
 
 @without_communication
 def index_put(call: LocalCall, shard: FactorShard) -> Tensor:
-    """Write the elements of which this rank holds the index in the sharded dim; others go to an extra row, dropped."""
+    """Write the elements whose index in the sharded dim is on this rank; others go to an extra row, dropped."""
     dim, indices = call.sharded_dim, list(call["indices"])
     indices[dim], hit = shifted(indices[dim], shard, wraps=True)
     indices[dim] = indices[dim].where(hit, shard.held)

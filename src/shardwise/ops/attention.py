@@ -30,7 +30,7 @@ _LIKE_OUTPUT = ("grad_out", "grad_out_", "out")
 
 
 def _patterns(call: Call, padded: bool) -> dict[str, str]:
-    """The patterns by name: of the arguments of one call, of its output, and of the output's leading dims."""
+    """Return the patterns by name: of the arguments of one call, of its output, and of the output's leading dims."""
     arguments: Kwargs = {name: call.arguments.get(name) for name in ("query", "key", "value", *_MASKS)}
     query, key = tuple(arguments["query"].shape), tuple(arguments["key"].shape)
     heads, shared = ("(g r)", "g") if query[1] != key[1] else ("h", "h")
@@ -63,7 +63,10 @@ def inputs_of(call: Call, patterns: dict[str, str]) -> str:
 
 
 def _forward_rule(results: str, padded: bool) -> Callable[[Call], str | None]:
-    """The rule of a forward op without dropout; with dropout it is decomposed. For the arguments see `_define`."""
+    """Return the rule of a forward op without dropout.
+
+    With dropout it is decomposed. For the arguments see `_define`.
+    """
 
     def rule(call: Call) -> str | None:
         if call.arg("dropout_p", 0.0) > 0:
@@ -75,7 +78,7 @@ def _forward_rule(results: str, padded: bool) -> Callable[[Call], str | None]:
 
 
 def _backward_rule(logsumexp: str, padded: bool) -> Callable[[Call], str | None]:
-    """The rule of a backward op, linear in the gradient, which is its first operand."""
+    """Return the rule of a backward op, linear in the gradient, which is its first operand."""
 
     def rule(call: Call) -> str | None:
         if call.arg("dropout_p", 0.0) > 0:
@@ -112,7 +115,7 @@ def _empty_results(call: LocalCall) -> tuple[LocalResult, ...]:
 
 
 def _global_lengths(call: LocalCall) -> Iterator[int]:
-    """The numbers among the results, the lengths of queries and keys: all ranks return the global ones."""
+    """Yield the numbers among the results, the lengths of queries and keys: all ranks return the global ones."""
     return iter((call.shapes[0][2], call["key"].shape[2]))
 
 
@@ -141,7 +144,7 @@ def _define(op: str, results: str, logsumexp: str, padded: bool = False) -> None
 
 
 def _same(count: int) -> str:
-    """The patterns of `count` more results, lengths and states of generators, which are the same on all ranks."""
+    """Return the patterns of `count` more results, lengths and states of generators, the same on all ranks."""
     return ", _.." * count + f" ; reduce {', '.join(['sum', 'sum', *['same'] * count])}"
 
 

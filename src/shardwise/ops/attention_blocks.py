@@ -103,7 +103,7 @@ class Merged:
         before.copy_(after)
 
     def results(self) -> tuple[Tensor, Tensor]:
-        """The output and the logsumexp of all queries."""
+        """Return the output and the logsumexp of all queries."""
         if self.output is not self._result:
             self._result.copy_(self.output)
         return self._result, self.logsumexp
@@ -152,7 +152,7 @@ def _scores(query: Tensor, key: Tensor, options: Options) -> Tensor:
 
 
 def _weights(scores: Tensor, logsumexp: Tensor) -> Tensor:
-    """The weights of keys, which replace `scores` in its memory; zeros for queries that see no key."""
+    """Return the weights of keys, which replace `scores` in its memory; zeros for queries that see no key."""
     reference = logsumexp.masked_fill(logsumexp == -math.inf, 0.0).unsqueeze(-1)
     return scores.sub_(reference).exp_()
 
@@ -163,7 +163,10 @@ def _dropout_factors(options: Options, dtype: torch.dtype) -> Tensor:
 
 
 def _joined_rows(tensor: Tensor, key: Tensor) -> Tensor:
-    """The rows of the query heads that share a key head, one after the other: `[b, heads of keys, rows, ...]`."""
+    """Return the rows of the query heads that share a key head, one after the other.
+
+    `[b, heads of keys, rows, ...]`.
+    """
     return tensor.reshape(tensor.shape[0], key.shape[1], -1, tensor.shape[-1])
 
 

@@ -63,7 +63,7 @@ def _attention(given: Kwargs, mask: Tensor | None) -> tuple[_Attention, Tensor]:
 
 
 def forward_with_dropout(func: OpOverload) -> Callable[..., tuple[object, ...]]:
-    """The decomposition of a forward op."""
+    """Return the decomposition of a forward op."""
 
     def run(*args: object, **kwargs: object) -> tuple[object, ...]:
         given = resolve(func).arguments(args, kwargs)
@@ -80,7 +80,7 @@ def forward_with_dropout(func: OpOverload) -> Callable[..., tuple[object, ...]]:
 
 
 def backward_with_dropout(func: OpOverload) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The decomposition of a backward op."""
+    """Return the decomposition of a backward op."""
 
     def run(*args: object, **kwargs: object) -> tuple[Tensor | None, ...]:
         given = resolve(func).arguments(args, kwargs)
@@ -107,7 +107,7 @@ def backward_with_dropout(func: OpOverload) -> Callable[..., tuple[Tensor | None
 
 
 def _summed_over_groups(gradient: Tensor, heads: int) -> Tensor:
-    """The gradient summed over the query heads that share a key head."""
+    """Return the gradient summed over the query heads that share a key head."""
     if gradient.shape[1] == heads:
         return gradient
     return gradient.unflatten(1, (heads, -1)).sum(2)
@@ -160,7 +160,7 @@ def kept_weights(
 
 
 def _box(layout: Layout, at: Coordinate, length: int, queries: Run, keys: Run) -> Box:
-    """The flat indices of weights among all weights, `[batch, heads, queries, keys]`."""
+    """Return the flat indices of weights among all weights, `[batch, heads, queries, keys]`."""
     offset, stride = queries[0] * length + keys[0], layout.shape[2] * length
     sizes, strides = [queries[1] - queries[0], keys[1] - keys[0]], [length, 1]
     ranges = layout.ranges(at)

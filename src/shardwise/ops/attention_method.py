@@ -39,7 +39,7 @@ def choose_method(query: DTensorSpec, key: DTensorSpec, value: DTensorSpec, trai
     moves four tensors again.
 
     >>> print(choose_method(q.spec, k.spec, v.spec))
-    heads (ring 3.27 ms, heads 1.66 ms)
+    heads (ring ... ms, heads ... ms)
     """
     call = query, key, value, training
     return _CHOICES.entry(key.mesh_info.runtime, call, lambda: _choose_method(*call))
@@ -64,18 +64,24 @@ def _choose_method(query: DTensorSpec, key: DTensorSpec, value: DTensorSpec, tra
 
 
 def sequence_axes(key: DTensorSpec, value: DTensorSpec) -> tuple[int, ...]:
-    """The mesh axes over which keys, or values, are sharded by position."""
+    """Return the mesh axes over which keys, or values, are sharded by position."""
     return dim_axes(key.layout.dims[SEQUENCE]) or dim_axes(value.layout.dims[SEQUENCE])
 
 
 def zigzag_ranks(query: DTensorSpec, key: DTensorSpec, value: DTensorSpec) -> int:
-    """The number of ranks that a sequence in head-tail order was arranged for; 0 if it is in its original order."""
+    """Return the number of ranks that a sequence in head-tail order was arranged for.
+
+    0 if it is in its original order.
+    """
     sharding = sequence_axes(key, value) or dim_axes(query.layout.dims[SEQUENCE])
     return math.prod(key.mesh_info.sizes[axis] for axis in sharding) if sequence_mode().zigzag else 0
 
 
 def over_heads(layout: Layout, axes: tuple[int, ...]) -> Layout | None:
-    """The layout with the heads sharded over these axes instead of the positions; None if they do not divide evenly."""
+    """Return the layout with the heads sharded over these axes instead of the positions.
+
+    None if they do not divide evenly.
+    """
     heads, positions = layout.dims[HEADS], layout.dims[SEQUENCE]
     elsewhere = {axis for dim in (0, HEADS, 3) for axis in dim_axes(layout.dims[dim])} & set(axes)
     if len(heads) > 1 or len(positions) > 1 or layout.partial or elsewhere or set(dim_axes(positions)) - set(axes):

@@ -42,7 +42,7 @@ class Pair(NamedTuple):
 
 
 def zigzag_runs(length: int, ranks: int) -> list[Run]:
-    """The runs of positions of a sequence in head-tail order: each rank has a chunk of the head and one of the tail.
+    """Return the runs of a sequence in head-tail order: each rank has a chunk of the head and one of the tail.
 
     Chunks mirror each other, so that all ranks have the same work in causal attention. Any length will do.
 
@@ -88,7 +88,7 @@ def segments_of(
 
 
 def _in_documents(row: int, start: int, stop: int, edges: Sequence[int]) -> list[Segment]:
-    """A run of positions, split where documents end."""
+    """Return a run of positions, split where documents end."""
     found, position = [], start
     while position < stop:
         document = bisect_right(edges, position) - 1

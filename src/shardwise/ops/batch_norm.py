@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 def _operand(call: Call, with_kernel: bool) -> tuple[str, str]:
-    """The pattern of the operand, its channels in dim 1, and the kernel clause for the dims normalized together."""
+    """Return the pattern of the operand, its channels in dim 1, and the clause for dims normalized together."""
     others = [f"k{dim}" for dim in range(call.ndim(0)) if dim != 1]
     text = " ".join([others[0], "c", *others[1:]])
     return text, kernel_clause(others) if with_kernel else ""
@@ -38,7 +38,7 @@ def _operand(call: Call, with_kernel: bool) -> tuple[str, str]:
 
 
 def _training_rule(call: Call) -> str:
-    """The rule of the ops that normalize by the statistics of the batch.
+    """Return the rule of the ops that normalize by the statistics of the batch.
 
     `_native_batch_norm_legit_functional`, which has four operands beside the input, returns new running statistics.
     """
@@ -108,7 +108,10 @@ define(
 
 
 def _backward_rule(call: Call) -> str:
-    """The rule of the gradients. Their sums over the batch are needed locally only if they enter the statistics."""
+    """Return the rule of the gradients.
+
+    Their sums over the batch are needed locally only if they enter the statistics.
+    """
     train = call.arg("train")
     operand, kernel = _operand(call, train)
     saved = "c, c" if train else "_, _"  # with given statistics nothing is saved
@@ -117,7 +120,7 @@ def _backward_rule(call: Call) -> str:
 
 
 def _requested(call: LocalCall, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients that the caller requested, in the dtypes of the op's results."""
+    """Return the gradients that the caller requested, in the dtypes of the op's results."""
     wanted = zip(gradients, call["output_mask"], strict=True)
     return cast_results([gradient if asked else None for gradient, asked in wanted], call.dtypes)
 
@@ -176,7 +179,7 @@ Given = Tensor | None
 def _any_batch_norm(
     x: Tensor, weight: Given, bias: Given, mean: Given, var: Given, training: bool, momentum: float, eps: float
 ) -> tuple[Tensor, ...]:
-    """Any batch norm, by the ops above. Running statistics are updated once, by the statistics of the global batch."""
+    """Run any batch norm by the ops above. Running statistics are updated once, by those of the global batch."""
     if not training:
         results = aten._native_batch_norm_legit_no_training(x, weight, bias, mean, var, momentum, eps)
         # On the CPU nothing is saved, though the op's metadata have statistics.
@@ -204,7 +207,7 @@ def _into(
 
 
 def _with_reserve(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The results and an empty reserve, in which a backend may save data for its own backward; not used here."""
+    """Return the results and an empty reserve, in which a backend may save data for its own backward; not used here."""
     return (*results, results[0].new_empty(0, dtype=torch.uint8))
 
 

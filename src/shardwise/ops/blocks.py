@@ -22,7 +22,10 @@ from .views import MOVES
 
 
 def _block(layout: Layout, dim: int) -> Factor | None:
-    """The sharded factor of a dim that consists of one or more blocks, all sharded alike and evenly; else None."""
+    """Return the sharded factor of a dim that consists of one or more blocks, all sharded alike and evenly.
+
+    Else None.
+    """
     *blocks, factor = layout.dims[dim]
     if len(blocks) > 1 or any(block.axes for block in blocks) or not factor.axes or not factor.size:
         return None
@@ -34,13 +37,16 @@ def _is_interleaved(dim: Dim) -> bool:
 
 
 def _dim(number: str, size: int, block: Factor) -> tuple[str, str]:
-    """The pattern of a dim that consists of blocks, and the clause that gives their number."""
+    """Return the pattern of a dim that consists of blocks, and the clause that gives their number."""
     count = size // block.size
     return ("b", "") if count == 1 else (f"([{number}] b)", f"{number}={count}")
 
 
 def _rule(ndim: int, dim: int, block: Factor, operand: int, results: Sequence[int], *clauses: str) -> str | None:
-    """The rule of an op from a dim of size `operand` to dims of sizes `results`; None if one is not made of blocks."""
+    """Return the rule of an op from a dim of size `operand` to dims of sizes `results`.
+
+    None if one is not made of blocks.
+    """
     if any(size == 0 or size % block.size for size in (operand, *results)):
         return None
     of_operand, count = _dim("c", operand, block)
@@ -54,7 +60,7 @@ def _rule(ndim: int, dim: int, block: Factor, operand: int, results: Sequence[in
 
 
 def slice_by_blocks(call: Call, layouts: Sequence[Layout]) -> str | None:
-    """A slice of an interleaved dim that begins and ends at the edges of blocks."""
+    """Return the rule: a slice of an interleaved dim that begins and ends at the edges of blocks."""
     ndim, dim = call.ndim(0), call.arg("dim") % call.ndim(0)
     block, size = _block(layouts[0], dim), call.shape(0)[dim]
     start, stop, step = slice(call.arg("start"), call.arg("end"), call.arg("step")).indices(size)
@@ -64,7 +70,7 @@ def slice_by_blocks(call: Call, layouts: Sequence[Layout]) -> str | None:
 
 
 def slice_backward_by_blocks(call: Call, layouts: Sequence[Layout]) -> str | None:
-    """The gradient of a slice by blocks: the slice's gradient between blocks of zeros."""
+    """Return the rule: the gradient of a slice by blocks: the slice's gradient between blocks of zeros."""
     sizes = call.arg("input_sizes")
     dim = call.arg("dim") % len(sizes)
     block = _block(layouts[0], dim)
@@ -76,7 +82,7 @@ def slice_backward_by_blocks(call: Call, layouts: Sequence[Layout]) -> str | Non
 
 
 def split_by_blocks(call: Call, layouts: Sequence[Layout]) -> str | None:
-    """A split of an interleaved dim at the edges of blocks."""
+    """Return the rule: a split of an interleaved dim at the edges of blocks."""
     ndim, dim = call.ndim(0), call.arg("dim") % call.ndim(0)
     block, size = _block(layouts[0], dim), call.shape(0)[dim]
     if block is None or not _is_interleaved(layouts[0].dims[dim]):
@@ -124,7 +130,7 @@ SPLIT = {"b": Kernel(_split, rounds=0, traffic=0.0)}
 
 
 def cat_by_blocks(call: Call, layouts: Sequence[Layout]) -> str | None:
-    """Tensors of blocks of one size, joined: each rank joins its local shards."""
+    """Return the rule: tensors of blocks of one size, joined: each rank joins its local shards."""
     tensors = call.tensors[0]
     ndim = len(tensors[0].shape)
     dim = call.arg("dim") % ndim

@@ -26,7 +26,12 @@ _REQUIRED = object()
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an op. Tensors are known by `shape` and `dtype` alone."""
+    """One call of an op. Tensors are known by `shape` and `dtype` alone.
+
+    >>> call = Call.make(torch.ops.aten.sum.dim_IntList, (torch.empty(4, 6), [1]), {})
+    >>> call.shape(0), call.arg("dim"), call.arg("keepdim")
+    ((4, 6), [1], False)
+    """
 
     op: OpOverload
     arguments: Kwargs = field(hash=False)
@@ -37,7 +42,7 @@ class Call:
     def make(
         cls, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], operands: Operands | None = None
     ) -> Call:
-        """The call of `op` with these arguments: tensors, or anything with their shape and dtype.
+        """Return the call of `op` with these arguments: tensors, or anything with their shape and dtype.
 
         `operands` are the positions of the rule's operands in the schema, where the rule was written for another op.
         """
@@ -48,7 +53,7 @@ class Call:
         return cls(op, arguments, tensors)
 
     def arg(self, name: str, default: object = _REQUIRED) -> Any:
-        """An argument by its name in the schema: as passed, else the schema's default, else `default`."""
+        """Return an argument by its name in the schema: as passed, else the schema's default, else `default`."""
         if name in self.arguments:
             return self.arguments[name]
         for argument in schema_of(self.op).arguments:
@@ -59,7 +64,7 @@ class Call:
         return default
 
     def shape(self, position: int) -> tuple[int, ...]:
-        """The shape of an operand."""
+        """Return the shape of an operand."""
         tensor = self.tensors[position]
         if tensor is None or is_list(tensor):
             raise RuleError(
@@ -69,11 +74,11 @@ class Call:
         return tuple(tensor.shape)
 
     def ndim(self, position: int) -> int:
-        """The number of dims of an operand."""
+        """Return the number of dims of an operand."""
         return len(self.shape(position))
 
     def element(self, index: int) -> Call:
-        """The call that a foreach op makes for one element of its lists."""
+        """Return the call that a foreach op makes for one element of its lists."""
 
         def pick(value: Any) -> object:
             if not is_list(value):
@@ -85,20 +90,26 @@ class Call:
 
 
 def is_list(value: object) -> bool:
-    """Whether an argument is a list of tensors or numbers; a `TensorMeta`, though a tuple, is not."""
+    """Return whether an argument is a list of tensors or numbers; a `TensorMeta`, though a tuple, is not."""
     return isinstance(value, (list, tuple)) and not hasattr(value, "shape")
 
 
 def is_ordinary(number: complex) -> bool:
-    """Whether a number is neither zero nor infinite nor NaN. Rules may depend on these, so they have separate plans."""
+    """Return whether a number is neither zero nor infinite nor NaN.
+
+    Rules may depend on these, so they have separate plans.
+    """
     return number - number == 0 and number != 0
 
 
 def numbers_of(call: Call) -> list[complex]:
-    """The numbers among the arguments, without those in lists."""
+    """Return the numbers among the arguments, without those in lists."""
     return [value for value in call.arguments.values() if isinstance(value, (int, float, complex))]
 
 
 def has_finite_numbers(call: Call) -> bool:
-    """Whether a sum may pass a product with the numbers of a call: inf * 5 + inf * -2 is NaN, inf * (5 - 2) is not."""
+    """Return whether a sum may pass a product with the numbers of a call.
+
+    Inf * 5 + inf * -2 is NaN, inf * (5 - 2) is not.
+    """
     return all(is_ordinary(number) or number == 0 for number in numbers_of(call))

@@ -52,7 +52,7 @@ class _Rebuild:
         """`id(value)` -> (value, its replacement). While the value is held, no other object gets its id."""
 
     def value(self, value: object, names: frozenset[str]) -> Any:
-        """The value with its tensors replaced. `names` are those that the function around it mentions."""
+        """Return the value with its tensors replaced. `names` are those that the function around it mentions."""
         if isinstance(value, (int, float, str, bytes, type(None), type, types.ModuleType, types.BuiltinFunctionType)):
             return value
         if id(value) in self.made:
@@ -114,7 +114,10 @@ class _Rebuild:
         return made
 
     def _object(self, value: object, names: frozenset[str]) -> object:
-        """A copy of an object, or module, with its named attributes and parameters replaced; itself if none changes."""
+        """Return a copy of an object, or module, with its named attributes and parameters replaced.
+
+        Itself if none changes.
+        """
         if isinstance(value, nn.Module):
             names = names | _names(type(value).forward)
         elif callable(value):
@@ -136,7 +139,7 @@ def _is_of_pytorch(function: types.FunctionType) -> bool:
 
 
 def _names(function: object) -> frozenset[str]:
-    """The names that a function and those defined inside it mention, as variables or attributes."""
+    """Return the names that a function and those defined inside it mention, as variables or attributes."""
     code = getattr(function, "__code__", None)
     return frozenset() if code is None else frozenset(names_in(code))
 

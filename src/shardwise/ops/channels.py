@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 def per_channel(values: Tensor, like: Tensor) -> Tensor:
-    """One value for each channel, in a shape that broadcasts against `like`."""
+    """Return one value for each channel, in a shape that broadcasts against `like`."""
     return values.view(-1, *[1] * (like.dim() - 2))
 
 
 def dims_but_channels(x: Tensor) -> list[int]:
-    """All dims but that of the channels."""
+    """Return all dims but that of the channels."""
     return [dim for dim in range(x.dim()) if dim != 1]

@@ -58,7 +58,7 @@ class Attention(NamedTuple):
 def attend_over_sequence(
     query: DTensorBase, key: DTensorBase, value: DTensorBase, given: Attention, method: Method | None = None
 ) -> Tensor:
-    """Attention of DTensors `[batch, heads, positions, features]` whose positions are sharded; differentiable."""
+    """Return the attention of DTensors `[batch, heads, positions, features]` whose positions are sharded."""
     specs = query._spec, key._spec, value._spec
     axes = sequence_axes(*specs[1:])
     chosen = method or sequence_mode().method
@@ -141,7 +141,7 @@ class _RingAttention(QuickFunction):
 
 
 def _as_on_cpu(gradients: Sequence[Tensor], fused: bool) -> tuple[Tensor, ...]:
-    """The gradients of queries, keys and values in the memory order in which PyTorch makes them on the CPU.
+    """Return the gradients of queries, keys and values in the memory order in which PyTorch makes them on the CPU.
 
     Its fused kernel has positions outside heads. Products of matrices leave the keys transposed, as they are in scores,
     unless several query heads share them and are added up.
@@ -169,7 +169,7 @@ class _OnceDifferentiable(QuickFunction):
 
 
 def _distributed(tensor: Tensor, mesh_info: MeshInfo) -> DTensorBase:
-    """A mask as a DTensor; a plain one is the same on all ranks."""
+    """Return a mask as a DTensor; a plain one is the same on all ranks."""
     if isinstance(tensor, DTensorBase):
         return tensor
     return _replicated(from_ranks(mesh_info, lambda at: tensor), mesh_info)
@@ -216,7 +216,7 @@ def _override(func: OpOverload) -> Callable[..., object]:
 
 
 def _is_served(tensors: Sequence[Any], mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> bool:
-    """Whether keys or values are sharded by position, in a call that is valid and that a ring can compute."""
+    """Return whether keys or values are sharded by position, in a call that is valid and that a ring can compute."""
     for tensor in tensors:
         if not isinstance(tensor, DTensorBase) or tensor.dim() != 4:
             return False
@@ -256,7 +256,7 @@ def _refuse_head_tail_order(tensors: Sequence[Tensor], is_causal: bool) -> None:
 
 
 def _is_known(mask: Tensor, mesh_info: MeshInfo) -> bool:
-    """Whether a mask is on this mesh, or a plain tensor that is taken as replicated."""
+    """Return whether a mask is on this mesh, or a plain tensor that is taken as replicated."""
     if isinstance(mask, DTensorBase):
         return mask._spec.mesh_info is mesh_info
     return modes.implicit_replication

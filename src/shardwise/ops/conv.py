@@ -40,7 +40,7 @@ class _Patterns(NamedTuple):
 
 
 def _patterns(call: Call, ndim: int) -> _Patterns:
-    """The patterns of one convolution of tensors with `ndim` dims, including batch and channels."""
+    """Return the patterns of one convolution of tensors with `ndim` dims, including batch and channels."""
     spatial = [f"y{i}" for i in range(ndim - 2)]
     window = " ".join(f"[k{i}]" for i in range(ndim - 2))
     grouped = call.arg("groups") != 1
@@ -58,14 +58,17 @@ def _patterns(call: Call, ndim: int) -> _Patterns:
 
 
 def _forward_rule(call: Call) -> str:
-    """Linear in the input and the bias together, and in the weight and the bias together."""
+    """Return the rule: linear in the input and the bias together, and in the weight and the bias together."""
     p = _patterns(call, call.ndim(0))
     sides = f"{p.input}, {p.weight}, {p.bias} -> {p.output}"
     return join(sides, "linear 0+2 | 1+2", p.groups, kernel_clause(p.spatial))
 
 
 def _backward_rule(call: Call) -> str:
-    """Linear in the gradient. The bias has no input channels `c`, so a kernel counts its gradient once."""
+    """Return the rule: linear in the gradient.
+
+    The bias has no input channels `c`, so a kernel counts its gradient once.
+    """
     p = _patterns(call, call.ndim(1))
     sides = f"{p.output}, {p.input}, {p.weight} -> {p.input}, {p.weight}, {p.bias}"
     sizes = f"bias_sizes=({p.bias})" if call.arg("output_mask")[2] else ""
@@ -112,7 +115,10 @@ def _only_bias(call: LocalCall) -> Tensor:
 
 
 def _only_bias_gradient(call: LocalCall, input: Tensor) -> Gradients:
-    """The gradients on a rank without input rows: zeros, but the bias counts in outputs over padding alone, too."""
+    """Return the gradients on a rank without input rows.
+
+    Zeros, but the bias counts in outputs over padding alone, too.
+    """
     mask = call["output_mask"]
     of_input = torch.zeros_like(input) if mask[0] else None
     of_weight = torch.zeros_like(call["weight"]) if mask[1] else None
@@ -143,7 +149,7 @@ class _Windows:
         self.existing = [clipped(run, size) for run in self.wanted]
 
     def _rows(self, run: Run) -> Run:
-        """The rows that a run of outputs depends on."""
+        """Return the rows that a run of outputs depends on."""
         first, last = run[0], run[1] - 1
         if last < first:
             return 0, 0
@@ -154,17 +160,17 @@ class _Windows:
         return clipped((start, (last + self.padding) // self.stride + 1), self.size)
 
     def padded(self, rows: Tensor, piece: int) -> Tensor:
-        """The existing rows of a rank, with zeros for the padding."""
+        """Return the existing rows of a rank, with zeros for the padding."""
         (start, stop), (low, high) = self.wanted[piece], self.existing[piece]
         return _padded(rows, self.dim, (low - start, stop - high) if high > low else (stop - start, 0))
 
     def unpadded(self, gradient: Tensor, piece: int) -> Tensor:
-        """The gradient of the existing rows of a rank, cropped from that of its padded rows."""
+        """Return the gradient of the existing rows of a rank, cropped from that of its padded rows."""
         (start, _), (low, high) = self.wanted[piece], self.existing[piece]
         return gradient.narrow(self.dim, low - start if high > low else 0, high - low)
 
     def arguments(self) -> dict[str, list[int]]:
-        """The arguments of the op that change: along the sharded dim, the rows include the padding."""
+        """Return the arguments of the op that change: along the sharded dim, the rows include the padding."""
         spatial = range(self.call["input"].dim() - 2)
         return {
             name: [0 if i == self.axis else _entry(self.call[name], i) for i in spatial]
@@ -172,7 +178,7 @@ class _Windows:
         }
 
     def missing(self, piece: int, length: int) -> tuple[int, int]:
-        """How many outputs of a rank are missing at both ends of the `length` that a transposed op computes.
+        """Return how many outputs of a rank are missing at both ends of the `length` that a transposed op computes.
 
         Negative numbers are outputs that belong to other ranks.
         """
@@ -218,7 +224,7 @@ def halo_backward(call: LocalCall, shard: FactorShard) -> KernelRun:
 
 
 def _window_gradients(call: LocalCall, windows: _Windows, rows: Tensor, piece: int) -> Gradients:
-    """The gradients that the outputs of one rank contribute to its rows, the weight and the bias."""
+    """Return the gradients that the outputs of one rank contribute to its rows, the weight and the bias."""
     if not windows.transposed:
         of_rows, *others = _requested(call, input=windows.padded(rows, piece), **windows.arguments())
         return None if of_rows is None else windows.unpadded(of_rows, piece), *others
@@ -231,12 +237,12 @@ def _window_gradients(call: LocalCall, windows: _Windows, rows: Tensor, piece: i
 
 
 def _entry(values: Sequence[int], axis: int) -> int:
-    """The entry of an argument for a spatial dim; a single entry is for all dims."""
+    """Return the entry of an argument for a spatial dim; a single entry is for all dims."""
     return values[axis] if len(values) > 1 else values[0]
 
 
 def _padded(tensor: Tensor, dim: int, by: tuple[int, int]) -> Tensor:
-    """The tensor with zeros added at both ends of a dim; negative numbers crop it."""
+    """Return the tensor with zeros added at both ends of a dim; negative numbers crop it."""
     pad = torch.ops.aten.constant_pad_nd.default
     return pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + list(by), 0) if any(by) else tensor
 

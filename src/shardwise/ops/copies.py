@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..sharding.base import DTensorBase
 from .call import Call, Kwargs
 from .kernel import LocalCall
 from .op import Local
@@ -23,12 +24,15 @@ SAME = "x.. -> x.. ; linear 0 ; monotone 0"
 
 
 def put_itself(given: Kwargs) -> Callable[[Tensor, Tensor], Tensor]:
-    """A write to an alias replaces all values of the tensor."""
+    """Return the write that replaces all values of the tensor, as a write to its alias does."""
     return lambda root, value: value
 
 
 def cast(call: Call) -> str:
-    """A cast passes sums; dispatch reduces them first if the dtypes forbid it (`Bound.reduced_first`)."""
+    """Return the rule: a cast passes sums.
+
+    Dispatch reduces them first if the dtypes forbid it (`Bound.reduced_first`).
+    """
     target = call.arg("dtype", None)
     same = target is None or target == call.tensors[0].dtype
     return SAME if same else "x.. -> x.. ; linear 0"
@@ -43,7 +47,7 @@ define("aten::copy", "b.., b?.. -> b.. ; linear 0+1")
 
 
 def new(call: Call) -> str:
-    """A new tensor of the given one's shape is sharded like it; one of another shape is replicated."""
+    """Return the rule: a new tensor of the given one's shape is sharded like it; one of another shape is replicated."""
     size = tuple(call.arg("size"))
     if size == call.shape(0):
         return "x.. -> x.. ; size=(x..)"
@@ -51,7 +55,7 @@ def new(call: Call) -> str:
 
 
 def new_empty_strided(call: LocalCall) -> Tensor:
-    """Local memory without gaps, with the dims in the order of the global strides."""
+    """Return local memory without gaps, with the dims in the order of the global strides."""
     shape, stride = call.local_shape(), call["stride"]
     order = sorted(range(len(shape)), key=lambda dim: -stride[dim])
     made: Tensor = call["self"].new_empty([shape[dim] for dim in order], dtype=call.dtypes[0], device=call["device"])
@@ -69,10 +73,11 @@ define("aten::new_empty_strided", new, local=Local(new_empty_strided), reads_sha
 
 
 def resize(x: Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> Tensor:
-    """`resize_`: leave a tensor of this size unchanged, else take the first elements in its memory, without gaps."""
+    """Resize as `resize_`: leave a tensor of this size unchanged, else take the first elements in its memory."""
     if memory_format not in (None, torch.contiguous_format):
         raise InputError(
-            f"resize_ of a distributed tensor with memory_format={memory_format}: the result is always row-major",
+            f"resize_ of {_text(x)} to {list(size)} with memory_format={memory_format}: the result of a distributed "
+            "tensor is always row-major",
             "call x.resize_(size) without memory_format",
         )
     same = tuple(size) == tuple(x.shape)
@@ -86,8 +91,12 @@ def resize(x: Tensor, size: Sequence[int], *, memory_format: torch.memory_format
     return x
 
 
+def _text(x: Tensor) -> str:
+    return repr(x._spec) if isinstance(x, DTensorBase) else f"a plain tensor of shape {list(x.shape)}"
+
+
 def _in_memory(x: Tensor) -> Tensor:
-    """The memory from the first element of `x` to the last one of `x` or of the tensor that it views, as one dim."""
+    """Return the memory from the first element of `x` to the last of `x` or of what it views, as one dim."""
     if x.is_contiguous() and x._base is None:
         return x.reshape(-1)
     ends = [_end(held) for held in (x, x._base) if held is not None]
@@ -96,13 +105,13 @@ def _in_memory(x: Tensor) -> Tensor:
 
 
 def _end(x: Tensor) -> int:
-    """The offset in storage after the last element in memory."""
+    """Return the offset in storage after the last element in memory."""
     last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
     return int(x.storage_offset()) + (last + 1 if x.numel() else 0)
 
 
 def resize_as(x: Tensor, other: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
-    """`resize_as_`: `resize_` to the shape of another tensor."""
+    """Resize as `resize_as_`: to the shape of another tensor."""
     return resize(x, other.shape, memory_format=memory_format)
 
 
@@ -118,7 +127,9 @@ define("aten::_values", returns_shard=True)  # see `_torch.wrapper.counted_as`
 
 def refuse_sparse(x: Tensor, *args: object, **kwargs: object) -> NoReturn:
     """Raise the error that says why there are no sparse distributed tensors."""
-    raise InputError("a distributed tensor is dense, and cannot become a sparse one", "use x.full_tensor().to_sparse()")
+    raise InputError(
+        f"{_text(x)} cannot become a sparse tensor: a distributed tensor is dense", "use x.full_tensor().to_sparse()"
+    )
 
 
 for _layout in ("", "_csr", "_csc", "_bsr", "_bsc"):

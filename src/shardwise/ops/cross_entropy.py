@@ -39,7 +39,7 @@ def gradient_of_scores(
     total_weight: Tensor | None,
     first_class: int = 0,
 ) -> Tensor:
-    """The gradient of the scores of some classes: probabilities minus one at the target, times a factor for each row.
+    """Return the gradient of the scores of some classes: probabilities minus one at the target, times a factor per row.
 
     The factor is the gradient of the row's loss; `total_weight` is what a mean divides by, None for other reductions.
     """
@@ -124,7 +124,7 @@ class _CrossEntropy(QuickFunction):
 
 
 def _is_valid(scores: Tensor, target: Tensor, weight: Tensor | None) -> bool:
-    """Whether the arguments fit each other; PyTorch has its own errors for those that do not."""
+    """Return whether the arguments fit each other; PyTorch has its own errors for those that do not."""
     if target.dtype != torch.int64 or target.shape != scores.shape[:-1]:
         return False
     return weight is None or (weight.shape == scores.shape[-1:] and weight.dtype == scores.dtype)

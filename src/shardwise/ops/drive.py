@@ -125,7 +125,7 @@ def _stack(results: Sequence[Any]) -> LocalResult:
 
 def _perform(pieces: Pieces, request: Request, own: int | list[int]) -> Tensor:
     tensor = request.tensor if isinstance(own, list) else request.tensor.contiguous()
-    if pieces.count == 1 and not isinstance(request, (Fetch, Return)):  # nobody else has anything
+    if pieces.count == 1 and not isinstance(request, (Fetch, Return)):  # no other rank takes part
         return tensor.unsqueeze(0) if isinstance(request, Gather) else tensor
     if isinstance(request, Gather):
         gathered = from_wire(wait(all_gather(to_wire(tensor).unsqueeze(0), pieces.count, pieces.group)), tensor.dtype)
@@ -225,7 +225,7 @@ class _Overlap(NamedTuple):
 
 
 def _runs(rows: Rows) -> tuple[Run, ...]:
-    """The runs of `rows` that are not empty; `rows` may be a single run without a list around it."""
+    """Return the runs of `rows` that are not empty; `rows` may be a single run without a list around it."""
     runs = cast(Sequence[Run], (rows,) if rows and isinstance(rows[0], int) else rows)
     return tuple((start, stop) for start, stop in runs if stop > start)
 

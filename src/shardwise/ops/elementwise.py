@@ -51,12 +51,15 @@ define([f"aten::{name}_" for name in ("eq", "ne", "lt", "le", "gt", "ge")], poin
 
 
 def neg(call: Call) -> str:
-    """A maximum becomes a minimum, except for integers: the negative of the least integer is itself."""
+    """Return the rule: a maximum becomes a minimum.
+
+    Not for integers: the negative of the least integer is itself.
+    """
     return pointwise(1, "linear 0", "antitone 0" if call.tensors[0].dtype.is_floating_point else "")
 
 
 def _multiplying(operands: int, linear: str) -> Callable[[Call], str]:
-    """The rule of an op that multiplies by its number arguments: linear if these are finite."""
+    """Return the rule of an op that multiplies by its number arguments: linear if these are finite."""
 
     def rule(call: Call) -> str:
         return pointwise(operands, linear if has_finite_numbers(call) else "")
@@ -65,18 +68,18 @@ def _multiplying(operands: int, linear: str) -> Callable[[Call], str]:
 
 
 def div(call: Call) -> str:
-    """Division by a number other than 0 is linear, unless it rounds. A tensor may hold zeros."""
+    """Return the rule: division by a number other than 0 is linear, unless it rounds. A tensor may hold zeros."""
     linear = call.arg("rounding_mode", None) is None and not hasattr(call.tensors[1], "dtype")
     return pointwise(2, "linear 0" if linear and 0 not in numbers_of(call) else "")
 
 
 def clamp(call: Call) -> str:
-    """Monotone in the input alone. The bounds are numbers or tensors, and either may be missing."""
+    """Return the rule: monotone in the input alone. The bounds are numbers or tensors, and either may be missing."""
     return pointwise(3, "monotone 0")
 
 
 def of_gradient(call: Call) -> str:
-    """These backward formulas multiply the gradient, their first operand, by a finite number."""
+    """Return the rule: these backward formulas multiply the gradient, their first operand, by a finite number."""
     return pointwise(len(call.tensors), "linear 0")
 
 
@@ -105,26 +108,26 @@ define(("aten::threshold_backward", "aten::leaky_relu_backward"), of_gradient, s
 
 
 def isin(call: Call) -> str:
-    """Every element is compared with all test elements."""
+    """Return the rule: every element is compared with all test elements."""
     elements = "" if overload_name(call.op) == "Scalar_Tensor" else "x.."
     tests = "" if overload_name(call.op) == "Tensor_Scalar" else "[t..]"
     return f"{', '.join(filter(None, (elements, tests)))} -> {elements}"
 
 
 def log_sigmoid_backward(call: Call) -> str:
-    """Some devices keep a buffer as large as the input, others none."""
+    """Return the rule: some devices keep a buffer as large as the input, others none."""
     buffer = "x.." if call.shape(2) == call.shape(1) else "_.."
     return f"x.., x.., {buffer} -> x.. ; linear 0"
 
 
 def glu(call: Call) -> str:
-    """The dim that is halved must be replicated."""
+    """Return the rule: the dim that is halved must be replicated."""
     ndim, dim = call.ndim(0), call.arg("dim", -1)
     return f"{replicated_dims('x', ndim, dim)} -> {_halved(ndim, dim)}"
 
 
 def glu_backward(call: Call) -> str:
-    """The gradient is half as long as the input."""
+    """Return the rule: the gradient is half as long as the input."""
     ndim, dim = call.ndim(1), call.arg("dim")
     return f"{_halved(ndim, dim)}, {replicated_dims('x', ndim, dim)} -> {replicated_dims('x', ndim, dim)} ; linear 0"
 
@@ -170,7 +173,7 @@ def _is_pointwise(func: OpOverload) -> bool:
 
 
 def _by_tag(func: OpOverload) -> Op | None:
-    """The record of an elementwise op that passes no Partial operand."""
+    """Return the record of an elementwise op that passes no Partial operand."""
     count = len(operands_of(func))
     results = sum(str(result.type) in KINDS for result in schema_of(func).returns) or 1
     if not count or not _is_pointwise(func):

@@ -41,7 +41,7 @@ def embedding(call: LocalCall, shard: FactorShard) -> Tensor:
 
 
 def embedding_backward_rule(call: Call) -> str:
-    """Indices may be sharded, unless gradients are scaled by how often each index occurs."""
+    """Return the rule: indices may be sharded, unless gradients are scaled by how often each index occurs."""
     rows = "[i..]" if call.arg("scale_grad_by_freq") else "i.."
     return f"{rows} d, {rows} -> v d ; linear 0 ; num_weights=(v) ; kernel v"
 
@@ -61,7 +61,10 @@ def embedding_backward(call: LocalCall, shard: FactorShard) -> Tensor:
 def weight_gradient(
     grad_output: Tensor, indices: Tensor, weight: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> Tensor:
-    """The gradient of a table of `num_weights` rows. `weight` is not read, only its layout matters (`gradient_of`)."""
+    """Return the gradient of a table of `num_weights` rows.
+
+    `weight` is not read, only its layout matters (`gradient_of`).
+    """
     return aten.embedding_dense_backward.default(grad_output, indices, num_weights, padding_idx, scale_grad_by_freq)
 
 
@@ -100,7 +103,7 @@ class _Embedding(QuickFunction):
             # By an op that has a derivative, and that dispatch modes know.
             made = aten.embedding_dense_backward.default(gradient, indices, rows, *ctx.options)
         else:
-            table = gradient.wrap(gradient._local_shard, ctx.spec)  # with any local shard, as it is not read
+            table = gradient.wrap(gradient._local_shard, ctx.spec)  # any local shard will do: it is not read
             made = call(_weight_gradient, gradient, indices, table, rows, *ctx.options)
         return made, None, None, None
 
@@ -130,8 +133,11 @@ def limit_rows(table: Tensor, rows: Tensor, max_norm: float, norm_type: float) -
 
 
 def _one_hot(func: OpOverload) -> Callable[..., object]:
-    """The override of `one_hot`. For tensor subclasses PyTorch compares with all classes, and accepts any number; a
-    scatter raises the error for a class out of range."""
+    """Return the override of `one_hot`.
+
+    For tensor subclasses PyTorch compares with all classes, and accepts any number; a scatter raises the error for a
+    class out of range.
+    """
 
     def run(keys: Keys, classes: Tensor, num_classes: int = -1) -> object:
         if classes.dtype is not torch.int64:
@@ -168,7 +174,7 @@ define("aten::one_hot", override=_one_hot)
 
 
 def bag_backward(call: Call) -> str | None:
-    """A sparse gradient has no rule: see `dense_bag_gradient`."""
+    """Return the rule of the gradients of bags; None for a sparse gradient (see `dense_bag_gradient`)."""
     return None if call.arg("sparse") else "[b] [d], [i..], [o], [t..], [s..], [m..], [w..] -> _ [d] ; linear 0"
 
 
@@ -177,7 +183,7 @@ _SPARSE = [argument.name for argument in schema_of(_BAG_BACKWARD).arguments].ind
 
 
 def dense_bag_gradient(*args: object, **kwargs: object) -> Tensor:
-    """The gradient of a bag of embeddings, dense although `sparse=True` was asked for (see `dense`)."""
+    """Return the gradient of a bag of embeddings, dense although `sparse=True` was asked for (see `dense`)."""
     if not args[_SPARSE]:
         return NotImplemented
     return _BAG_BACKWARD(*args[:_SPARSE], False, *args[_SPARSE + 1 :], **kwargs)
@@ -197,7 +203,7 @@ define("aten::_embedding_bag_per_sample_weights_backward", "_ d, _ d, _.., _.., 
 def dense(
     sparse_dim: int, dense_dim: int, size: list[int], indices: Tensor, values: Tensor, **_options: object
 ) -> Tensor:
-    """A dense gradient in place of a sparse one: the sum of the values at each index.
+    """Return a dense gradient in place of a sparse one: the sum of the values at each index.
 
     A leaf's gradient has the leaf's placements, and a sparse tensor has no dims that could be sharded.
     """

@@ -60,7 +60,12 @@ _WHEN = {
 
 
 class Explanation(str):
-    """A string that a Python prompt shows without quotes, line by line."""
+    """A string that a Python prompt shows without quotes, line by line.
+
+    >>> text = explain("mm")
+    >>> text.splitlines()[3]
+    'rule        m k, k n -> m n ; linear 0 | 1'
+    """
 
     __slots__ = ()
 
@@ -196,7 +201,7 @@ def _operand_names(found: ResolvedOp, rule: Rule) -> list[str]:
 
 
 def _factors(rule: Rule) -> Iterator[tuple[str, str]]:
-    """Every factor of a rule, and its kind in words."""
+    """Yield every factor of a rule, and its kind in words."""
     sides = [[atom for dim in tensor.dims for atom in dim] for tensor in (*rule.inputs, *rule.outputs)]
     inputs, outputs = sides[: len(rule.inputs)], sides[len(rule.inputs) :]
     seen = {atom.name: atom for side in sides for atom in side if atom.name != "_"}
@@ -236,7 +241,7 @@ def _reduced(rule: Rule, without: Sequence[int]) -> str:
 
 
 def _passing(rule: Rule, names: Sequence[str]) -> Iterator[str]:
-    """How Partial operands pass: which of them, and by which reductions."""
+    """Yield how Partial operands pass: which of them, and by which reductions."""
 
     def operands(sets: Sequence[Sequence[int]]) -> str:
         return ", or ".join(" and ".join(names[i] for i in members) for members in sets)
@@ -299,7 +304,10 @@ def _notes(found: ResolvedOp) -> Iterator[str]:
 
 
 def _depends_on_data(found: ResolvedOp) -> bool:
-    """Whether the result's shape depends on data; a rule that is a function may be more precise for some calls."""
+    """Return whether the result's shape depends on data.
+
+    A rule that is a function may be more precise for some calls.
+    """
     source = found.op.rule
     with_out = overloads(packet_name(found.func)) if runs_without_out(found) else ()
     same = (resolve(other) for other in with_out if variant_of(other) == "functional")
@@ -308,7 +316,7 @@ def _depends_on_data(found: ResolvedOp) -> bool:
 
 
 def _variants(found: ResolvedOp) -> Iterator[str]:
-    """The other overloads that are served by the same record: in-place, `out=`, scalar and foreach variants."""
+    """Yield the other overloads that the same record serves: in-place, `out=`, scalar and foreach variants."""
     if not found.has_rule:
         return
     namespace, _, base = packet_name(found.func).removesuffix("_").rpartition("::")
@@ -320,13 +328,15 @@ def _variants(found: ResolvedOp) -> Iterator[str]:
 
 
 def _function(function: Function) -> str:
-    """A function as `name (file): first line of its docstring`; a closure as the function that made it."""
+    """Return a function as `name (file): first line of its docstring`; a closure as the function that made it."""
     if isinstance(function, functools.partial):
         return ", ".join(_function(part) for part in (function.func, *function.args) if callable(part))
     name = getattr(function, "__qualname__", type(function).__qualname__).partition(".<locals>")[0]
     module = getattr(function, "__module__", None) or ""
     maker = getattr(sys.modules.get(module), name, function)
     doc = (inspect.getdoc(function) or inspect.getdoc(maker) or "").partition("\n")[0]
+    doc = doc.removeprefix("Return the rule: ").removeprefix("Return ")
+    doc = doc[:1].upper() + doc[1:]
     package, _, path = module.partition(".")
     where = f"{path.replace('.', '/')}.py" if package == __package__.partition(".")[0] else module
     return f"{name} ({where})" + (f": {doc}" if doc else "")

@@ -23,7 +23,7 @@ _LEAST = -(2**63)
 
 
 def _packs(dtype: torch.dtype, indices: int) -> bool:
-    """Whether a value of this dtype, and an index below `indices`, fit into half an int64 each."""
+    """Return whether a value of this dtype, and an index below `indices`, fit into half an int64 each."""
     return indices <= _MOST_PACKED and (dtype.itemsize < 4 or dtype in (torch.float32, torch.int32))
 
 
@@ -87,7 +87,7 @@ def _local_extreme(x: Tensor, dim: int, largest: bool) -> tuple[Tensor, Tensor]:
 
 
 def extreme(largest: bool, values: bool) -> dict[str, Kernel]:
-    """The kernel that finds the first maximum, or minimum: its index, and its value if wanted."""
+    """Return the kernel that finds the first maximum, or minimum: its index, and its value if wanted."""
 
     def run(call: LocalCall, shard: FactorShard) -> KernelRun:
         x, dim = call["self"], call.dims[0] or 0
@@ -109,7 +109,7 @@ def extreme(largest: bool, values: bool) -> dict[str, Kernel]:
 
 
 def _of_all(call: LocalCall, shard: FactorShard, largest: bool) -> Steps[tuple[Tensor, Tensor]]:
-    """The extreme over all dims and its index in the flattened global tensor."""
+    """Return the extreme over all dims and its index in the flattened global tensor."""
     x, layout = call["self"], call.given[0]
     shape = [1] * x.dim() if call["keepdim"] else []
     value = index = None
@@ -124,7 +124,7 @@ def _of_all(call: LocalCall, shard: FactorShard, largest: bool) -> Steps[tuple[T
 
 
 def extreme_rule(outputs: int) -> Callable[[Call], str]:
-    """The rule of an op that finds an extreme over a dim, or over all."""
+    """Return the rule of an op that finds an extreme over a dim, or over all."""
     return lambda call: merged(call.ndim(0), call.arg("dim"), call.arg("keepdim"), outputs)
 
 

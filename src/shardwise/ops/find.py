@@ -51,7 +51,7 @@ _PLACES = ("torch.ops.", "torch.nn.functional.", "torch.Tensor.", "torch.")
 
 
 def _names(op: AnyOp) -> tuple[str, str]:
-    """The name of an op with its namespace, and the name of its overload, which may be empty."""
+    """Return the name of an op with its namespace, and the name of its overload, which may be empty."""
     if isinstance(op, OpOverload):
         return packet_name(op), overload_name(op)
     if isinstance(op, OpOverloadPacket):

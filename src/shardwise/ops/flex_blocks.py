@@ -34,7 +34,7 @@ _STATES: WeakKeyDictionary[BlockMask, _Read] = WeakKeyDictionary()
 
 
 def block_states(mask: BlockMask) -> Tensor:
-    """The state of every block, `[batch or 1, heads or 1, blocks of queries, blocks of keys]`."""
+    """Return the state of every block, `[batch or 1, heads or 1, blocks of queries, blocks of keys]`."""
     found = _STATES.get(mask)
     tables = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
     versions = _versions(tables)
@@ -93,7 +93,7 @@ class Blocks(NamedTuple):
         return None if bool(seen.all()) else seen.nonzero().flatten()
 
     def allowed(self, queries: Tensor, keys: Tensor, by_mask_mod: Callable[[], Tensor]) -> Tensor:
-        """Which scores count, as a bool tensor that broadcasts to `[batch, heads, queries, keys]`."""
+        """Return which scores count, as a bool tensor that broadcasts to `[batch, heads, queries, keys]`."""
         rows, columns = queries // self.size[0], keys // self.size[1]
         at = self.states.index_select(2, rows).index_select(3, columns)
         return (at == FULL) | ((at == MASKED) & by_mask_mod())

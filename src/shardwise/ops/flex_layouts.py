@@ -50,7 +50,7 @@ _LAYOUTS: WorldCache[tuple[DTensorSpec, DTensorSpec, DTensorSpec], FlexLayouts] 
 
 
 def flex_layouts(query: DTensorSpec, key: DTensorSpec, value: DTensorSpec) -> FlexLayouts:
-    """The layouts of a call with tensors `[batch, heads, positions, features]`."""
+    """Return the layouts of a call with tensors `[batch, heads, positions, features]`."""
     specs = query, key, value
     return _LAYOUTS.entry(query.mesh_info.runtime, specs, lambda: _flex_layouts(*(spec.layout for spec in specs)))
 
@@ -71,7 +71,7 @@ def _flex_layouts(query: Layout, key: Layout, value: Layout) -> FlexLayouts:
 
 
 def _query_layout(query: Layout, key: Layout, value: Layout) -> Layout:
-    """The queries' layout with features replicated, and sharded over axes that shard only keys or values as well."""
+    """Return the layout of queries: features replicated, sharded also over axes that shard only keys or values."""
     dims = [*query.dims[:3], (Factor(query.shape[3], ()),)]
     used = {axis for dim in dims for axis in dim_axes(dim)}
     for other in (key, value):
@@ -98,14 +98,14 @@ def _key_layout(layout: Layout, query: Layout) -> Layout:
 
 
 def _gradient(layout: Layout, query: Layout) -> Layout:
-    """The layout of the local gradients of keys: sums over the axes that shard the queries, but not the keys."""
+    """Return the layout of the local gradients of keys: sums over the axes that shard the queries, but not the keys."""
     own = {axis for dim in layout.dims for axis in dim_axes(dim)}
     split = sorted({axis for dim in _QUERY_DIMS for axis in dim_axes(query.dims[dim])} - own)
     return Layout.make(layout.mesh_sizes, layout.dims, tuple((axis, "sum") for axis in split))
 
 
 def positions_axes(query: DTensorSpec, key: DTensorSpec, value: DTensorSpec) -> tuple[int, ...]:
-    """The mesh axes that shard queries by position, in the layouts of a call."""
+    """Return the mesh axes that shard queries by position, in the layouts of a call."""
     return dim_axes(flex_layouts(query, key, value).query.dims[SEQUENCE])
 
 
@@ -115,7 +115,7 @@ _CHOICES: WorldCache[tuple[DTensorSpec, DTensorSpec, DTensorSpec, bool], MethodC
 
 
 def choose_flex_method(query: DTensorSpec, key: DTensorSpec, value: DTensorSpec, training: bool = True) -> MethodChoice:
-    """The cheaper of gathered keys and values, and an all-to-all by heads.
+    """Return the cheaper of gathered keys and values, and an all-to-all by heads.
 
     >>> print(choose_flex_method(q.spec, k.spec, v.spec))
     heads (gather 3.27 ms, heads 1.66 ms)

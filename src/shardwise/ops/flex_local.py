@@ -49,7 +49,7 @@ def attend_locally(
     scale: float,
     held: Sequence[Tensor] = (),
 ) -> FlexResult:
-    """Attention of `[batch, heads, positions, features]`; queries that see nothing get zeros.
+    """Return attention of `[batch, heads, positions, features]`; queries that see nothing get zeros.
 
     `blocks` are those of the mask of the global program, `held` the tensors that the functions capture.
     """
@@ -78,7 +78,7 @@ def attend_locally(
 
 
 def _attended(scores: Tensor, value: Tensor, dtype: torch.dtype) -> FlexResult:
-    """The softmax of scores times the values. Its gradient is finite even for queries that see no key."""
+    """Return the softmax of scores times the values. Its gradient is finite even for queries that see no key."""
     if not scores.shape[-1]:
         lowest = scores.new_full(scores.shape[:-1], -math.inf)
         return FlexResult((scores @ value.to(scores.dtype)).to(dtype), lowest, lowest)

@@ -47,7 +47,7 @@ def _indices(runs: Sequence[Run], device: torch.device) -> Tensor:
 
 
 def _original_positions(length: int, ranks: int, device: torch.device) -> Tensor:
-    """The original position of each token of a sequence in head-tail order."""
+    """Return the original position of each token of a sequence in head-tail order."""
     return torch.tensor(zigzag_order(length, ranks), device=device)
 
 

@@ -39,7 +39,7 @@ class Line(NamedTuple):
         return f"{' '.join([self.op, *ranks, *arguments])} : {self.rule}"
 
     def fits(self, call: Call) -> bool:
-        """Whether this line is for a call."""
+        """Return whether this line is for a call."""
         if self.ranks and self.ranks != ranks_of(call.tensors):
             return False
         return all(as_literal(call.arg(name, None)) == value for name, value in self.arguments)

@@ -133,7 +133,7 @@ def _returned(results: Tensor, route: TokenRoute, like: Tensor) -> Tensor:
 
 
 def _on_ranks(op: Callable[..., Tensor], axis: ExpertAxis, left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
-    """A grouped product of local tensors, rank by rank: ranks may hold different numbers of groups."""
+    """Return a grouped product of local tensors, rank by rank: ranks may hold different numbers of groups."""
 
     def run(at: Coordinate, left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
         return op(left, right, counts[: axis.held(at[axis.index])].cumsum(0))
@@ -154,7 +154,7 @@ Products of a layer share one route. After a write of the ends, their routes are
 
 
 def _route(exchange: Exchange, ends: DTensorBase) -> TokenRoute:
-    """The route of the rows to their groups."""
+    """Return the route of the rows to their groups."""
     axis, layout = exchange.axis, exchange.rows
     local = gathered(ends)
     shards = shards_of(local)

@@ -14,7 +14,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """The product of each group's rows with its matrix. Rows after the last group are zero."""
+    """Return the product of each group's rows with its matrix. Rows after the last group are zero."""
     result = rows.new_zeros((rows.shape[0], matrices.shape[2]))
     if result.is_meta or 0 in (*rows.shape, *matrices.shape):
         return result
@@ -28,7 +28,7 @@ def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor, like: Tensor | None = None) -> Tensor:
-    """For each group the product of the columns of `left` with the rows of `right` that belong to it.
+    """Return for each group the product of the columns of `left` with the rows of `right` that belong to it.
 
     `like`, the matrices whose gradient this is, is not read: its sharding determines which groups to compute.
     """
@@ -50,7 +50,7 @@ def _bounds(ends: Tensor) -> list[Run]:
 
 
 def _padded(tensor: Tensor, *dims: int) -> Tensor:
-    """The tensor, with these dims padded by zeros or copied if needed, so that its rows are aligned."""
+    """Return the tensor, with these dims padded by zeros or copied if needed, so that its rows are aligned."""
     unit = _ALIGNMENT // tensor.dtype.itemsize
     missing = [-tensor.shape[dim] % unit if dim in dims else 0 for dim in range(tensor.dim())]
     if any(missing):

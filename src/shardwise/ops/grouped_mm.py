@@ -155,7 +155,7 @@ def outer(left: Tensor, right: Tensor, ends: Tensor, like: Tensor | None = None)
 
 
 def _override(func: OpOverload) -> Callable[..., object]:
-    """The override of the op's four forms.
+    """Return the override of the op's four forms.
 
     Without `offs` it is a product of two batches. Else groups divide the rows (2-D by 3-D), the summed dim (2-D by 2-D)
     or the columns of the result (3-D by 2-D).

@@ -21,12 +21,12 @@ define = definitions_in(__name__)
 
 
 def histc(call: Call) -> str | None:
-    """Counts between given bounds are summed."""
+    """Return the rule: counts between given bounds are summed."""
     return "x.. -> _" if call.arg("min") != call.arg("max") else None
 
 
 def histogram(call: Call) -> str | None:
-    """Counts, or sums of weights, in bins that do not depend on data."""
+    """Return the rule: counts, or sums of weights, in bins that do not depend on data."""
     if call.arg("density") or (overload_name(call.op).startswith("bin_ct") and call.arg("range", None) is None):
         return None
     bins = "" if overload_name(call.op).startswith("bin_ct") else " [k],"
@@ -34,7 +34,7 @@ def histogram(call: Call) -> str | None:
 
 
 def of_points(call: Call) -> str | None:
-    """Counts of points, whose coordinates are the last dim."""
+    """Return the rule: counts of points, whose coordinates are the last dim."""
     given = "bins" in call.arguments and not isinstance(call.arg("bins")[0], int)
     if call.arg("density") or (not given and call.arg("range", None) is None):
         return None
@@ -51,7 +51,7 @@ def _bounds(values: Tensor) -> list[float]:
 
 
 def histc_of_data(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
-    """Counts between the minimum and the maximum of the data."""
+    """Return counts between the minimum and the maximum of the data."""
     if min != max:
         return NotImplemented
     low, high = _bounds(x)
@@ -61,7 +61,7 @@ def histc_of_data(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) ->
 
 
 def histogram_by_count(x: Tensor, bins: int = 100, **options: object) -> tuple[Tensor, Tensor]:
-    """Counts or densities in a number of bins, between the minimum and the maximum unless a range is given."""
+    """Return counts or densities in a number of bins, between minimum and maximum unless a range is given."""
     density = options.pop("density", False)
     if options.get("range") and not density:
         return NotImplemented
@@ -71,7 +71,7 @@ def histogram_by_count(x: Tensor, bins: int = 100, **options: object) -> tuple[T
 
 
 def histogram_by_edges(x: Tensor, bins: Tensor, **options: object) -> tuple[Tensor, Tensor]:
-    """Densities between given edges."""
+    """Return densities between given edges."""
     if not options.get("density"):
         return NotImplemented
     counts, edges = aten.histogram.bins_tensor(x, bins, weight=options.get("weight"))
@@ -83,14 +83,14 @@ def _points_bounds(x: Tensor) -> list[float]:
 
 
 def edges_of_points(x: Tensor, bins: Sequence[int], **options: object) -> list[Tensor]:
-    """Edges for points, between the minimum and the maximum of each coordinate."""
+    """Return edges for points, between the minimum and the maximum of each coordinate."""
     if options.get("range") and not options.get("density"):
         return NotImplemented
     return aten._histogramdd_bin_edges(x, bins, range=options.get("range") or _points_bounds(x))
 
 
 def points_by_count(x: Tensor, bins: Sequence[int], **options: object) -> Tensor:
-    """Counts or densities of points in numbers of bins."""
+    """Return counts or densities of points in numbers of bins."""
     if options.get("range") and not options.get("density"):
         return NotImplemented
     bounds = options.get("range") or _points_bounds(x)
@@ -100,7 +100,7 @@ def points_by_count(x: Tensor, bins: Sequence[int], **options: object) -> Tensor
 
 
 def points_by_edges(x: Tensor, bins: Sequence[Tensor], **options: object) -> Tensor:
-    """Densities of points between given edges."""
+    """Return densities of points between given edges."""
     if not options.get("density"):
         return NotImplemented
     counts = aten._histogramdd_from_bin_tensors(x, bins, weight=options.get("weight"))

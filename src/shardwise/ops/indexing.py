@@ -70,7 +70,10 @@ def free(run: Callable[[LocalCall, FactorShard], KernelRun]) -> dict[str, Kernel
 
 
 def gather_rule(call: Call) -> str:
-    """An index for every element of the result; other dims are sharded together where their sizes agree."""
+    """Return the rule: an index for every element of the result.
+
+    Other dims are sharded together where their sizes agree.
+    """
     ndim = call.ndim(0)
     if ndim == 0 or call.ndim(1) != ndim:  # an index without elements may have any rank
         return "[x..], [i..] -> [i..] ; linear 0"
@@ -88,7 +91,10 @@ def gather(call: LocalCall, shard: FactorShard) -> Tensor:
 
 
 def scatter_rule(call: Call) -> str:
-    """An index for every element of the source, or one value for all; where elements are added, it may be sharded."""
+    """Return the rule: an index for every element of the source, or one value for all.
+
+    Where elements are added, the source may be sharded.
+    """
     ndim, source = call.ndim(0), len(call.tensors) > 2
     reduce = "sum" if "scatter_add" in packet_name(call.op) else call.arg("reduce", None)
     adds = source and reduce in ("sum", "add") and call.arg("include_self", True)
@@ -109,7 +115,7 @@ def scatter(call: LocalCall, shard: FactorShard) -> Tensor:
 
 
 def take_rule(call: Call) -> str:
-    """Indices into a flat tensor."""
+    """Return the rule: indices into a flat tensor."""
     if call.ndim(0) == 1:
         return "v, i.. -> i.. ; linear 0 ; kernel v"
     return "[x..], i.. -> i.. ; linear 0"
@@ -136,7 +142,7 @@ define("aten::put", "[x..], [i..], [s..] -> [x..] ; linear 0+2", derivative_make
 
 
 def index_select_rule(call: Call) -> str:
-    """Rows of a dim; an index without dims gives a row that keeps its dim."""
+    """Return the rule: rows of a dim; an index without dims gives a row that keeps its dim."""
     ndim = call.ndim(0)
     if ndim == 0:
         return "[x..], [i..] -> [x..] ; linear 0"
@@ -156,7 +162,7 @@ def index_select(call: LocalCall, shard: FactorShard) -> Tensor:
 
 
 def row_writes(adds: bool, clauses: str) -> Callable[[Call], str]:
-    """The rule of an op that writes rows; where it adds, the rows written may be sharded."""
+    """Return the rule of an op that writes rows; where it adds, the rows written may be sharded."""
 
     def rule(call: Call) -> str:
         ndim = call.ndim(0)
@@ -196,7 +202,7 @@ define(
 
 
 def searchsorted(call: Call) -> str:
-    """One sorted sequence for all values, or one for each row of values."""
+    """Return the rule: one sorted sequence for all values, or one for each row of values."""
     values = "" if call.tensors[1] is None else "x.."
     if call.ndim(0) == 1:
         return f"[k], {values}, [k] -> {values or '_..'}"

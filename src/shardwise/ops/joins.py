@@ -22,7 +22,7 @@ define = definitions_in(__name__)
 
 
 def cat_rule(call: Call) -> str | None:
-    """Tensors joined along a dim, each sharded by its own size."""
+    """Return the rule: tensors joined along a dim, each sharded by its own size."""
     ndims = {len(tensor.shape) for tensor in call.tensors[0]}
     if len(ndims) > 1:
         return None  # see `without_empty`
@@ -44,13 +44,13 @@ def cat(call: LocalCall, shard: FactorShard) -> KernelRun:
 
 
 def without_empty(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """`cat` of a list with empty vectors, which PyTorch allows among tensors of other ranks and leaves out."""
+    """Run `cat` without the empty vectors of its list, which PyTorch allows among tensors of other ranks."""
     kept = [tensor for tensor in tensors if tuple(tensor.shape) != (0,)]
     return aten.cat(kept, dim) if 0 < len(kept) < len(tensors) else NotImplemented
 
 
 def block_diagonal(tensors: Sequence[Tensor]) -> Tensor:
-    """Matrices along a diagonal: each with zeros left and right of it, one below the other."""
+    """Return matrices along a diagonal: each with zeros left and right of it, one below the other."""
     for index, tensor in enumerate(tensors):
         if tensor.dim() > 2:
             raise RuntimeError(f"block_diag takes tensors of at most 2 dims; number {index} has {tensor.dim()}")
@@ -76,7 +76,7 @@ define("aten::block_diag", decomposition=block_diagonal)
 
 
 def stack(call: Call) -> str:
-    """A list joined along a new dim: each rank joins its local shards."""
+    """Return the rule: a list joined along a new dim: each rank joins its local shards."""
     ndim = len(call.tensors[0][0].shape)
     names = [f"x{dim}" for dim in range(ndim)]
     at = call.arg("dim") % (ndim + 1)
@@ -84,7 +84,7 @@ def stack(call: Call) -> str:
 
 
 def repeat(call: Call) -> str:
-    """Copies of a dim, one after the other: a sharded dim becomes an interleaved one of the result."""
+    """Return the rule: copies of a dim, one after the other: a sharded dim becomes an interleaved one of the result."""
     repeats, ndim = list(call.arg("repeats")), call.ndim(0)
     new = len(repeats) - ndim
     result = ["_"] * new

@@ -74,7 +74,7 @@ class LocalCall:
     given: tuple[Layout, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
-        """A local argument by its name in the schema."""
+        """Return a local argument by its name in the schema."""
         return self.arguments[name]
 
     @property
@@ -83,11 +83,11 @@ class LocalCall:
         return next(dim for dim in self.dims if dim is not None)
 
     def local_shape(self, result: int = 0) -> tuple[int, ...]:
-        """The local shape of a result."""
+        """Return the local shape of a result."""
         return self.layouts[result].local_shape(self.at)
 
     def zeros(self, like: Tensor, result: int = 0) -> Tensor:
-        """This rank's shard of a result, filled with zeros, on the device of `like`."""
+        """Return this rank's shard of a result, filled with zeros, on the device of `like`."""
         return like.new_zeros(self.local_shape(result), dtype=self.dtypes[result])
 
     def run(self, /, **changed: object) -> Any:

@@ -40,7 +40,7 @@ def batched(rule: str) -> Callable[[Call], str]:
 
 
 def columns(call: Call) -> str:
-    """Matrices that are applied to each column, or each row, of others."""
+    """Return the rule: matrices that are applied to each column, or each row, of others."""
     rows = not call.arg("left", True)
     applied = "b.. n _" if rows else "b.. _ n"
     batches = {t.shape[: len(t.shape) - rank] for t, rank in zip(call.tensors, (2, 1, 2), strict=True)}
@@ -48,20 +48,20 @@ def columns(call: Call) -> str:
 
 
 def lu_unpack(call: Call) -> str:
-    """Factors of matrices; those that the call does not request have no elements."""
+    """Return the rule: factors of matrices; those that the call does not request have no elements."""
     data, pivots = ("b.. _ _" if call.arg(f"unpack_{what}") else "_" for what in ("data", "pivots"))
     return f"b.. _ _, b.. _ -> {pivots}, {data}, {data} ; reduce same"
 
 
 def transform(call: Call) -> str:
-    """A Fourier transform along some dims; it is linear."""
+    """Return the rule: a Fourier transform along some dims; it is linear."""
     ndim, dims = call.ndim(0), set(normalized(call.ndim(0), call.arg("dim")))
     text = " ".join("_" if d in dims else f"x{d}" for d in range(ndim))
     return f"{text} -> {text} ; linear 0"
 
 
 def cross(call: Call) -> str:
-    """Products of vectors along a dim."""
+    """Return the rule: products of vectors along a dim."""
     ndim = call.ndim(0)
     dim = call.arg("dim", -1) % ndim
     operand, result = (" ".join(f"[x{d}{q}]" if d == dim else f"x{d}{q}" for d in range(ndim)) for q in ("?", ""))

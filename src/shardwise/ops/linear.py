@@ -29,7 +29,7 @@ _plain_linear = torch.nn.functional.linear
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` on local shards."""
+    """Compute `F.linear` on local shards."""
     if type(input) is Tensor:
         return _plain_linear(input, weight, bias)
     rows, columns = _rows(input), weight.t()
@@ -38,14 +38,14 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of the input, from that of the output."""
+    """Return the gradient of the input, from that of the output."""
     if weight.is_complex():
         weight = weight.conj_physical()
     return _rows(gradient).mm(weight).view(*gradient.shape[:-1], weight.shape[1])
 
 
 def weight_gradient(gradient: Tensor, input: Tensor) -> Tensor:
-    """The gradient of the weight: a sum over all dims before the features."""
+    """Return the gradient of the weight: a sum over all dims before the features."""
     if input.is_complex():
         input = input.conj_physical()
     return _rows(gradient).t().mm(_rows(input))

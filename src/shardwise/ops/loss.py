@@ -30,7 +30,7 @@ NONE, MEAN, SUM = 0, 1, 2
 
 
 def _reduced(call: Call, pattern: str) -> str:
-    """The pattern of a loss, or of its gradient, whose terms have this pattern: a mean or a sum has no dims."""
+    """Return the pattern of a loss, or of its gradient, whose terms have this pattern: a mean or a sum has no dims."""
     return pattern if call.arg("reduction") == NONE else ""
 
 
@@ -115,7 +115,7 @@ define("aten::binary_cross_entropy_with_logits", _elementwise(4), local=_forward
 
 
 def _row_rule(template: str, scores: int) -> Callable[[Call], str]:
-    """The rule with {x} like the scores, {row} like one value for each row, and {loss} like the loss or its gradient.
+    """Return the rule with {x} like the scores, {row} like one value per row, {loss} like the loss or its gradient.
 
     Rows may be sharded, classes may not. A single row of scores has no dim for rows, or one of size 1.
     """
@@ -148,13 +148,16 @@ _IGNORED = -100
 
 
 def scores_and_row(ndim: int, name: str, classes: str) -> tuple[str, str]:
-    """The patterns of scores, with the classes in dim 1 or in the only dim, and of one value for each row."""
+    """Return the patterns of scores, with the classes in dim 1 or in the only dim, and of one value for each row."""
     dims = [classes if dim == min(1, ndim - 1) else f"{name}{dim}" for dim in range(ndim)]
     return " ".join(dims), " ".join(dim for dim in dims if dim != classes)
 
 
 def _nll_rule(call: Call) -> str:
-    """A sum needs no communication over classes `v`: it is Partial. A mean is reduced over classes `k` and rows `r`."""
+    """Return the rule: a sum needs no communication over classes `v`, it is Partial.
+
+    A mean is reduced over classes `k` and rows `r`.
+    """
     mean = call.arg("reduction") == MEAN
     classes = "k" if mean else "v"
     scores, row = scores_and_row(call.ndim(0), "r" if mean else "n", classes)
@@ -164,7 +167,7 @@ def _nll_rule(call: Call) -> str:
 
 
 def _nll_backward_rule(call: Call) -> str:
-    """Each rank computes the gradients of its classes."""
+    """Return the rule: each rank computes the gradients of its classes."""
     scores, row = scores_and_row(call.ndim(1), "n", "v")
     return f"{_reduced(call, row)}, {scores}, {row}, v, -> {scores} ; linear 0 ; kernel v"
 
@@ -177,7 +180,7 @@ def _check_classes(target: Tensor, counted: Tensor, classes: int) -> None:
 
 
 def _local_targets(call: LocalCall, scores: int) -> Tensor:
-    """The targets among this rank's classes, relative to its first class; all others are to be ignored."""
+    """Return the targets among this rank's classes, relative to its first class; all others are to be ignored."""
     layout, target = call.given[scores], call["target"]
     dim = min(1, len(layout.dims) - 1)
     counted = target != call["ignore_index"]
@@ -188,7 +191,7 @@ def _local_targets(call: LocalCall, scores: int) -> Tensor:
 
 
 def _local_nll(call: LocalCall, reduction: int) -> tuple[Tensor, Tensor]:
-    """The loss and the weight of the targets among this rank's classes."""
+    """Return the loss and the weight of the targets among this rank's classes."""
     if not call["self"].numel():
         return call.zeros(call["self"], 0), call.zeros(call["self"], 1)
     found: tuple[Tensor, Tensor] = call.run(target=_local_targets(call, 0), ignore_index=_IGNORED, reduction=reduction)
@@ -237,7 +240,7 @@ define(
 
 
 def _linear_cross_entropy(func: OpOverload) -> Callable[..., object]:
-    """The override of a linear layer's cross entropy in chunks: sharded logits are small, so all are computed at once.
+    """Return the override of a linear layer's cross entropy in chunks: sharded logits are small, so it takes one.
 
     The variant that reduces also returns gradients; they are left empty, since autograd computes them.
     """

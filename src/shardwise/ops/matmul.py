@@ -19,7 +19,7 @@ define = definitions_in(__name__)
 
 
 def added(first: str, product: str) -> Callable[[Call], str]:
-    """The rule of a product added to the first operand; for integers the summed factors must be replicated.
+    """Return the rule of a product added to the first operand; for integers the summed factors must be replicated.
 
     Ranks without data would scale the first operand by fractions, which the op refuses for integers.
     """
@@ -37,7 +37,7 @@ def added(first: str, product: str) -> Callable[[Call], str]:
 
 
 def trilinear(call: Call) -> str:
-    """Three tensors, each expanded by new dims, multiplied and summed over some dims."""
+    """Return the rule: three tensors, each expanded by new dims, multiplied and summed over some dims."""
     ndim = call.ndim(0) + len(call.arg("expand1"))
     operands = []
     for position in range(3):
@@ -49,7 +49,7 @@ def trilinear(call: Call) -> str:
 
 
 def _with_expanded_bias(call: LocalCall) -> LocalResult:
-    """`addmv`, whose result for an empty matrix would have the shape of the bias, without broadcasting."""
+    """Run `addmv`, whose result for an empty matrix would have the shape of the bias, without broadcasting."""
     return call.run(self=call["self"].expand(call.local_shape()))
 
 

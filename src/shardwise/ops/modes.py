@@ -25,7 +25,7 @@ current = ThreadValue("modes", Switches())
 
 @contextmanager
 def switched(**switches: Any) -> Iterator[None]:
-    """Context in which these fields of `Switches` have these values."""
+    """Give these fields of `Switches` these values inside the block."""
     with current.changed_to(current.get()._replace(**switches)):
         yield
 

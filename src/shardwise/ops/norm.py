@@ -28,7 +28,7 @@ TRAFFIC = 0.04
 
 
 def cast_results(results: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> tuple[Tensor | None, ...]:
-    """Results in the dtypes of the op's results; None for those that the caller did not request."""
+    """Return results in the dtypes of the op's results; None for those that the caller did not request."""
     remaining = iter(dtypes)
     return tuple(None if result is None else result.to(next(remaining)) for result in results)
 
@@ -37,7 +37,7 @@ def cast_results(results: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]
 
 
 def normalized_dims(ndim: int, count: int) -> tuple[str, str, str]:
-    """The patterns of an operand normalized over its last `count` dims, of these dims alone, and of a statistic.
+    """Return the patterns of an operand normalized over its last `count` dims, of these dims alone, and of a statistic.
 
     >>> normalized_dims(3, 1)
     ('x0 x1 k2', 'k2', 'x0 x1 1')
@@ -70,7 +70,10 @@ def _scaled(x: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def _rms_rstd(mean_square: Tensor, dtype: torch.dtype, eps: float | None) -> Tensor:
-    """The reciprocal of the root mean square; `dtype` is that of the input, whose epsilon is the default of `eps`."""
+    """Return the reciprocal of the root mean square.
+
+    `dtype` is that of the input, whose epsilon is the default of `eps`.
+    """
     return mean_square.add(torch.finfo(dtype).eps if eps is None else eps).rsqrt()
 
 
@@ -83,7 +86,7 @@ def _gradients(
     batch_dims: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the input, the weight and the bias, as many as `output_mask` has; None where it is False.
+    """Return the gradients of the input, the weight and the bias, as many as `output_mask` has; None where it is False.
 
     `x_hat` is the normalized input and `scaled` the gradient times the weight. `means` over the normalized dims are
     those of `scaled * x_hat` and, for layer norm, of `scaled`; none is needed if the input's gradient is not requested.
@@ -109,7 +112,7 @@ _fused_rms_norm_backward = torch.ops.aten._fused_rms_norm_backward.default
 
 
 def rms_norm_rstd(input: Tensor, normalized_shape: Sequence[int], eps: float | None) -> Tensor:
-    """The factor by which RMS norm multiplies each row of `input`."""
+    """Return the factor by which RMS norm multiplies each row of `input`."""
     mean_square = input.square().mean(_last_dims(normalized_shape), keepdim=True)
     return _rms_rstd(mean_square, input.dtype, eps)
 
@@ -122,7 +125,7 @@ def rms_norm_gradients(
     weight: Tensor | None,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the input and the weight of RMS norm, by ops that have derivatives themselves."""
+    """Return the gradients of the input and the weight of RMS norm, by ops that have derivatives themselves."""
     x_hat, scaled = input * rstd, _scaled(gradient, weight)
     means = [(scaled * x_hat).mean(_last_dims(normalized_shape), keepdim=True)] if output_mask[0] else []
     batch_dims = input.dim() - len(normalized_shape)
@@ -132,7 +135,7 @@ def rms_norm_gradients(
 def _rms_norm_in_python(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    """`_fused_rms_norm` on one rank: PyTorch has a fused kernel for GPUs only."""
+    """Compute `_fused_rms_norm` on one rank: PyTorch has a fused kernel for GPUs only."""
     if input.device.type != "cpu":
         result: tuple[Tensor, Tensor] = _fused_rms_norm(input, normalized_shape, weight, eps)
         return result
@@ -148,7 +151,7 @@ def _rms_norm_backward_in_python(
     weight: Tensor | None,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """`_fused_rms_norm_backward` on one rank."""
+    """Compute `_fused_rms_norm_backward` on one rank."""
     run = rms_norm_gradients if gradient.device.type == "cpu" else _fused_rms_norm_backward
     return run(gradient, input, normalized_shape, rstd, weight, output_mask)
 
@@ -161,14 +164,14 @@ def _last_dims(normalized_shape: Sequence[int]) -> list[int]:
 
 
 def _layer_dims(call: LocalCall) -> tuple[list[int], int]:
-    """The normalized dims, and the number of elements in them on all ranks together."""
+    """Return the normalized dims, and the number of elements in them on all ranks together."""
     shape = call.given[0].shape
     dims = list(range(len(shape) - len(call["normalized_shape"]), len(shape)))
     return dims, math.prod(shape[dim] for dim in dims)
 
 
 def _wide(call: LocalCall, name: str) -> Tensor:
-    """An argument in the dtype in which it is summed."""
+    """Return an argument in the dtype in which it is summed."""
     x: Tensor = call[name]
     return x.to(wide(x.dtype))
 
@@ -211,7 +214,7 @@ def rms_norm_backward(call: LocalCall, shard: FactorShard) -> KernelRun:
 
 
 def _dtypes_on_cpu(call: Call) -> tuple[torch.dtype, ...]:
-    """Statistics have the dtype of the input, or that of the weights if it is wider; on a GPU, float32 always."""
+    """Return the dtypes on a CPU: statistics have that of the input or, if wider, of the weights; float32 on a GPU."""
     given = [call.arg(name) for name in ("input", "weight", "bias")]
     wide = functools.reduce(torch.promote_types, [tensor.dtype for tensor in given if tensor is not None])
     return given[0].dtype, wide, wide
@@ -249,7 +252,10 @@ define(
 
 
 def _group_rule(sides: str, *clauses: str) -> Callable[[Call], str]:
-    """The rule of group norm with `{x}` for the operand: groups may be sharded, the channels of a group may not."""
+    """Return the rule of group norm with `{x}` for the operand.
+
+    Groups may be sharded, the channels of a group may not.
+    """
     patterns = sides.format(x="n (g [c]) [s..]")
     return lambda call: join(patterns, *clauses, f"g={call.arg('group')}", "N=(n)", "C=((g c))", "group=(g)")
 

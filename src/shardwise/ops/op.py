@@ -111,6 +111,9 @@ class Op:
     """One op. `name` is that of one overload (`aten::add.Tensor`) or of all (`aten::add`).
 
     In-place, `out=`, scalar and foreach variants follow from the schema (see `resolve`) and need no record.
+
+    >>> resolve(torch.ops.aten.mm.default).op
+    Op('aten::mm', 'm k, k n -> m n ; linear 0 | 1')
     """
 
     name: str

@@ -20,7 +20,10 @@ define = definitions_in(__name__)
 
 
 def fused(call: Call) -> str:
-    """The update of one parameter: its state is sharded like it; step counts, scales and the like are replicated."""
+    """Return the rule: the update of one parameter, whose state is sharded like it.
+
+    Step counts, scales and the like are replicated.
+    """
     inputs, outputs = [], []
     for argument, tensor in zip(tensor_arguments(call.op), call.tensors, strict=True):
         listed = argument.kind == "Tensor[]" and tensor is not None and argument.name != "state_steps"
@@ -37,7 +40,10 @@ for _name in ("adam", "adamw", "sgd", "adagrad"):
 
 
 def addcmul(call: Call) -> str:
-    """The last operand is a tensor with a number for each element of the lists; other overloads take plain numbers."""
+    """Return the rule: the last operand is a tensor with a number for each element of the lists.
+
+    Other overloads take plain numbers.
+    """
     return join("b?.., b?.., b?.., _ -> b..", "linear 0+1 | 0+2" if has_finite_numbers(call) else "")
 
 

@@ -37,7 +37,7 @@ def spatial_rule(dims: int, clause: str = "", sizes: str = "") -> Callable[[Call
 
 
 def _names(dims: int, *ops: str) -> list[str]:
-    """Names of ops; `#` in them is the number of spatial dims."""
+    """Return names of ops; `#` in them is the number of spatial dims."""
     return [f"aten::{op.replace('#', str(dims))}" for op in ops]
 
 
@@ -68,7 +68,10 @@ define("aten::max_pool2d_backward", derivative_makes_tensors=True)
 
 
 def _max_pool1d(func: OpOverload) -> Callable[..., object]:
-    """The override of `F.max_pool1d`: on a CPU, without gradients, PyTorch's kernel returns row-major results."""
+    """Return the override of `F.max_pool1d`.
+
+    On a CPU, without gradients, PyTorch's kernel returns row-major results.
+    """
 
     def run(keys: Keys, x: Tensor, *args: object, **kwargs: object) -> object:
         result = call_original(func, keys, x, *args, **kwargs)
@@ -117,7 +120,7 @@ define("aten::affine_grid_generator", _affine_grid, derivative_makes_tensors=Tru
 
 
 def _windows_rule(inputs: str, outputs: str) -> Callable[[Call], str]:
-    """The rule of an op between an image and the columns of its windows, which have the channels outermost."""
+    """Return the rule of an op between an image and the columns of its windows, which have the channels outermost."""
     return lambda call: f"{inputs} -> {outputs} ; linear 0 ; k={math.prod(call.arg('kernel_size'))}"
 
 

@@ -53,7 +53,7 @@ def _standard(name: str, *arguments: float) -> Numbers:
 
 
 def _normal(call: LocalCall, out: Tensor | None) -> Tensor:
-    """`normal_`, and `normal` with tensors, which scale and shift the numbers drawn."""
+    """Draw as `normal_`, or as `normal` with tensors, which scale and shift the numbers drawn."""
     mean, std = call["mean"], call["std"]
     shift, scale = isinstance(mean, Tensor), isinstance(std, Tensor)
     if scale:
@@ -65,7 +65,7 @@ def _normal(call: LocalCall, out: Tensor | None) -> Tensor:
 
 
 def _bernoulli(call: LocalCall, out: Tensor | None) -> Tensor:
-    """`bernoulli` with a number, with a tensor, or with the values of its operand as probabilities."""
+    """Draw as `bernoulli` with a number, with a tensor, or with the values of its operand as probabilities."""
     chance = call.arguments.get("p")
     chance = call["self"] if chance is None else chance
     if not isinstance(chance, Tensor):
@@ -89,7 +89,7 @@ def _raise_unless(condition: Tensor, message: str) -> None:
 
 
 def _random(call: LocalCall, out: Tensor | None) -> Tensor:
-    """`random_` and `randint_like`: integers."""
+    """Draw integers, as `random_` and `randint_like`."""
     names = ("from", "low", "to", "high")
     return _numbers(call, "random_", tuple(call[name] for name in names if name in call.arguments), out=out)
 
@@ -138,7 +138,7 @@ define("aten::randn_like", _rule, draw=_writing(_standard("normal_", 0.0, 1.0)),
 
 
 def dropout(call: LocalCall) -> tuple[Tensor, Tensor]:
-    """`native_dropout`, with the mask that `bernoulli_` draws: a training run may use either op."""
+    """Run `native_dropout` with the mask that `bernoulli_` draws: a training run may use either op."""
     tensor, chance = call["input"], call["p"]
     if call["train"] is False or chance == 0:
         return tensor.clone(), torch.ones_like(tensor, dtype=torch.bool)
@@ -201,7 +201,7 @@ def rrelu_with_noise(
     training: bool = False,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """A leaky ReLU with a random slope for each negative element.
+    """Return a leaky ReLU with a random slope for each negative element.
 
     PyTorch draws for these elements only, so its numbers depend on all elements: an exact draw runs on gathered inputs.
     """
@@ -222,7 +222,7 @@ def rrelu_with_noise_(
     training: bool = False,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """`rrelu_with_noise` in place."""
+    """Run `rrelu_with_noise` in place."""
     value = rrelu_with_noise(x, noise, lower, upper, training, generator)
     return value if value is NotImplemented else x.copy_(value)
 

@@ -88,7 +88,7 @@ def _relu_cell(from_input: Tensor, state: State, weights: _Weights) -> State:
 def _run_direction(
     cell: Cell, steps: Sequence[Tensor], state: State, weights: _Weights, reverse: bool
 ) -> tuple[list[Tensor], State]:
-    """The outputs of all steps, in the order of the steps, and the last state."""
+    """Return the outputs of all steps, in the order of the steps, and the last state."""
     outputs: list[Tensor] = []
     for step in reversed(steps) if reverse else steps:
         state = cell(step, state, weights)
@@ -134,7 +134,7 @@ def _run_packed_backward(
 def _run_layers(
     cell: Cell, data: Tensor, batch_sizes: list[int] | None, first: State, params: Sequence[Tensor], options: _Options
 ) -> tuple[Tensor, State]:
-    """The output of the last layer, and the last states of all layers and directions.
+    """Return the output of the last layer, and the last states of all layers and directions.
 
     `data` is (step, sequence, feature), or (row, feature) for packed sequences with these batch sizes.
     """

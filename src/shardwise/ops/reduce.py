@@ -23,12 +23,12 @@ define = definitions_in(__name__)
 
 
 def reduced_dims(ndim: int, dims: int | Sequence[int] | None) -> list[int]:
-    """The dims that a reduction with this argument goes over: all of them for None and for an empty list."""
+    """Return the dims that a reduction with this argument goes over: all of them for None and for an empty list."""
     return normalized(ndim, dims) or list(range(ndim))
 
 
 def merged(ndim: int, dims: int | Sequence[int] | None, keepdim: bool = False, outputs: int = 1) -> str:
-    """The rule of a reduction that a kernel completes over those of these dims that are sharded.
+    """Return the rule of a reduction that a kernel completes over those of these dims that are sharded.
 
     >>> merged(3, [0, 2])
     'k0 x1 k2 -> x1 ; reduce none ; kernel k0, k2'
@@ -41,17 +41,17 @@ def merged(ndim: int, dims: int | Sequence[int] | None, keepdim: bool = False, o
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums of this dtype are computed: float32 for narrower floats."""
+    """Return the dtype in which sums of this dtype are computed: float32 for narrower floats."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def over(call: LocalCall, name: str = "dim") -> list[int]:
-    """The dims that a call reduces over."""
+    """Return the dims that a call reduces over."""
     return reduced_dims(len(call.given[0].dims), call.arguments.get(name))
 
 
 def counts(call: LocalCall, dims: list[int], local: Tensor) -> tuple[int, int]:
-    """The number of elements that each result is reduced from: on this rank, and globally."""
+    """Return the number of elements that each result is reduced from: on this rank, and globally."""
     return math.prod(local.shape[dim] for dim in dims), math.prod(call.given[0].shape[dim] for dim in dims)
 
 
@@ -59,7 +59,7 @@ def counts(call: LocalCall, dims: list[int], local: Tensor) -> tuple[int, int]:
 
 
 def reduce_by(op: str, linear: bool = True) -> Callable[[Call], str]:
-    """The rule of reductions by an op that Partial supports."""
+    """Return the rule of reductions by an op that Partial supports."""
 
     def rule(call: Call) -> str:
         return reduction(call.ndim(0), call.arg("dim", None), call.arg("keepdim", False), op, linear)
@@ -68,13 +68,13 @@ def reduce_by(op: str, linear: bool = True) -> Callable[[Call], str]:
 
 
 def truth(op: str) -> Callable[[Call], str]:
-    """`any` and `all`: over no dims at all they only cast."""
+    """Return the rule of `any` and `all`: over no dims at all they only cast."""
     reduces = reduce_by(op, linear=False)
     return lambda call: "x.. -> x.." if call.arg("dim", None) in ((), []) else reduces(call)
 
 
 def min_and_max(call: Call) -> str:
-    """`aminmax`: two reductions at once."""
+    """Return the rule: `aminmax`: two reductions at once."""
     text = reduction(call.ndim(0), call.arg("dim"), call.arg("keepdim"), linear=False)
     operand, _, result = text.partition("->")
     return f"{operand}-> {result}, {result} ; reduce min, max"
@@ -95,7 +95,10 @@ define("aten::aminmax", min_and_max)
 
 
 def mean(call: LocalCall) -> LocalResult:
-    """The mean of the local shard, times the rank's share of the elements: the sum over ranks is the global mean."""
+    """Return the mean of the local shard, times the rank's share of the elements.
+
+    The sum over ranks is the global mean.
+    """
     x, dims = call["self"], over(call)
     here, everywhere = counts(call, dims, x)
     if here == everywhere:
@@ -112,7 +115,7 @@ define("aten::mean", reduce_by("sum"), local=Local(mean, when="partial sum"))
 
 
 def over_replicated_dims(call: Call) -> str:
-    """Reductions that Partial does not support: dims that they reduce over must be replicated."""
+    """Return the rule: reductions that Partial does not support: dims that they reduce over must be replicated."""
     ndim, over = call.ndim(0), reduced_dims(call.ndim(0), call.arg("dim"))
     result = dims_text("x", ndim, dict.fromkeys(over, "1" if call.arg("keepdim") else ""))
     return f"{replicated_dims('x', ndim, over)} -> {result}"
@@ -125,7 +128,7 @@ define("aten::_local_scalar_dense", "[x..] -> ")
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
-    """Whether all elements are equal: ranks exchange one bit each, not the tensors.
+    """Return whether all elements are equal: ranks exchange one bit each, not the tensors.
 
     With a plain tensor, each rank compares its local shard with the same part of its own plain tensor.
     """
@@ -136,12 +139,12 @@ def equal(one: Tensor, other: Tensor) -> bool:
 
 
 def close(one: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
-    """Whether all elements are equal up to a tolerance."""
+    """Return whether all elements are equal up to a tolerance."""
     return bool(torch.isclose(one, other, rtol, atol, equal_nan).all().item())
 
 
 def same_shape(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same global shape."""
+    """Return whether two tensors have the same global shape."""
     return one.shape == other.shape
 
 

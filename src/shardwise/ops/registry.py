@@ -49,6 +49,11 @@ class Registry:
     """Records by op name: built-in ones and, on top of them, the user's.
 
     A second registry may serve the ops that have neither (`put_behind`).
+
+    >>> with registry.restored():
+    ...     registry.register("aten::mm", "m k, k n -> m n")
+    ...     rule_for(torch.ops.aten.mm.default).op
+    Op('aten::mm', 'm k, k n -> m n')
     """
 
     def __init__(self) -> None:
@@ -72,7 +77,10 @@ class Registry:
         self._changed()
 
     def register(self, op: OpName, rule: Source, kernels: Mapping[str, Kernel] | None = None) -> None:
-        """Give an op the user's rule; text is parsed here, so that an error in it is raised here."""
+        """Give an op the user's rule; text is parsed here, so that an error in it is raised here.
+
+        >>> register("mylib::scale_rows", "m n, m -> m n ; linear 0 | 1")
+        """
         name = name_of(op)
         source = parse(rule) if isinstance(rule, str) else rule
         given = dict(kernels or {})
@@ -93,18 +101,18 @@ class Registry:
         if rule == built_in.rule:
             facts["list_kernel"] = built_in.list_kernel
         elif callable(rule) and not isinstance(rule, Rule):
-            facts["reads_numbers"] = True  # nobody knows what the user's function looks at
+            facts["reads_numbers"] = True  # the user's function may look at anything
         self._user[name] = Op(name, source, given, origin="user", file="a call of register", **facts)
         self._changed()
 
     def _kernels_for(self, name: str, rule: Rule) -> dict[str, Kernel]:
-        """The built-in kernels of an op, or of the op that this overload belongs to, for the factors of a rule."""
+        """Return the built-in kernels of an op, or of the op of this overload, for the factors of a rule."""
         op = self._built_in_for(name)
         kernels = {} if op is None else {factor: kernel_for(op, factor) for factor in rule.kernel}
         return {factor: kernel for factor, kernel in kernels.items() if kernel is not None}
 
     def _built_in_for(self, name: str) -> Op | None:
-        """The built-in record of an op, or of the op that this overload belongs to, or that it is a variant of."""
+        """Return the built-in record of an op, or of that which this overload belongs to, or is a variant of."""
         packet, _, overload = name.partition(".")
         own = self._built_in.get(name) or self._built_in.get(packet)
         if own is not None:
@@ -129,7 +137,7 @@ class Registry:
 
     @contextmanager
     def restored(self) -> Iterator[Registry]:
-        """Context in which records may be changed; on exit they are restored. For tests and experiments."""
+        """Restore the records on exit, so that they may be changed inside. For tests and experiments."""
         before = dict(self._built_in), dict(self._user)
         try:
             yield self
@@ -162,14 +170,22 @@ class Registry:
     # ---- look-up ----------------------------------------------------------------------------------------------
 
     def resolve(self, func: OpOverload) -> ResolvedOp:
-        """The record of an overload; a record without a rule if the op has none."""
+        """Return the record of an overload; a record without a rule if the op has none.
+
+        >>> resolve(torch.ops.aten.add_.Tensor).key
+        'aten::add'
+        """
         found = self._resolved.get(func)
         if found is None:
             found = self._resolved[func] = self._resolve(func)
         return found
 
     def rule_for(self, func: OpOverload) -> ResolvedOp | None:
-        """The record of an overload; None if it has no rule."""
+        """Return the record of an overload; None if it has no rule.
+
+        >>> rule_for(torch.ops.aten.nonzero.default) is None
+        True
+        """
         found = self.resolve(func)
         return found if found.has_rule else None
 
@@ -192,7 +208,7 @@ class Registry:
         return resolved
 
     def _in_place_view(self, func: OpOverload) -> OpOverload | None:
-        """For an op that turns a tensor into a view of itself, such as `t_`, return the view op, such as `t`."""
+        """Return the view op, such as `t`, for an op that turns a tensor into a view of itself, such as `t_`."""
         if torch.Tag.inplace_view not in func.tags:
             return None
         takes = [(argument.name, str(argument.type)) for argument in schema_of(func).arguments]
@@ -203,7 +219,7 @@ class Registry:
         return None
 
     def _candidates(self, func: OpOverload, table: Mapping[str, Op]) -> Iterator[tuple[Op, Operands]]:
-        """The records with a rule that may serve an overload, nearest first, with the positions of their operands."""
+        """Yield the records with a rule that may serve an overload, nearest first, with their operands' positions."""
         own = overload_key(func)
         for name in family(func):
             same = f"{name}.{overload_name(func)}"
@@ -248,7 +264,7 @@ def _derive(func: OpOverload, op: Op, models: Iterable[OpOverload]) -> Iterator[
 
 
 def name_of(op: OpName) -> str:
-    """The name of an op given in any form: an overload, a packet, or a name such as `aten::add`."""
+    """Return the name of an op given in any form: an overload, a packet, or a name such as `aten::add`."""
     if isinstance(op, OpOverload):
         return overload_key(op)
     if isinstance(op, OpOverloadPacket):

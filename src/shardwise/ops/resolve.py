@@ -37,6 +37,10 @@ class ResolvedOp:
     this overload, or of all overloads of its op. `operands` holds, for each input of the rule, the position of its
     argument in the schema, or None where a number takes its place. `built_in` is what the overload resolves to without
     the user's rule; None if the user gave none.
+
+    >>> found = resolve(torch.ops.aten.mul_.Scalar)
+    >>> found.key, found.variant, found.writes
+    ('aten::mul', 'inplace', (0,))
     """
 
     def __init__(
@@ -92,14 +96,14 @@ class ResolvedOp:
         return self.built_in if self.built_in.rule(call) is self._unchecked_rule(call) else self
 
     def rule(self, call: Call) -> Rule | None:
-        """The rule of one call. None to decompose it, or to run it on gathered inputs."""
+        """Return the rule of one call. None to decompose it, or to run it on gathered inputs."""
         rule = self._unchecked_rule(call)
         for name in rule.kernel if rule is not None else ():
             self.kernel(name)
         return rule
 
     def _unchecked_rule(self, call: Call) -> Rule | None:
-        """The rule of one call, which may name kernels that this op lacks."""
+        """Return the rule of one call, which may name kernels that this op lacks."""
         source = self.op.rule
         found = source(call) if callable(source) and not isinstance(source, Rule) else source
         if found is None:
@@ -117,13 +121,13 @@ class ResolvedOp:
         return rule
 
     def layout_rule(self, call: Call, layouts: Sequence[Layout]) -> Rule | None:
-        """The rule of one call whose operands have these layouts; None where the layouts do not matter."""
+        """Return the rule of one call whose operands have these layouts; None where the layouts do not matter."""
         find = self.op.layout_rule
         found = None if find is None or self.variant != "functional" else find(call, layouts)
         return None if found is None else parse(found)
 
     def kernel(self, name: str) -> Kernel:
-        """The kernel for this factor; `RuleError` if there is none."""
+        """Return the kernel for this factor; `RuleError` if there is none."""
         found = kernel_for(self.op, name)
         if found is None:
             raise RuleError(
@@ -132,11 +136,11 @@ class ResolvedOp:
         return found
 
     def tensors(self, call: Call) -> Args:
-        """The operands of a call, one for each input of its rule."""
+        """Return the operands of a call, one for each input of its rule."""
         return tuple(t for t, position in zip(call.tensors, self.operands, strict=True) if position is not None)
 
     def arguments(self, args: Iterable[object], kwargs: Mapping[str, object]) -> Kwargs:
-        """All arguments of a call by name, defaults included."""
+        """Return all arguments of a call by name, defaults included."""
         return {**self.defaults, **dict(zip(self.names, args, strict=False)), **kwargs}
 
     def __repr__(self) -> str:
@@ -148,7 +152,10 @@ def _entry_bytes(key: object, value: object) -> int:
 
 
 def kernel_for(op: Op, factor: str) -> Kernel | None:
-    """The kernel of an op for this factor. That of `k` also serves k0, k1, ... and their refinements k0_0, k0_1, ..."""
+    """Return the kernel of an op for this factor.
+
+    That of `k` also serves k0, k1, ... and their refinements k0_0, k0_1, ...
+    """
     return op.kernels.get(factor) or op.kernels.get(_NUMBER.sub("", factor))
 
 
@@ -156,7 +163,7 @@ _NUMBER = re.compile(r"\d+(_\d+)?$")
 
 
 def _number_arguments(func: OpOverload) -> frozenset[int | str]:
-    """The arguments, by position and by name, that are numbers: rules do not read their values by default."""
+    """Return the arguments, by position and by name, that are numbers: rules do not read their values by default."""
     found: set[int | str] = set()
     for position, argument in enumerate(schema_of(func).arguments):
         if "number" in str(argument.type) or "float" in str(argument.type):

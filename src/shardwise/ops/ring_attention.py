@@ -35,7 +35,7 @@ _QKV = "Tensor query, Tensor key, Tensor value"
 
 
 def _one_device(query: Tensor, key: Tensor, value: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-    """The op on plain tensors: a ring of one rank."""
+    """Return the op on plain tensors: a ring of one rank."""
     if query.is_meta:
         fused = args[1] is None and all(tensor.stride(-1) == 1 for tensor in (query, key, value))
         output = output_like(query, value, row_major=not fused)
@@ -46,7 +46,7 @@ def _one_device(query: Tensor, key: Tensor, value: Tensor, *args: object) -> tup
 def _one_device_gradients(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward op on plain tensors: a ring of one rank."""
+    """Return the backward op on plain tensors: a ring of one rank."""
     if gradient.is_meta:
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     return _on_plain(backward, ring_attention_backward, query, (gradient, query, key, value, *args))
@@ -67,7 +67,7 @@ ring_attention_backward = new_op(
 
 
 def _patterns(call: Call) -> dict[str, str]:
-    """The patterns of all operands, by name: queries, keys and values share the positions `s`."""
+    """Return the patterns of all operands, by name: queries, keys and values share the positions `s`."""
     query, key = tuple(call.arg("query").shape), tuple(call.arg("key").shape)
     heads, shared = ("(g r)", "g") if query[1] != key[1] else ("h", "h")
     found = {

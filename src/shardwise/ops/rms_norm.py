@@ -53,7 +53,10 @@ class _RMSNorm(QuickFunction):
 
 
 def _is_served(tensors: Sequence[Tensor], normalized_shape: Sequence[int]) -> bool:
-    """Whether shapes fit, and no wider dtype is needed for sums. PyTorch decomposes other calls, or raises an error."""
+    """Return whether shapes fit, and no wider dtype is needed for sums.
+
+    PyTorch decomposes other calls, or raises an error.
+    """
     (input, *weight), shape = tensors, tuple(normalized_shape)
     if not shape or input.shape[-len(shape) :] != shape or input.dtype not in _DTYPES:
         return False

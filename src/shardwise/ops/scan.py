@@ -24,13 +24,13 @@ Combine = Callable[[Tensor, Tensor], Tensor]
 
 
 def slab(call: LocalCall, size: int) -> list[int]:
-    """The local shape of the operand with `size` rows along the sharded dim."""
+    """Return the local shape of the operand with `size` rows along the sharded dim."""
     x, dim = call["self"], call.dims[0]
     return [size if d == dim else n for d, n in enumerate(x.shape)]
 
 
 def _last(call: LocalCall, scanned: Tensor, shard: FactorShard, start: float) -> Tensor:
-    """The last row of a scan, which the following shards need; `start` where this shard is empty."""
+    """Return the last row of a scan, which the following shards need; `start` where this shard is empty."""
     if shard.held:
         return scanned.narrow(call.dims[0] or 0, shard.held - 1, 1)
     return scanned.new_full(slab(call, 1), start)
@@ -68,7 +68,7 @@ def cumulate(start: float, combine: Combine) -> Callable[[LocalCall, FactorShard
 
 
 def _takes_over(new: Tensor, old: Tensor, largest: bool) -> Tensor:
-    """Whether a later value replaces the running extreme: an equal one does, and so does a NaN."""
+    """Return whether a later value replaces the running extreme: an equal one does, and so does a NaN."""
     better = new >= old if largest else new <= old
     return better | (new != new) if new.dtype.is_floating_point else better
 
@@ -98,7 +98,7 @@ def cumulate_extreme(largest: bool) -> Callable[[LocalCall, FactorShard], Kernel
 
 
 def scan_rule(outputs: int, *clauses: str) -> Callable[[Call], str]:
-    """The rule of a scan along a dim, which has a kernel."""
+    """Return the rule of a scan along a dim, which has a kernel."""
 
     def rule(call: Call) -> str:
         ndim = call.ndim(0)
@@ -110,7 +110,7 @@ def scan_rule(outputs: int, *clauses: str) -> Callable[[Call], str]:
 
 
 def logcumsumexp_rule(call: Call) -> str:
-    """A scan; of complex numbers along a replicated dim only."""
+    """Return the rule: a scan; of complex numbers along a replicated dim only."""
     if call.tensors[0].dtype.is_complex:  # the branch of a complex logarithm depends on all numbers before
         dims = replicated_dims("x", call.ndim(0), call.arg("dim"))
         return f"{dims} -> {dims}"
@@ -147,7 +147,7 @@ define(
 
 
 def _vander(func: OpOverload) -> Callable[..., object]:
-    """The override of `torch.vander`: PyTorch writes the powers into a plain tensor."""
+    """Return the override of `torch.vander`: PyTorch writes the powers into a plain tensor."""
 
     def run(keys: Keys, x: Tensor, N: int | None = None, increasing: bool = False) -> object:
         count = x.shape[0] if x.dim() == 1 and N is None else N
@@ -168,13 +168,13 @@ define(("aten::trapezoid", "aten::trapz"), makes_tensors=True)  # zeros for empt
 
 
 def segments(call: Call) -> str:
-    """Runs of rows along an axis, each reduced by itself: the axis must be replicated."""
+    """Return the rule: runs of rows along an axis, each reduced by itself: the axis must be replicated."""
     data, ends = _segments(call, call.ndim(0))
     return f"{data}, {ends}, _.., {ends} -> {data}"
 
 
 def segments_backward(call: Call) -> str:
-    """The gradient of `segment_reduce`."""
+    """Return the rule: the gradient of `segment_reduce`."""
     data, ends = _segments(call, call.ndim(2))
     return f"{data}, {data}, {data}, {ends}, {ends} -> {data} ; linear 0"
 

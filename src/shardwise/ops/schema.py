@@ -32,7 +32,11 @@ ON_LISTS = (FOREACH, "_fused_", "_amp_foreach_")
 
 
 class TensorArgument(NamedTuple):
-    """A tensor-like argument of an op. `kind` is Tensor, Tensor?, Tensor[] or Tensor?[]."""
+    """A tensor-like argument of an op. `kind` is Tensor, Tensor?, Tensor[] or Tensor?[].
+
+    >>> tensor_arguments(torch.ops.aten.add.out)[2]
+    TensorArgument(position=3, name='out', kind='Tensor', write=True, out=True)
+    """
 
     position: int
     name: str
@@ -43,7 +47,11 @@ class TensorArgument(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def tensor_arguments(func: OpOverload) -> tuple[TensorArgument, ...]:
-    """Return the tensor-like arguments of an op, in the order of its schema."""
+    """Return the tensor-like arguments of an op, in the order of its schema.
+
+    >>> [argument.name for argument in tensor_arguments(torch.ops.aten.addmm.default)]
+    ['self', 'mat1', 'mat2']
+    """
     found = []
     for position, argument in enumerate(schema_of(func).arguments):
         kind = KINDS.get(str(argument.type))

@@ -68,7 +68,10 @@ def attention_over_sequence(method: Method | None = None, zigzag: bool | None = 
     ...     F.scaled_dot_product_attention(q, k, v, is_causal=True)    # q, k, v: [Shard(2)]
     """
     if method is not None and method not in get_args(Method):
-        raise InputError(f"attention by the method {method!r}", f"use one of {', '.join(get_args(Method))}, or None")
+        raise InputError(
+            f"attention_over_sequence got method={method!r}",
+            f"use one of {', '.join(map(repr, get_args(Method)))}, or None",
+        )
     before = _mode.get()
     with _mode.changed_to(SequenceMode(method or before.method, before.zigzag if zigzag is None else zigzag)):
         yield

@@ -23,9 +23,12 @@ KINDS: tuple[Kind, ...] = ("rule", "generated", "decomposition", "gathered")
 
 
 def served_by(func: OpOverload, planned: bool | None = None) -> Kind:
-    """How calls of an op are served: `rule`, `generated`, `decomposition` or `gathered`.
+    """Return how calls of an op are served: `rule`, `generated`, `decomposition` or `gathered`.
 
     A rule may refuse a call. `planned` is whether it took the call at hand; None to describe the calls that it takes.
+
+    >>> served_by(torch.ops.aten.mm.default), served_by(torch.ops.aten.nonzero.default)
+    ('rule', 'gathered')
     """
     found = resolve(func)
     if planned is None:

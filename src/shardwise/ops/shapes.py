@@ -28,7 +28,7 @@ def _list(value: int | Sequence[int]) -> list[int]:
 
 
 def along_dims(call: Call) -> str:
-    """The rule of an op along several dims; with the kernel, any one of them may be sharded."""
+    """Return the rule of an op along several dims; with the kernel, any one of them may be sharded."""
     ndim = call.ndim(0)
     dims = sorted({dim % ndim for dim in _list(call.arg("dims"))}) if ndim else []
     if not dims and packet_name(call.op).startswith("aten::roll"):
@@ -65,7 +65,7 @@ def flip(call: LocalCall, shard: FactorShard) -> KernelRun:
 
 
 def rot90(call: Call) -> str:
-    """The two dims that turn must be replicated."""
+    """Return the rule: the two dims that turn must be replicated."""
     ndim, pair = call.ndim(0), [dim % call.ndim(0) for dim in call.arg("dims")]
     text = dims_text("x", ndim, dict.fromkeys(pair, "_"))
     return join(f"{text} -> {text}", MOVES)
@@ -79,7 +79,7 @@ define("aten::rot90", rot90)
 
 
 def pad_rule(call: Call) -> str:
-    """Dims that are padded have a kernel. Padding by zeros is linear."""
+    """Return the rule: dims that are padded have a kernel. Padding by zeros is linear."""
     ndim, pads = call.ndim(0), list(call.arg("pad"))
     padded = [ndim - 1 - i // 2 for i in range(0, len(pads), 2) if pads[i] or pads[i + 1]]
     text = dims_text("x", ndim, {dim: f"k{dim}" for dim in padded})
@@ -133,7 +133,7 @@ define(("aten::tril", "aten::triu"), "x.. -> x.. ; linear 0", local=Local(triang
 
 
 def shuffled(text: str, argument: str) -> Callable[[Call], str]:
-    """The rule of a pixel shuffle: the factors `r` and `s` have the size of this argument."""
+    """Return the rule of a pixel shuffle: the factors `r` and `s` have the size of this argument."""
 
     def rule(call: Call) -> str:
         factor = call.arg(argument)

@@ -62,7 +62,7 @@ class Slice:
 
 
 def slice_rule(call: Call) -> str:
-    """A slice of all rows is local; any other has a kernel along its dim."""
+    """Return the rule: a slice of all rows is local; any other has a kernel along its dim."""
     ndim, dim = call.ndim(0), call.arg("dim") % call.ndim(0)
     if Slice(call, call.shape(0)[dim]).is_all:
         return f"x.. -> x.. ; {MOVES}"
@@ -79,13 +79,16 @@ def slice_rows(call: LocalCall, shard: FactorShard) -> KernelRun:
 
 
 def put_slice(given: Kwargs) -> Write:
-    """Replace the rows of the slice by the value."""
+    """Return the write that replaces the rows of the slice by the value."""
     dim, start, end, step = (given[name] for name in ("dim", "start", "end", "step"))
     return lambda root, value: aten.slice_scatter.default(root, value, dim, start, end, step)
 
 
 def slice_backward_rule(call: Call) -> str:
-    """The kernel reads the global size of the sliced dim, so that entry of `input_sizes` is not localised."""
+    """Return the rule: rows of zeros around the gradient.
+
+    The kernel reads the global size of the sliced dim, so that entry of `input_sizes` is not localised.
+    """
     ndim = call.ndim(0)
     dim = call.arg("dim") % ndim
     text, sizes = (dims_text("x", ndim, {dim: name}) for name in ("k", "_"))
@@ -105,7 +108,7 @@ def slice_backward(call: LocalCall, shard: FactorShard) -> KernelRun:
 
 
 def slice_scatter_rule(call: Call) -> str:
-    """Both tensors are sharded along the dim, each by its own size."""
+    """Return the rule: both tensors are sharded along the dim, each by its own size."""
     ndim, dim = call.ndim(0), call.arg("dim") % call.ndim(0)
     start, stop, step = slice(call.arg("start"), call.arg("end"), call.arg("step")).indices(call.shape(0)[dim])
     if call.shape(1)[dim] != len(range(start, stop, step)):
@@ -144,7 +147,7 @@ define("aten::slice_inverse", derivative_makes_tensors=True)
 
 
 def row_rule(result: str) -> Callable[[Call], str]:
-    """The rule of an op on one row of a dim; in `result`, the word `rest` stands for all other dims."""
+    """Return the rule of an op on one row of a dim; in `result`, the word `rest` stands for all other dims."""
 
     def rule(call: Call) -> str:
         ndim = call.ndim(0)
@@ -156,7 +159,7 @@ def row_rule(result: str) -> Callable[[Call], str]:
 
 
 def _row(tensor: Tensor, dim: int, index: int, shard: FactorShard) -> Tensor:
-    """The row at this global index on the rank that holds it; on the others zeros that change no sum."""
+    """Return the row at this global index on the rank that holds it; on the others zeros that change no sum."""
     if shard.start <= index < shard.stop:
         return tensor.select(dim, index - shard.start).clone(memory_format=torch.contiguous_format)
     shape = list(tensor.shape)
@@ -177,13 +180,16 @@ def unbind(call: LocalCall, shard: FactorShard) -> list[Tensor]:
 
 
 def put_row(given: Kwargs) -> Write:
-    """Replace the row by the value."""
+    """Return the write that replaces the row by the value."""
     index = given["index"] if given[RESULT] is None else given[RESULT]
     return lambda root, value: aten.select_scatter.default(root, value, given["dim"], index)
 
 
 def select_backward_rule(call: Call) -> str:
-    """The result has the dim of the row, which the gradient of the row lacks; with the kernel it may be sharded."""
+    """Return the rule: the result has the dim of the row, which the gradient of the row lacks.
+
+    With the kernel that dim may be sharded.
+    """
     sizes = tuple(call.arg("input_sizes"))
     dim = call.arg("dim") % len(sizes)
     operand, result = (dims_text("x", len(sizes), {dim: name}) for name in ("", "k"))
@@ -201,7 +207,7 @@ def select_backward(call: LocalCall, shard: FactorShard) -> Tensor:
 
 
 def select_scatter_rule(call: Call) -> str:
-    """The source is one row, without the dim along which it replaces a row of the tensor."""
+    """Return the rule: the source is one row, without the dim along which it replaces a row of the tensor."""
     ndim = call.ndim(0)
     dim = call.arg("dim") % ndim
     operand, source = (dims_text("x", ndim, {dim: name}) for name in ("k", ""))
@@ -240,7 +246,7 @@ define(
 
 
 def split_rule(call: Call) -> str:
-    """Ranges of a dim, each sharded by its own size."""
+    """Return the rule: ranges of a dim, each sharded by its own size."""
     text = dims_text("x", call.ndim(0), {call.arg("dim") % call.ndim(0): "k"})
     return join(f"{text} -> {{{text}}}", MOVES, "kernel k")
 
@@ -260,7 +266,7 @@ def split(call: LocalCall, shard: FactorShard) -> KernelRun:
 
 
 def put_split(given: Kwargs) -> Write:
-    """Replace one range of the dim by the value."""
+    """Return the write that replaces one range of the dim by the value."""
     index, dim = given[RESULT], given["dim"]
     if "split_sizes" in given:
         starts = list(itertools.accumulate(given["split_sizes"], initial=0))
@@ -286,8 +292,10 @@ define(_UNSAFE, split_rule, layout_rule=blocks.split_by_blocks, kernels=_split, 
 
 
 def _split_at_values(func: OpOverload) -> Callable[..., object]:
-    """The override of `tensor_split` by a tensor of indices: PyTorch's kernel reads them from memory, which a
-    distributed tensor lacks."""
+    """Return the override of `tensor_split` by a tensor of indices.
+
+    PyTorch's kernel reads the indices from memory, which a distributed tensor lacks.
+    """
 
     def run(keys: Keys, tensor: Tensor, indices: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
         if indices.dtype != torch.int64 or indices.dim() > 1 or not tensor.dim():

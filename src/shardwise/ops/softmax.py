@@ -18,12 +18,12 @@ define = definitions_in(__name__)
 
 
 def _finite(top: Tensor) -> Tensor:
-    """The maximum to subtract before an exponential: 0 for an infinite one, which would give inf - inf."""
+    """Return the maximum to subtract before an exponential: 0 for an infinite one, which would give inf - inf."""
     return torch.where(top.isfinite(), top, 0.0)
 
 
 def exponents(x: Tensor, dims: Sequence[int]) -> Steps[tuple[Tensor, Tensor]]:
-    """The maximum over these dims on all ranks, and the sum of the exponentials of x minus it; dims are kept."""
+    """Return the maximum over these dims on all ranks, and the sum of the exponentials of x minus it; dims are kept."""
     dims = list(dims)
     if all(x.shape[dim] for dim in dims):
         top = x.amax(dims, True)
@@ -52,7 +52,10 @@ def logsumexp(call: LocalCall, shard: FactorShard) -> KernelRun:
 
 
 def _exponents_of(call: LocalCall) -> Steps[tuple[Tensor, Tensor, Tensor]]:
-    """This rank's logits minus the maximum, the sum of exponentials (NaN for infinite maxima), and the maximum."""
+    """Return this rank's logits minus the maximum, the sum of exponentials, and the maximum.
+
+    The sum is NaN for infinite maxima.
+    """
     x = call["self"].to(wide(call.dtypes[0]))
     top, total = yield from exponents(x, [call.dims[0] or 0])
     return x - _finite(top), torch.where(top.isfinite(), total, torch.nan), top
@@ -71,7 +74,7 @@ def log_softmax(call: LocalCall, shard: FactorShard) -> KernelRun:
 
 
 def safe_softmax(call: LocalCall, shard: FactorShard) -> KernelRun:
-    """Like `softmax`, but rows of nothing but -inf give zeros, not NaN."""
+    """Compute `softmax`, but with zeros, not NaN, for rows of nothing but -inf."""
     above, total, top = yield from _exponents_of(call)
     return torch.where(top == -torch.inf, 0.0, above.exp() / total).to(call.dtypes[0])
 
@@ -93,7 +96,7 @@ def log_softmax_backward(call: LocalCall, shard: FactorShard) -> KernelRun:
 
 
 def _softmax_rule(operands: int, *clauses: str) -> Callable[[Call], str]:
-    """The rule of an op whose operands and result have the same dims, of which `dim` has a kernel."""
+    """Return the rule of an op whose operands and result have the same dims, of which `dim` has a kernel."""
 
     def rule(call: Call) -> str:
         ndim, dim = call.ndim(0), call.arg("dim")

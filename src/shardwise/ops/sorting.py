@@ -19,7 +19,7 @@ define = definitions_in(__name__)
 
 
 def topk_rule(call: Call) -> str:
-    """The k largest along a dim, which has a kernel."""
+    """Return the rule: the k largest along a dim, which has a kernel."""
     ndim = call.ndim(0)
     dims = normalized(ndim, call.arg("dim"))
     operand, result = (dims_text("x", ndim, dict.fromkeys(dims, mark)) for mark in ("k", "_"))
@@ -53,7 +53,7 @@ define("aten::topk", topk_rule, kernels={"k": Kernel(topk, traffic=4.0)}, deriva
 
 
 def along(ndim: int, dim: int, outputs: int, keepdim: bool | None = None) -> str:
-    """The rule of an op along one dim, which must be replicated; `keepdim` is None if the results keep the dim.
+    """Return the rule of an op along one dim, which must be replicated; `keepdim` is None if the results keep the dim.
 
     >>> along(2, 1, 2), along(2, -1, 1, False)
     ('x0 [x1] -> x0 [x1], x0 [x1]', 'x0 [x1] -> x0')
@@ -66,12 +66,12 @@ def along(ndim: int, dim: int, outputs: int, keepdim: bool | None = None) -> str
 
 
 def along_dim(outputs: int) -> Callable[[Call], str]:
-    """The rule of ops that reorder a dim."""
+    """Return the rule of ops that reorder a dim."""
     return lambda call: along(call.ndim(0), call.arg("dim"), outputs)
 
 
 def picked_from_dim(call: Call) -> str:
-    """Ops that find one element along a dim: its value and its index."""
+    """Return the rule: ops that find one element along a dim: its value and its index."""
     return along(call.ndim(0), call.arg("dim"), 2, call.arg("keepdim"))
 
 

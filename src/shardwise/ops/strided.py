@@ -23,28 +23,28 @@ def _pair(call: Call, ndim: int) -> list[int]:
 
 
 def diagonal(call: Call) -> str:
-    """Two dims become one at the end."""
+    """Return the rule: two dims become one at the end."""
     ndim = call.ndim(0)
     operand, result = (dims_text("x", ndim, dict.fromkeys(_pair(call, ndim), text)) for text in ("_", ""))
     return join(f"{operand} -> {result} _", MOVES)
 
 
 def diagonal_backward(call: Call) -> str:
-    """The last dim becomes two, with zeros around the diagonal."""
+    """Return the rule: the last dim becomes two, with zeros around the diagonal."""
     ndim = len(tuple(call.arg("input_sizes")))
     operand, result = (dims_text("x", ndim, dict.fromkeys(_pair(call, ndim), text)) for text in ("", "_"))
     return join(f"{operand} _ -> {result}", "linear 0", f"input_sizes=({result})")
 
 
 def diagonal_scatter(call: Call) -> str:
-    """A diagonal of two dims is replaced."""
+    """Return the rule: a diagonal of two dims is replaced."""
     ndim = call.ndim(0)
     result, source = (dims_text("x", ndim, dict.fromkeys(_pair(call, ndim), text)) for text in ("_", ""))
     return join(f"{result}, {source} _ -> {result}", "linear 0+1")
 
 
 def diag_embed(call: Call) -> str:
-    """The last dim becomes the diagonal of two new ones."""
+    """Return the rule: the last dim becomes the diagonal of two new ones."""
     ndim = call.ndim(0)
     names = [f"x{dim}" for dim in range(ndim - 1)]
     result = list(names)
@@ -54,7 +54,7 @@ def diag_embed(call: Call) -> str:
 
 
 def put_diagonal(given: Kwargs) -> Write:
-    """Replace the diagonal by the value."""
+    """Return the write that replaces the diagonal by the value."""
     where = [given[name] for name in ("offset", "dim1", "dim2")]
     return lambda root, value: aten.diagonal_scatter.default(root, value, *where)
 
@@ -70,14 +70,14 @@ define("aten::trace", "_ _ -> ; linear 0", derivative_makes_tensors=True)
 
 
 def unfold(call: Call) -> str:
-    """Windows along a dim; a new dim at the end holds their elements."""
+    """Return the rule: windows along a dim; a new dim at the end holds their elements."""
     ndim = call.ndim(0)
     text = dims_text("x", ndim, {call.arg("dimension") % ndim: "_"} if ndim else {})
     return join(f"{text} -> {text if ndim else ''} _", MOVES)
 
 
 def unfold_backward(call: Call) -> str:
-    """The windows of a dim are added up."""
+    """Return the rule: the windows of a dim are added up."""
     sizes = tuple(call.arg("input_sizes"))
     if not sizes:
         return "_.. -> ; linear 0"
@@ -93,7 +93,10 @@ define(("aten::stft", "aten::istft"), makes_tensors=True)
 
 
 def as_strided(call: Call) -> str:
-    """The tensor may be sharded if size, strides and offset are its own; any other view needs it replicated."""
+    """Return the rule: the tensor may be sharded if size, strides and offset are its own.
+
+    Any other view needs it replicated.
+    """
     meta, size, stride = call.tensors[0], tuple(call.arg("size")), tuple(call.arg("stride"))
     if size == tuple(meta.shape) and stride == tuple(meta.stride) and not call.arg("storage_offset"):
         return f"x.. -> x.. ; {MOVES} ; size=(x..)"
@@ -115,7 +118,7 @@ def local_as_strided_scatter(call: LocalCall) -> Tensor:
 
 
 def put_strided(given: Kwargs) -> Write:
-    """Replace the memory that the view covers by the value."""
+    """Return the write that replaces the memory which the view covers by the value."""
     where = [given[name] for name in ("size", "stride", "storage_offset")]
     return lambda root, value: aten.as_strided_scatter.default(root, value, *where)
 

@@ -22,7 +22,7 @@ def _squared(x: Tensor) -> Tensor:
 
 
 def moments(x: Tensor, dims: list[int], everywhere: int, shard: FactorShard) -> Steps[tuple[Tensor, Tensor]]:
-    """The global mean along `dims`, over `everywhere` elements, and the sum of squares about it; dims are kept.
+    """Return the global mean along `dims`, over `everywhere` elements, and the sum of squares about it; dims are kept.
 
     Each rank's mean and squares about its own mean are gathered and merged (Chan et al.), since a sum of
     squares about zero loses all digits where the mean is large.
@@ -47,7 +47,7 @@ def _correction(call: LocalCall) -> float:
 
 
 def variance(root: bool, with_mean: bool) -> Kernel:
-    """The kernel of a variance, or of its root, the standard deviation; with the mean as a second result."""
+    """Return the kernel of a variance, or of its root, the standard deviation; with the mean as a second result."""
 
     def run(call: LocalCall, shard: FactorShard) -> KernelRun:
         x, dims = call["self"], over(call)
@@ -65,7 +65,7 @@ def variance(root: bool, with_mean: bool) -> Kernel:
 
 
 def variance_rule(results: int) -> Callable[[Call], str]:
-    """The rule of `var` and its like, which have one or two results."""
+    """Return the rule of `var` and its like, which have one or two results."""
     return lambda call: merged(call.ndim(0), call.arg("dim", None), call.arg("keepdim", False), results)
 
 

@@ -29,8 +29,12 @@ _UNSERVED = ("seqused_k", "block_table", "num_splits")
 def _varlen(*args: object, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, its logsumexp as `[heads, tokens]`, and an unused state of a generator."""
     given = _arguments(_FORWARD, args, kwargs)
-    if any(given.get(name) is not None for name in _UNSERVED):
-        raise InputError(f"varlen_attn of DTensors with {', '.join(_UNSERVED)}", "leave these arguments out")
+    unserved = [name for name in _UNSERVED if given.get(name) is not None]
+    if unserved:
+        raise InputError(
+            f"varlen_attn of DTensors does not take {' and '.join(unserved)}",
+            f"leave out {' and '.join(unserved)}, or pass plain tensors",
+        )
     tensors = [_batched(given[name]) for name in ("query", "key", "value")]
     output, logsumexp = ring_attention(*tensors, *_options(tensors, given))
     state = torch.zeros(2, dtype=torch.uint64, device=output.device)
@@ -47,19 +51,23 @@ def _varlen_backward(*args: object, **kwargs: object) -> tuple[Tensor, ...]:
 
 
 def _arguments(name: str, args: tuple[object, ...], kwargs: Kwargs) -> Kwargs:
-    """All arguments of a call by name: PyTorch's versions differ in their order."""
+    """Return all arguments of a call by name: PyTorch's versions differ in their order."""
     return resolve(next(overloads(name))).arguments(args, kwargs)
 
 
 def _batched(tensor: Tensor) -> Tensor:
-    """From `[tokens, heads, features]` to `[1, heads, tokens, features]`."""
+    """Return `[tokens, heads, features]` as `[1, heads, tokens, features]`."""
     return tensor.transpose(0, 1).unsqueeze(0)
 
 
 def _options(tensors: Sequence[Tensor], given: Kwargs) -> tuple[object, ...]:
-    """The options of `ring_attention`: no mask and no dropout, whether it is causal, the documents, ..."""
+    """Return the options of `ring_attention`: no mask and no dropout, whether it is causal, the documents, ..."""
     if not are_distributed(tensors):
-        raise InputError("varlen_attn of DTensors and plain tensors", "distribute queries, keys and values alike")
+        plain = [name for name, x in zip(("query", "key", "value"), tensors, strict=True) if not are_distributed([x])]
+        raise InputError(
+            f"varlen_attn got DTensors, but plain tensors as {' and '.join(plain)}",
+            "distribute all three on one mesh: distribute_tensor(x, mesh, placements)",
+        )
     window = tuple(given.get("window_size") or (-1, 0 if given["is_causal"] else -1))
     documents: list[int] = given["cu_seq_q"].tolist()
     of_keys = documents if given["cu_seq_k"] is None else given["cu_seq_k"].tolist()

@@ -24,7 +24,7 @@ def _order(call: LocalCall) -> float:
 
 
 def merge_norms(local: Tensor, order: float) -> Steps[Tensor]:
-    """The norm of a vector from the norms of its shards."""
+    """Return the norm of a vector from the norms of its shards."""
     if math.isinf(order):
         return (yield Reduce(local, "max" if order > 0 else "min"))
     if order in (0.0, 1.0):
@@ -34,7 +34,7 @@ def merge_norms(local: Tensor, order: float) -> Steps[Tensor]:
 
 
 def _local_norm(x: Tensor, order: float, dims: list[int], keepdim: bool, result: torch.dtype) -> Tensor:
-    """The norm of the local shard, in a dtype in which norms can be added up."""
+    """Return the norm of the local shard, in a dtype in which norms can be added up."""
     dtype = wide(result) if not x.is_complex() else None
     shape = [1 if dim in dims else size for dim, size in enumerate(x.shape) if keepdim or dim not in dims]
     if any(x.shape[dim] == 0 for dim in dims):
@@ -44,7 +44,7 @@ def _local_norm(x: Tensor, order: float, dims: list[int], keepdim: bool, result:
 
 
 def norm_rule(call: Call) -> str:
-    """A norm over some dims, or all."""
+    """Return the rule: a norm over some dims, or all."""
     return merged(call.ndim(0), call.arg("dim", None), call.arg("keepdim", False))
 
 
@@ -56,7 +56,7 @@ def norm(call: LocalCall, shard: FactorShard) -> KernelRun:
 
 
 def distance_rule(call: Call) -> str:
-    """The norm of a difference, of tensors that may broadcast."""
+    """Return the rule: the norm of a difference, of tensors that may broadcast."""
     ndim = max(call.ndim(0), call.ndim(1))
     dims = [f"k{dim}" for dim in range(ndim)]
     sides = [" ".join(f"{dim}?" for dim in dims[ndim - call.ndim(i) :]) for i in (0, 1)]

@@ -1,7 +1,7 @@
 """Views: the same elements under other dims. Slices are in `slices`, diagonals and windows in `strided`.
 
 A view only moves elements, so the view of a Partial operand is Partial. Besides its rule, the record of a view op has
-`put`, from which a write to the view is carried over to the tensor that it views:
+`put`, which applies a write to the view to the tensor that it views:
 
 >>> write = write_through(torch.ops.aten.slice.Tensor, (x, 0, 2, 4), {}, None)
 >>> write(x, new_rows)          # x with its rows 2 and 3 replaced
@@ -52,7 +52,7 @@ def to_local_shape(call: LocalCall) -> Tensor:
 
 
 def copy_of(view: Function) -> Function:
-    """The decomposition of the `_copy` op of a view op: the view, and copies of its results."""
+    """Return the decomposition of the `_copy` op of a view op: the view, and copies of its results."""
 
     def copied(*args: object, **kwargs: object) -> object:
         result = view(*args, **kwargs)
@@ -65,7 +65,7 @@ def copy_of(view: Function) -> Function:
 
 
 def _copied_view(func: OpOverload) -> Op | None:
-    """The record of `_copy` ops without a rule: the view, copied."""
+    """Return the record of `_copy` ops without a rule: the view, copied."""
     name = packet_name(func)
     if not name.endswith("_copy") or variant_of(func) != "functional":
         return None
@@ -82,19 +82,22 @@ registry.add_pattern(_copied_view)
 
 
 def infer_size(shape: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, ...]:
-    """A size argument with its -1 replaced by the size that fits."""
+    """Return a size argument with its -1 replaced by the size that fits."""
     known = math.prod(n for n in size if n != -1)
     return tuple((math.prod(shape) // known if known else 0) if n == -1 else n for n in size)
 
 
 def view(call: Call) -> str:
-    """A reshape has a factor where the running products of both shapes agree."""
+    """Return the rule: a reshape has a factor where the running products of both shapes agree."""
     shape = call.shape(0)
     return join(view_rule(shape, infer_size(shape, tuple(call.arg("size")))), MOVES)
 
 
 def view_dtype(call: Call) -> str:
-    """The same bytes as another dtype: if its size differs, the last dim must be replicated. No Partial passes."""
+    """Return the rule: the same bytes as another dtype.
+
+    If its size differs, the last dim must be replicated. No Partial passes.
+    """
     ndim = call.ndim(0)
     if ndim == 0 or call.tensors[0].dtype.itemsize == call.arg("dtype").itemsize:
         return "x.. -> x.."
@@ -103,7 +106,10 @@ def view_dtype(call: Call) -> str:
 
 
 def squeeze(call: Call) -> str:
-    """Those of the given dims that have size 1 globally are dropped; a shard may have size 1 in others, which stay."""
+    """Return the rule: those of the given dims that have size 1 globally are dropped.
+
+    A shard may have size 1 in other dims, which stay.
+    """
     shape = call.shape(0)
     asked = normalized(len(shape), call.arg("dim", None))
     gone = [dim for dim in asked if shape[dim] == 1]
@@ -112,7 +118,7 @@ def squeeze(call: Call) -> str:
 
 
 def unsqueeze(call: Call) -> str:
-    """A new dim of size 1."""
+    """Return the rule: a new dim of size 1."""
     ndim = call.ndim(0)
     names = [f"x{dim}" for dim in range(ndim)]
     at = call.arg("dim") % (ndim + 1)
@@ -120,7 +126,7 @@ def unsqueeze(call: Call) -> str:
 
 
 def put_reshaped(given: Kwargs) -> Write:
-    """Reshape the value to the viewed tensor."""
+    """Return the write that reshapes the value to the viewed tensor."""
     return lambda root, value: aten.view.default(value, list(root.shape)) if value.numel() else root
 
 
@@ -138,18 +144,18 @@ define("aten::unsqueeze_copy", unsqueeze, decomposition=copy_of(aten.unsqueeze))
 
 
 def permuted(ndim: int, order: list[int]) -> str:
-    """The rule of a permutation of dims."""
+    """Return the rule of a permutation of dims."""
     return join(f"{dims_text('x', ndim, {})} -> {' '.join(f'x{dim}' for dim in order)}", MOVES)
 
 
 def permute(call: Call) -> str:
-    """The rule of `permute`."""
+    """Return the rule of `permute`."""
     ndim = call.ndim(0)
     return permuted(ndim, [dim % ndim for dim in call.arg("dims")])
 
 
 def transpose(call: Call) -> str:
-    """The rule of `transpose` and `t`."""
+    """Return the rule of `transpose` and `t`."""
     ndim = call.ndim(0)
     order = list(range(ndim))
     if ndim > 1:
@@ -159,19 +165,19 @@ def transpose(call: Call) -> str:
 
 
 def put_permuted(given: Kwargs) -> Write:
-    """Permute the dims of the value back."""
+    """Return the write that permutes the dims of the value back."""
     dims = given["dims"]
     order = [dim % len(dims) for dim in dims]
     return lambda root, value: aten.permute.default(value, [order.index(dim) for dim in range(len(order))])
 
 
 def put_transposed(given: Kwargs) -> Write:
-    """Transpose the value back."""
+    """Return the write that transposes the value back."""
     return lambda root, value: aten.transpose.int(value, given["dim0"], given["dim1"])
 
 
 def put_t(given: Kwargs) -> Write:
-    """Transpose the value back."""
+    """Return the write that transposes the value back."""
     return lambda root, value: aten.t.default(value)
 
 
@@ -186,7 +192,7 @@ define("aten::t_copy", transpose, decomposition=copy_of(aten.t))
 
 
 def expand(call: Call) -> str:
-    """An expanded dim may be sharded as well: each rank expands to its local size."""
+    """Return the rule: an expanded dim may be sharded as well: each rank expands to its local size."""
     shape, size = call.shape(0), tuple(call.arg("size"))
     new = len(size) - len(shape)
     operand, result = [], []
@@ -203,7 +209,7 @@ def expand(call: Call) -> str:
 
 
 def put_expanded(given: Kwargs) -> Write:
-    """Take the first index of every expanded dim, along which all elements of the value are equal."""
+    """Return the write of the first index of every expanded dim: along it all elements of the value are equal."""
 
     def write(root: Tensor, value: Tensor) -> Tensor:
         for _ in range(value.dim() - root.dim()):

@@ -15,7 +15,7 @@ from torch import Tensor
 from .._torch import pytree
 from .._torch.above_autograd import Keys
 from .._torch.ops import OpOverload, schema_of
-from ..dispatch.into_out import refuse_other_dtypes, store
+from ..dispatch.into_out import refuse_draw_into, refuse_other_dtypes, store
 from ..errors import InputError
 from ..ops.above_autograd import where_distributed
 
@@ -33,6 +33,8 @@ def copying_into_out(func: OpOverload) -> Callable[..., object]:
                 f"{func} with out= and arguments that require grad: gradients do not flow through out=",
                 "leave out= out, or call it inside torch.no_grad()",
             )
+        if not any(isinstance(value, Tensor) for value in given):
+            refuse_draw_into(func, outs[0])
         refuse_other_dtypes(func, args, everything, kwargs)
         results = func.overloadpacket(*args, **kwargs)
         for out, result in zip(outs, [results] if isinstance(results, Tensor) else results, strict=True):

@@ -22,6 +22,12 @@ class ParallelStyle(ABC):
     The styles of this package have the methods of PyTorch's styles that subclasses override, such as
     `_prepare_input_fn`. A method that a subclass overrides is called as PyTorch calls it. Otherwise a faster hook runs
     in its place, which is prepared once, when the style is applied.
+
+    >>> class Replicated(ParallelStyle):
+    ...     def _apply(self, module, device_mesh):
+    ...         return shardwise.distribute_module(module, device_mesh)
+    >>> parallelize_module(model, mesh["tp"], {"0": Replicated()})[0].weight.placements
+    (Replicate(),)
     """
 
     src_data_rank: int | None = 0
@@ -44,14 +50,14 @@ class ParallelStyle(ABC):
     def _calls(self, owner: type[ParallelStyle], name: str, mesh: DeviceMesh) -> bool:
         """Return whether this static method is overridden and must be called.
 
-        Raise an error if the style is for another axis than "tp", or than the only one: the method is not told which.
+        Raise an error if the style is neither for the axis "tp" nor for the only one: the method does not get the axis.
         """
         if not self._overrides(owner, name):
             return False
         if self.axis not in (None, DEFAULT_AXIS) and mesh.ndim > 1:
             raise InputError(
                 f"{type(self).__name__} overrides {name} and is applied over {self.axis!r} of a mesh of {mesh.ndim} "
-                "axes: the method is not told the axis",
+                "axes: the method does not get the axis",
                 f"pass the axis as a mesh: parallelize_module(module, mesh[{self.axis!r}], plan)",
             )
         return True

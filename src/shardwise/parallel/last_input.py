@@ -75,7 +75,7 @@ def _may_be_kept(source: Tensor) -> bool:
 
 
 def _shards_read(source: DTensorBase, result: DTensorBase) -> list[Tensor]:
-    """The local shards to watch: of an input, of what it views, and of the result, which a module may write."""
+    """Return the local shards to watch: of an input, of what it views, and of the result, which a module may write."""
     base = source._base
     viewed = [base._local_shard] if isinstance(base, DTensorBase) else []
     return [source._local_shard, *viewed, result._local_shard]

@@ -54,7 +54,7 @@ def _reduced_over_classes(loss: Tensor, scores: DTensor) -> Tensor:
 
 @contextmanager
 def loss_parallel() -> Iterator[None]:
-    """Inside, cross-entropy treats plain targets and weights as replicated, and reduces its result over the classes.
+    """Let cross-entropy, inside, treat plain targets and weights as replicated, and reduce its result over the classes.
 
     Losses over sharded classes are right without this context too, and never gather the classes. The mesh may have any
     number of axes, and all options of the losses work.

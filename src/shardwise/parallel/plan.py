@@ -41,6 +41,10 @@ def parallelize_module(
 
     On a mesh of several axes styles act on the axis named "tp"; over the others, parameters are replicated and inputs
     keep their placements. `src_data_rank` is the rank whose values the parameters take, as in `distribute_tensor`.
+
+    >>> model = parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": "rowwise"})
+    >>> model[0].weight.spec, model[2].weight.spec
+    (f32[8@tp, 4], f32[4, 8@tp])
     """
     mesh = device_mesh if device_mesh is not None else current_mesh()
     if parallelize_plan is None:

@@ -33,6 +33,11 @@ class PrepareModuleInput(ParallelStyle):
     `input_layouts` are the layouts of the positional arguments that are plain tensors; None leaves an argument
     unchanged. The module gets `desired_input_layouts`. `input_kwarg_layouts` and `desired_input_kwarg_layouts` do the
     same for keyword arguments. With `use_local_output=True` the module gets local tensors.
+
+    >>> style = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=True)
+    >>> model = parallelize_module(model, mesh["tp"], style)
+    >>> model(torch.ones(2, 4)).shape                       # each rank passes 2 rows, and the module gets all 4
+    torch.Size([4, 4])
     """
 
     def __init__(
@@ -138,6 +143,11 @@ class PrepareModuleOutput(ParallelStyle):
 
     `output_layouts` are the layouts of the outputs that are plain tensors; None leaves a plain output unchanged. The
     caller gets `desired_output_layouts`, as local tensors, or as DTensors with `use_local_output=False`.
+
+    >>> style = PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Replicate())
+    >>> model = parallelize_module(model, mesh["tp"], style)
+    >>> model(torch.ones(2, 4)).shape                       # each rank returns 2 rows, and the caller gets all 4
+    torch.Size([4, 4])
     """
 
     def __init__(
@@ -189,7 +199,16 @@ class PrepareModuleOutput(ParallelStyle):
 
 
 class PrepareModuleInputOutput(ParallelStyle):
-    """Convert a module's inputs and outputs: `PrepareModuleInput` and `PrepareModuleOutput` in one."""
+    """Convert a module's inputs and outputs: `PrepareModuleInput` and `PrepareModuleOutput` in one.
+
+    >>> style = PrepareModuleInputOutput(
+    ...     input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_input=True,
+    ...     output_layouts=Replicate(), desired_output_layouts=Shard(0),
+    ... )
+    >>> model = parallelize_module(model, mesh["tp"], style)
+    >>> model(torch.ones(2, 4)).shape                       # the module runs on all 4 rows, the caller gets its own 2
+    torch.Size([2, 4])
+    """
 
     def __init__(
         self,

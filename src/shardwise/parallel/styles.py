@@ -133,6 +133,10 @@ class ColwiseParallel(_ShardingStyle):
     DTensor with `use_local_output=False`.
 
     nn.MultiheadAttention is sharded by heads and its output projection row-wise; its output is replicated by default.
+
+    >>> model = parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    >>> model[0].weight.placements, model[0](torch.ones(2, 4)).shape     # a local output, with 4 of the 8 features
+    ((Shard(dim=0),), torch.Size([2, 4]))
     """
 
     _partition = staticmethod(partition.colwise)
@@ -145,6 +149,10 @@ class RowwiseParallel(_ShardingStyle):
     A plain input has the layout `input_layouts` (default: sharded in the last dim; replicated for an embedding), and is
     redistributed to that default before use. The output has `output_layouts` (default: replicated); `Shard(1)` sums
     with a reduce-scatter. It is a local tensor, or a DTensor with `use_local_output=False`.
+
+    >>> model = parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    >>> model[2].weight.placements, model(torch.ones(2, 4)).shape        # the sum over the ranks
+    ((Shard(dim=1),), torch.Size([2, 4]))
     """
 
     _partition = staticmethod(partition.rowwise)
@@ -170,6 +178,10 @@ class SequenceParallel(ParallelStyle):
 
     For norms, dropout and other modules that treat the elements of a sequence one by one. A plain input is a shard in
     that dim, and so is the output: a DTensor, or a local tensor with `use_local_output=True`.
+
+    >>> model = parallelize_module(model, mesh["tp"], {"1": SequenceParallel(sequence_dim=0)})
+    >>> model[1](torch.ones(2, 4)).spec                     # each rank passes 2 tokens of a sequence of 4
+    f32[4@tp, 4]
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:

@@ -33,7 +33,7 @@ class Pipeline(nn.Module):
 
     >>> mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     >>> def parallelize(stage, submesh):                 # the axes dp and tp, on the ranks of this stage
-    ...     parallelize_module(stage, submesh["tp"], PLAN)
+    ...     parallelize_module(stage, submesh, PLAN)
     ...     fully_shard(stage, mesh=submesh["dp"])
     >>> model = Pipeline([first, second], mesh, "pp", parallelize, loss_fn=loss, microbatches=4, placements=P("dp"))
     >>> optimizer = torch.optim.AdamW(model.parameters())

@@ -20,7 +20,11 @@ SCHEDULES = ("gpipe", "1f1b")
 
 
 class Action(NamedTuple):
-    """One pass of one stage over one microbatch."""
+    """One pass of one stage over one microbatch.
+
+    >>> schedule("gpipe", ranks=2, stages=2, microbatches=1)
+    [F0.0, F1.0, B1.0, B0.0]
+    """
 
     backward: bool
     stage: int
@@ -35,6 +39,9 @@ def schedule(kind: str, *, ranks: int, stages: int, microbatches: int) -> list[A
 
     `"gpipe"`: all forward passes, then all backward passes. `"1f1b"`: a rank runs a backward pass as soon as it can, so
     that it holds the activations of few microbatches; with several stages on a rank it is the interleaved schedule.
+
+    >>> schedule("1f1b", ranks=2, stages=2, microbatches=3)
+    [F0.0, F0.1, F1.0, B1.0, B0.0, F1.1, F0.2, B1.1, B0.1, F1.2, B1.2, B0.2]
     """
     if kind not in SCHEDULES:
         raise InputError(f"there is no pipeline schedule {kind!r}", f"use one of {', '.join(SCHEDULES)}")

@@ -4,9 +4,9 @@ The stream is the user's generator: `torch.manual_seed`, `torch.get_rng_state` a
 and a call advances the generator by the same amount on all ranks, whatever they hold.
 
 >>> torch.manual_seed(0)
->>> x = shardwise.randn(4096, 4096, device_mesh=mesh, placements=[Shard(0)])    # the same numbers on any mesh
->>> with shardwise.random.exact():                                               # those of plain torch, on a CPU
-...     y = shardwise.randn(4096, 4096, device_mesh=mesh, placements=[Shard(1)])
+>>> x = shardwise.randn(4096, 4096, device_mesh=mesh, placements=P("dp"))    # the same numbers on any mesh
+>>> with shardwise.random.exact():                                            # those of plain torch, on a CPU
+...     y = shardwise.randn(4096, 4096, device_mesh=mesh, placements=P(None, "tp"))
 
     draw         one call: draws the global tensor, or a key from which every rank computes its shard
     agreement    whether all ranks' generators are in the same state

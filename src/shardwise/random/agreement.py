@@ -33,7 +33,7 @@ _SEEDED: WorldState[set[MeshInfo]] = WorldState(set)
 class _Check:
     """Whether generators are compared at all, and whether a difference was warned of.
 
-    Both are for the whole process: all its threads run the same rank.
+    Both apply to the process: all its threads run the same rank.
     """
 
     enabled = True
@@ -41,7 +41,11 @@ class _Check:
 
 
 def set_generator_check(enabled: bool) -> None:
-    """Turn the comparison of generators at the first draw on a mesh on or off. Call it on all ranks alike."""
+    """Turn the comparison of generators at the first draw on a mesh on or off. Call it on all ranks alike.
+
+    >>> set_generator_check(False)
+    >>> set_generator_check(True)                           # the default
+    """
     _Check.enabled = enabled
 
 

@@ -122,7 +122,7 @@ def _rounded_down(number: int, dtype: torch.dtype) -> int:
 
 
 def _pairs(dtype: torch.dtype, name: str, arguments: Arguments) -> bool:
-    """Whether a number takes 32 bits, so that a counter gives two."""
+    """Return whether a number takes 32 bits, so that a counter gives two."""
     if name == "random_":
         return bool(arguments[1] - arguments[0] <= _NARROW_RANGE)
     return name == "bernoulli_" or dtype != torch.float64
@@ -231,7 +231,7 @@ def _log_normal(mean: float, std: float) -> Derived:
 
 
 def _geometric(p: float) -> Derived:
-    """The number of trials until the first success; 1 for a probability of 1."""
+    """Return the number of trials until the first success; 1 for a probability of 1."""
     rate = -math.log1p(-p) if p < 1 else math.inf
     return "exponential_", (rate,), lambda drawn: drawn.ceil_().clamp_(min=1)
 

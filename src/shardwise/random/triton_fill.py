@@ -27,7 +27,7 @@ _BLOCKS = (2048, 1024, 512, 256)
 
 
 def available(*tensors: Tensor) -> bool:
-    """Whether the kernels accept these tensors."""
+    """Return whether the kernels accept these tensors."""
     return kernels is not None and all(t.is_cuda and type(t) is Tensor and t.is_contiguous() for t in tensors)
 
 

@@ -4,7 +4,7 @@ import torch
 
 
 def sums_alike(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether summing in `source` and then casting to `target` is the same as casting first, up to rounding.
+    """Return whether summing in `source` and then casting to `target` is the same as casting first, up to rounding.
 
     It is not for integers, which wrap around at another size, nor for dtypes of different range, nor if casting rounds
     each operand. It is from bfloat16 to float32, which have the same range.

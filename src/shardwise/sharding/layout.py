@@ -129,7 +129,7 @@ class Layout:
         return hint(most)
 
     def is_even(self) -> bool:
-        """Whether all local shards have the same shape."""
+        """Return whether all local shards have the same shape."""
         return all(divides_evenly(self.mesh_sizes, factor) for dim in self.dims for factor in dim)
 
     def without_partial(self) -> Layout:
@@ -190,13 +190,13 @@ def pieces(sizes: Sizes, axes: Sequence[int]) -> int:
 
 
 def divides_evenly(sizes: Sizes, factor: Factor) -> bool:
-    """Whether all chunks of a factor have the same size."""
+    """Return whether all chunks of a factor have the same size."""
     return factor.size % pieces(sizes, factor.axes) == 0
 
 
 @lru_cache(maxsize=65536)
 def aligned(sizes: Sizes, major: int, minor: int, axes: tuple[int, ...]) -> bool:
-    """Whether chunks of `major * minor` by these axes are chunks of `major` times `minor`, on every rank."""
+    """Return whether chunks of `major * minor` by these axes are chunks of `major` times `minor`, on every rank."""
     if major % pieces(sizes, axes) == 0:
         return True
     for indices in itertools.product(*(range(sizes[axis]) for axis in axes)):

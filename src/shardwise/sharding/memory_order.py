@@ -12,7 +12,11 @@ from .._torch.symbols import has_symbols, symbolic
 
 
 class TensorMeta(NamedTuple):
-    """Shape, stride and dtype of a global tensor."""
+    """Shape, stride and dtype of a global tensor.
+
+    >>> distribute_tensor(torch.zeros(2, 3), mesh, P("dp")).spec.tensor_meta
+    TensorMeta(shape=torch.Size([2, 3]), stride=(3, 1), dtype=torch.float32)
+    """
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -52,7 +56,7 @@ def contiguous_meta(shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:
 
 
 def is_dense(meta: TensorMeta) -> bool:
-    """Whether the elements of a tensor fill its memory without gaps or overlaps, in any order of dims."""
+    """Return whether the elements of a tensor fill its memory without gaps or overlaps, in any order of dims."""
     expected = 1
     for stride, size in sorted(
         (stride, size) for size, stride in zip(meta.shape, meta.stride, strict=True) if size > 1
@@ -64,7 +68,7 @@ def is_dense(meta: TensorMeta) -> bool:
 
 
 def overlaps(meta: TensorMeta) -> bool:
-    """Whether elements of a tensor may share memory, as those of an expanded one do."""
+    """Return whether elements of a tensor may share memory, as those of an expanded one do."""
     end = 0
     for stride, size in sorted(zip(meta.stride, meta.shape, strict=True)):
         if size > 1:
@@ -106,7 +110,7 @@ def in_memory_order(tensor: torch.Tensor, order: MemoryOrder | None) -> torch.Te
 
 
 def has_memory_order_of(local: torch.Tensor, meta: TensorMeta) -> bool:
-    """Whether a local shard has the memory order of the global tensor.
+    """Return whether a local shard has the memory order of the global tensor.
 
     Then the views that are legal for the global tensor are legal for the shard, with the same meaning: dims have the
     same order, neighbours without a gap between them have none in the shard, and the same dims are expanded.

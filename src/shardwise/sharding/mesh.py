@@ -91,7 +91,7 @@ class MeshInfo:
         return tuple(found[rank] for rank in self.ranks)
 
     def covers_world(self) -> bool:
-        """Whether every rank of the world is in this mesh or in a parallel instance of it."""
+        """Return whether every rank of the world is in this mesh or in a parallel instance of it."""
         return len(self.ranks) == self.world_size
 
     def rank_groups(self, axes: Axes) -> list[list[int]]:

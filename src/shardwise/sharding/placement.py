@@ -31,6 +31,11 @@ class Placement:
 
     Frozen and interned: equal placements are one object. They are also equal to PyTorch's placements of the same
     meaning, and have the same hash, so that programs may compare a `Shard` of either library with one of the other.
+
+    >>> for placement in x.placements:
+    ...     print(placement, placement.is_shard(), placement.is_shard(dim=0), placement.is_replicate())
+    Shard(dim=0) True True False
+    Shard(dim=1) True False False
     """
 
     __slots__ = ("__weakref__", "_hash")
@@ -39,15 +44,15 @@ class Placement:
     _hash: int
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Whether this is a `Shard` (of that dim, if one is given)."""
+        """Return whether this is a `Shard` (of that dim, if one is given)."""
         return False
 
     def is_replicate(self) -> bool:
-        """Whether every rank along this axis holds the same values."""
+        """Return whether every rank along this axis holds the same values."""
         return False
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """Whether this is a `Partial` (with that reduce op, if one is given)."""
+        """Return whether this is a `Partial` (with that reduce op, if one is given)."""
         return False
 
     @classmethod
@@ -123,6 +128,9 @@ class Shard(AnyShard):
 
     The other placements that shard a dim are no `Shard`, and `is_shard` is False for them: programs take a `Shard` for
     one contiguous piece of the dim.
+
+    >>> distribute_tensor(torch.arange(7), mesh["tp"], [Shard(0)], src_data_rank=None).shards[1]
+    tensor([4, 5, 6])
     """
 
     __slots__ = ()
@@ -153,7 +161,7 @@ class Shard(AnyShard):
     def _split_tensor(
         self, tensor: Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
     ) -> tuple[list[Tensor], list[int]]:
-        """The shards of a plain tensor, and how many zeros pad each of them to the size of the first."""
+        """Return the shards of a plain tensor, and how many zeros pad each of them to the size of the first."""
         sizes = [self.local_shard_size_and_offset(tensor.shape[self.dim], num_chunks, i) for i in range(num_chunks)]
         shards = [tensor.narrow(self.dim, first, size) for size, first in sizes]
         shards, padding = _padded(shards, self.dim) if with_padding else (shards, [])
@@ -176,6 +184,10 @@ class InterleavedShard(AnyShard):
 
     With 8 rows, 2 blocks and 2 ranks, rank 0 holds rows 0, 1, 4, 5. A fused `[q; k; v]` weight is sharded by heads in
     this way (3 blocks), and so is a flattened `(batch, sequence)` dim if the sequence is sharded.
+
+    >>> qkv = distribute_tensor(torch.arange(6), mesh, [Replicate(), InterleavedShard(0, blocks=3)])
+    >>> qkv.shards[0], qkv.shards[1]
+    (tensor([0, 2, 4]), tensor([1, 3, 5]))
     """
 
     __slots__ = ("blocks",)
@@ -183,7 +195,7 @@ class InterleavedShard(AnyShard):
     blocks: int
 
     def __new__(cls, dim: int, blocks: int = 1, *, split_factor: int | None = None) -> Self:
-        """`split_factor` is another name of `blocks`, that of PyTorch's strided shards."""
+        """Return the interned placement. `split_factor` is PyTorch's name for `blocks`."""
         blocks = blocks if split_factor is None else split_factor
         if not isinstance(dim, int) or isinstance(dim, bool):
             raise InputError(f"InterleavedShard(dim={dim!r})", "the dim is an int, e.g. InterleavedShard(0, blocks=3)")
@@ -214,6 +226,10 @@ class OrderedShard(AnyShard):
 
     `DTensor.placements` contains it where an uneven dim is sharded over axes in another order than that of the mesh.
     All axes of that dim must be ordered. `P(("tp", "dp"))` is shorter to write.
+
+    >>> x = distribute_tensor(torch.arange(6), mesh, [OrderedShard(0, place=1), OrderedShard(0, place=0)])
+    >>> x.spec
+    i64[6@(tp, dp)]
     """
 
     __slots__ = ("place",)
@@ -231,7 +247,11 @@ class OrderedShard(AnyShard):
 
 
 class Replicate(Placement):
-    """Every rank along the axis holds the same values."""
+    """Every rank along the axis holds the same values.
+
+    >>> distribute_tensor(torch.arange(3), mesh, [Replicate(), Replicate()]).shards[3]
+    tensor([0, 1, 2])
+    """
 
     __slots__ = ()
 
@@ -253,6 +273,10 @@ class Partial(Placement):
     """Every rank along the axis holds an operand; the global value is their reduction by `reduce_op`.
 
     `Partial("prod")` is `Partial("product")`.
+
+    >>> x = DTensor.from_local(torch.ones(2), mesh, [Partial(), Replicate()])
+    >>> x.spec, x.full_tensor().tolist()
+    (f32[2] sum(dp), [2.0, 2.0])
     """
 
     __slots__ = ("reduce_op",)
@@ -300,7 +324,11 @@ def as_placement(value: object) -> Placement | None:
 
 
 class ShardOrderEntry(NamedTuple):
-    """The mesh axes that shard one tensor dim, major to minor."""
+    """The mesh axes that shard one tensor dim, major to minor.
+
+    >>> distribute_tensor(torch.arange(8), mesh, P(("tp", "dp"))).shard_order
+    (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
+    """
 
     tensor_dim: int
     mesh_dims: tuple[int, ...]

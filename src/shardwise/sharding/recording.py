@@ -35,5 +35,5 @@ def recorded(fn: Callable[..., T], *args: object) -> T:
 
 
 def is_recording() -> bool:
-    """Whether the ops of this thread are being recorded."""
+    """Return whether the ops of this thread are being recorded."""
     return recorder.get() is not None

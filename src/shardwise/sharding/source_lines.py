@@ -63,7 +63,10 @@ def users_frame(frame: FrameType) -> FrameType:
 
 
 def in_mesh_code() -> bool:
-    """Whether the user's line runs PyTorch's code of DeviceMesh. It reads tensors of ranks, which never change."""
+    """Return whether the user's line runs PyTorch's code of DeviceMesh.
+
+    It reads tensors of ranks, which never change.
+    """
     frame = sys._getframe(1)
     while frame.f_back is not None and is_library(frame.f_code.co_filename):
         if frame.f_code.co_filename == _MESH:
@@ -74,7 +77,7 @@ def in_mesh_code() -> bool:
 
 @cache
 def is_library(path: str) -> bool:
-    """Whether a file is part of shardwise, of PyTorch, or of Python itself."""
+    """Return whether a file is part of shardwise, of PyTorch, or of Python itself."""
     found = path.startswith((*_LIBRARIES, "<frozen")) or (path.startswith(_PYTHON) and "site-packages" not in path)
     if found:
         _library_files.add(path)

@@ -49,6 +49,12 @@ class DTensorSpec(Drawn):
 
     `layout` describes which elements each rank holds. A few layouts, made by views of uneven shards, cannot be written
     as a list of placements: `placements` then raises an error.
+
+    >>> spec = DTensorSpec(mesh, P("dp", "tp"), TensorMeta(torch.Size([8, 16]), (16, 1), torch.float32))
+    >>> spec
+    f32[8@dp, 16@tp]
+    >>> spec.placements, spec.local_shape((0, 1)), spec.global_offset((0, 1))
+    ((Shard(dim=0), Shard(dim=1)), (4, 8), (0, 8))
     """
 
     __slots__ = (
@@ -253,11 +259,11 @@ class DTensorSpec(Drawn):
         return [axis for axis, _ in self.layout.partial]
 
     def is_replicated(self) -> bool:
-        """Whether every rank holds the global tensor."""
+        """Return whether every rank holds the global tensor."""
         return not self.is_sharded() and not self.layout.partial
 
     def is_sharded(self) -> bool:
-        """Whether some axis shards a dim."""
+        """Return whether some axis shards a dim."""
         return any(dim_axes(dim) for dim in self.layout.dims)
 
     def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:

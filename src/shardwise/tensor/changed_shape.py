@@ -64,7 +64,7 @@ def _method(name: str, undo: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _change_base(tensor: DTensorBase, change: Change) -> Tensor:
     """Change a tensor that is not a view, and record its views as views of the changed tensor."""
     views = _views(tensor)
-    changed = _tried(tensor, change) if views else tensor
+    changed = _changed_copy(tensor, change) if views else tensor
     _make_again(views, tensor)
     for view in views:
         _refuse_if_held(view, change)
@@ -86,7 +86,7 @@ def _change_view(tensor: DTensorBase, change: Change) -> Tensor:
     if _is_leaf_of_its_own(tensor, base):
         return change.in_place(tensor)
     if is_held(tensor):
-        _tried(tensor, change)
+        _changed_copy(tensor, change)
         _make_again([view for view in _views(base) if view is not tensor], base)
         _refuse_if_held(tensor, change)
 
@@ -100,7 +100,7 @@ def _change_view(tensor: DTensorBase, change: Change) -> Tensor:
     return tensor
 
 
-def _tried(tensor: DTensorBase, change: Change) -> Tensor:
+def _changed_copy(tensor: DTensorBase, change: Change) -> Tensor:
     """Return the changed tensor as a new one, or raise the op's error, before anything is changed."""
     if torch.is_grad_enabled() and tensor.is_leaf and tensor.requires_grad:
         change.in_place(tensor)  # raises the error of autograd

@@ -49,6 +49,12 @@ def distribute_tensor(
     shard from its own tensor. The tensor must be a leaf, and so is the result, with the same `requires_grad`. A tensor
     without gaps in memory keeps its strides, others become row-major. To shard a value inside a computation, so that
     gradients flow through, use `DTensor.from_local` with replicated placements and `redistribute`.
+
+    >>> x = distribute_tensor(torch.arange(24.0).view(6, 4), mesh, [Shard(0), Replicate()])
+    >>> x.spec
+    f32[6@dp, 4]
+    >>> x.to_local().shape
+    torch.Size([3, 4])
     """
     tensor = check_plain_tensor(tensor, "distribute_tensor")
     mesh = (
@@ -166,7 +172,11 @@ def zeros(
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
-    """Return a distributed tensor of zeros."""
+    """Return a distributed tensor of zeros.
+
+    >>> zeros(4, 6, device_mesh=mesh, placements=P("dp", "tp")).spec
+    f32[4@dp, 6@tp]
+    """
     return _filled(torch.zeros, size, dtype, layout, requires_grad, device_mesh, placements)
 
 
@@ -179,7 +189,11 @@ def ones(
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
-    """Return a distributed tensor of ones."""
+    """Return a distributed tensor of ones.
+
+    >>> ones(4, dtype=torch.int64, device_mesh=mesh, placements=P("tp")).tolist()
+    [1, 1, 1, 1]
+    """
     return _filled(torch.ones, size, dtype, layout, requires_grad, device_mesh, placements)
 
 
@@ -192,7 +206,11 @@ def empty(
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
-    """Return a distributed tensor whose values are not initialised."""
+    """Return a distributed tensor whose values are not initialised.
+
+    >>> empty((4, 6), dtype=torch.bfloat16, device_mesh=mesh, placements=P("dp")).spec
+    bf16[4@dp, 6]
+    """
     return _filled(torch.empty, size, dtype, layout, requires_grad, device_mesh, placements)
 
 
@@ -207,7 +225,11 @@ def full(
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
-    """Return a distributed tensor filled with one value."""
+    """Return a distributed tensor filled with one value.
+
+    >>> full((4,), 2.5, device_mesh=mesh, placements=P("tp")).tolist()
+    [2.5, 2.5, 2.5, 2.5]
+    """
     if dtype is None:
         dtype = torch.full((), fill_value).dtype
 
@@ -226,7 +248,14 @@ def rand(
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
-    """Return uniform numbers in [0, 1). They depend on the generator's state and the shape, not on the sharding."""
+    """Return uniform numbers in [0, 1). They depend on the generator's state and the shape, not on the sharding.
+
+    >>> generator = torch.manual_seed(0)
+    >>> x = rand(4, device_mesh=mesh, placements=P("tp"))
+    >>> generator = torch.manual_seed(0)
+    >>> torch.equal(x.full_tensor(), rand(4, device_mesh=mesh, placements=P("dp")).full_tensor())
+    True
+    """
     return _drawn("uniform_", size, dtype, layout, requires_grad, device_mesh, placements)
 
 
@@ -239,7 +268,14 @@ def randn(
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
-    """Return standard normal numbers. They depend on the generator's state and the shape, not on the sharding."""
+    """Return standard normal numbers. They depend on the generator's state and the shape, not on the sharding.
+
+    >>> generator = torch.manual_seed(0)
+    >>> x = randn(4, 4, device_mesh=mesh, placements=P("tp"))
+    >>> generator = torch.manual_seed(0)
+    >>> torch.equal(x.full_tensor(), randn(4, 4, device_mesh=mesh, placements=P(None, "dp")).full_tensor())
+    True
+    """
     return _drawn("normal_", size, dtype, layout, requires_grad, device_mesh, placements)
 
 
@@ -253,7 +289,11 @@ def randperm(
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
-    """Return the numbers 0 to n - 1 in the order that `torch.randperm` gives them; every rank draws them all."""
+    """Return the numbers 0 to n - 1 in the order that `torch.randperm` gives them; every rank draws them all.
+
+    >>> sorted(randperm(8, device_mesh=mesh, placements=P("tp")).tolist())
+    [0, 1, 2, 3, 4, 5, 6, 7]
+    """
     return _drawn("randperm", (n,), dtype, layout, requires_grad, device_mesh, placements, ())
 
 
@@ -324,7 +364,9 @@ def _new_spec(
     placements: Placements | None,
 ) -> DTensorSpec:
     if layout != torch.strided:
-        raise InputError(f"a DTensor cannot have layout={layout}", "only torch.strided tensors can be distributed")
+        raise InputError(
+            f"a DTensor cannot have layout={layout}: only torch.strided tensors can be distributed", "leave layout out"
+        )
     mesh_info = adopt(device_mesh if device_mesh is not None else current_mesh())
     given = tuple(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
     shape = torch.Size((specialized if mesh_info.simulated else symbolic)(given))

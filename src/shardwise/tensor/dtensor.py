@@ -75,7 +75,16 @@ _requires_grad: Any = torch.Tensor.requires_grad
 
 
 class DTensor(ChangingShape, GlobalValues, Pieces, Hooks):
-    """A tensor sharded over a mesh. It has the shape of the global tensor; each rank holds its local shard."""
+    """A tensor sharded over a mesh. It has the shape of the global tensor; each rank holds its local shard.
+
+    >>> x = distribute_tensor(torch.arange(8.0), mesh, P("tp"))
+    >>> x.shape, x.placements, x.spec
+    (torch.Size([8]), (Replicate(), Shard(dim=0)), f32[8@tp])
+    >>> (x * 2).shards[1]                              # rank 1 holds the second half
+    tensor([ 8., 10., 12., 14.])
+    >>> (x * 2).full_tensor().tolist()
+    [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0]
+    """
 
     # No __slots__ of its own: the staging of asynchronous checkpoints copies those that `x.__slots__` names.
     __torch_function__ = no_torch_function
@@ -312,9 +321,9 @@ class DTensor(ChangingShape, GlobalValues, Pieces, Hooks):
         """Return a plain tensor with the placements of this one, if plain tensors are known to be replicated."""
         if not modes.implicit_replication:
             raise InputError(
-                "the data of a DTensor was set to a plain tensor",
-                "distribute it first, or take plain tensors as replicated inside "
-                "`with shardwise.experimental.implicit_replication():`",
+                f"the data of {self._spec!r} was set to a plain tensor of shape {list(plain.shape)}",
+                "distribute it first, x.data = distribute_tensor(data, x.device_mesh, x.placements), or take plain "
+                "tensors as replicated inside `with shardwise.experimental.implicit_replication():`",
             )
         spec, data = self._spec, plain.detach().contiguous()
         meta = contiguous_meta(data.shape, data.dtype)
@@ -345,7 +354,7 @@ class DTensor(ChangingShape, GlobalValues, Pieces, Hooks):
             return memo[id(self)]
         if not self.is_leaf:
             raise InputError(
-                "deepcopy of a DTensor that is not a leaf: its grad_fn cannot be copied",
+                f"deepcopy of {self._spec!r}, which is not a leaf: its grad_fn cannot be copied",
                 "detach it first: copy.deepcopy(x.detach())",
             )
         copied = _rebuild(copy.deepcopy(self._local_shard, memo), self._spec, self.requires_grad, _is_param(self))
@@ -370,6 +379,10 @@ def plan(
     """Return the plan of a redistribution: `print(plan(x, [Replicate()]))` shows steps and bytes.
 
     With `device_mesh`, the placements are on that mesh.
+
+    >>> print(plan(zeros(8, 4, device_mesh=mesh, placements=P("dp")), [Replicate(), Replicate()]))
+    f32[8@dp, 4] -> f32[8, 4]   1 collective, 64 B received by a rank
+      1. all-gather           over dp               64 B   f32[8, 4]
     """
     spec = source._spec if isinstance(source, DTensor) else source
     if not isinstance(target, DTensorSpec):

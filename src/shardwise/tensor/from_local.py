@@ -103,8 +103,10 @@ class _OfRanks(torch.autograd.Function):
 
 
 def without_grad(tensor: Tensor) -> Tensor:
-    """Return an alias of a tensor without autograd history; tensors of other classes that need none are returned
-    unchanged, since their `detach` may drop attributes."""
+    """Return an alias of a tensor without autograd history.
+
+    Tensors of other classes that need no gradient are returned unchanged, since their `detach` may drop attributes.
+    """
     return tensor.detach() if type(tensor) in _DETACHABLE or tensor.requires_grad else tensor
 
 

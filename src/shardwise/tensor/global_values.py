@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -10,6 +11,18 @@ from torch import Tensor
 from ..errors import InputError
 from ..ops.replicated import as_replicated
 from ..sharding.base import DTensorBase
+
+
+def _needs_memory(name: str) -> Callable[..., NoReturn]:
+    """Return the method of this name, which raises an error: it is for tensors with memory of their own."""
+
+    def method(self: DTensorBase, *args: object, **kwargs: object) -> NoReturn:
+        raise InputError(
+            f"{name} of {self._spec!r}: a DTensor has no memory of its own, only its local shards have",
+            "call it on the local shard of a rank, x.shards[rank], or, on processes, on x.full_tensor()",
+        )
+
+    return method
 
 
 class GlobalValues(DTensorBase):
@@ -35,10 +48,10 @@ class GlobalValues(DTensorBase):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 and spec else repr(self)
 
-    def _has_no_memory(self, *args: object, **kwargs: object) -> NoReturn:
-        raise InputError("a DTensor has no memory of its own to share or visit", "use x.to_local() or x.full_tensor()")
-
-    share_memory_ = apply_ = map_ = __dlpack__ = _has_no_memory
+    share_memory_ = _needs_memory("share_memory_")
+    apply_ = _needs_memory("apply_")
+    map_ = _needs_memory("map_")
+    __dlpack__ = _needs_memory("__dlpack__")
 
     def storage(self) -> NoReturn:
         """Raise an error. Libraries that write tensors to files, such as safetensors, call this."""

@@ -92,7 +92,7 @@ class Collected(LocalSource):
     def __init__(self, bucket: Bucket, index: int) -> None:
         self._bucket, self._index = bucket, index
         self._local: Tensor | None = None
-        # First the gradient, then its `.grad`. Weak: autograd copies a gradient that somebody else holds.
+        # First the gradient, then its `.grad`. Weak: autograd copies a gradient to which there are other references.
         self._tensors: list[ref[DTensorBase]] = []
 
     def new_tensor(self, spec: DTensorSpec, device: torch.device) -> DTensorBase:
@@ -200,7 +200,7 @@ class GradientBuckets:
             key = reduction.channel, device
             bucket = self._open.get(key) or self._open.setdefault(key, Bucket())
             index = bucket.add(reduction, local)
-            if index is None:  # it was sent: it was full, or somebody has read it
+            if index is None:  # it was sent: it was full, or a gradient in it was read
                 bucket = self._open[key] = Bucket()
         if index is None:
             index = bucket.add(reduction, local)

@@ -85,7 +85,7 @@ def exposed(tensor: Any) -> Tensor:
 
 
 def _can_be_counted(tensor: DTensorBase, local: Tensor) -> bool:
-    """Whether an alias of the local shard can share the version counter of the tensor.
+    """Return whether an alias of the local shard can share the version counter of the tensor.
 
     Inference tensors have no versions, modes and compilers would see an op that the program does not call, and tensors
     of other classes may not survive a copy.

@@ -37,13 +37,17 @@ def accumulate_gradients(enabled: bool = True) -> Iterator[None]:
     The first backward pass after the context adds its own gradient and reduces the sum. Until then `.grad` is Partial
     on these axes. Along axes that shard a parameter its gradient is reduced in each pass, so that it needs no more
     memory than the parameter. With `enabled=False` gradients are not deferred: `accumulate_gradients(not last)`.
+
+    >>> for i, batch in enumerate(batches):
+    ...     with accumulate_gradients(i < len(batches) - 1):
+    ...         model(batch).sum().backward()
     """
     with _accumulating.changed_to(enabled):
         yield
 
 
 def is_accumulating() -> bool:
-    """Whether this thread is inside `accumulate_gradients()`."""
+    """Return whether this thread is inside `accumulate_gradients()`."""
     return _accumulating.get()
 
 

@@ -87,15 +87,20 @@ class LocalShapes:
         kinds = {rank: f"{self.dtypes[rank]} of {len(shape)} dims" for rank, shape in self.shapes.items()}
         if len(set(kinds.values())) > 1:
             raise ShapeError(
-                f"the local tensors differ in dtype or number of dims: {_by_rank(kinds)}",
-                "make them alike on all ranks",
+                f"from_local got local tensors that differ in dtype or number of dims: {_by_rank(kinds)}",
+                "pass tensors of one dtype and one number of dims on all ranks",
             )
         if len(set(self.requires_grad.values())) > 1:
             kinds = {rank: f"one with requires_grad={required}" for rank, required in self.requires_grad.items()}
-            raise ShapeError(f"the local tensors differ: {_by_rank(kinds)}", "make them alike on all ranks")
+            raise ShapeError(
+                f"from_local got local tensors that differ in requires_grad: {_by_rank(kinds)}",
+                "call local.requires_grad_() on all ranks or on none, or pass local.detach()",
+            )
         if len(set(self.given.values())) > 1:
             shapes = ", ".join(f"{list(shape)} on rank {rank}" for rank, shape in sorted(self.given.items()))
-            raise ShapeError(f"from_local got different shapes for one tensor: {shapes}", "pass the same on all ranks")
+            raise ShapeError(
+                f"from_local got different shapes for one tensor: {shapes}", "pass the same global shape= on all ranks"
+            )
 
     def even_shape(self, order: ShardOrder) -> torch.Size:
         """Return the global shape if all ranks have shards of the first one's shape."""
@@ -114,7 +119,7 @@ class LocalShapes:
         return torch.Size(size)
 
     def knows_all(self) -> bool:
-        """Whether the shapes of other ranks are known."""
+        """Return whether the shapes of other ranks are known."""
         return len(self.shapes) > 1
 
     def check_replicas(self, placements: Sequence[Placement]) -> None:
@@ -150,7 +155,7 @@ class LocalShapes:
         try:
             layout = resolve_placements(mesh_info.sizes, shape, placements, order)[0]
         except LayoutError as error:
-            where = f"{list(placements)} on shape {list(shape)} over {mesh_info!r}"
+            where = f"from_local got {list(placements)} for the global shape {list(shape)} over {mesh_info!r}"
             raise ShapeError(f"{where}: {error.problem}", error.fix) from None
         wrong = {}
         coordinates = dict(zip(mesh_info.ranks, mesh_info.coordinates, strict=True))
@@ -164,12 +169,12 @@ class LocalShapes:
         if assumed:
             raise ShapeError(
                 f"from_local without shape= assumes shards of equal shape, here those of a tensor of shape "
-                f"{list(shape)} placed by {list(placements)} over {mesh_info!r}, but {_by_rank(wrong)}",
+                f"{list(shape)} with the placements {list(placements)} over {mesh_info!r}, but {_by_rank(wrong)}",
                 "pass shape=, the global shape, or run_check=True, which asks the ranks for their shapes",
             )
         raise ShapeError(
-            f"the local tensors are not the shards of a tensor of shape {list(shape)} placed by {list(placements)} "
-            f"over {mesh_info!r}: {_by_rank(wrong)}",
+            f"from_local got local tensors that are not the shards of a tensor of shape {list(shape)} with the "
+            f"placements {list(placements)} over {mesh_info!r}: {_by_rank(wrong)}",
             "pass the right shape=, shard as torch.chunk does, or use other placements",
         )
 

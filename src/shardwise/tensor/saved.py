@@ -46,7 +46,7 @@ def loaded_shard(local: Tensor, spec: DTensorSpec, saved_at: Coordinate) -> Tens
 
 
 def _same_shard(spec: DTensorSpec, one: Coordinate, other: Coordinate) -> bool:
-    """Whether two ranks hold the same values: the same indices, and the same summands."""
+    """Return whether two ranks hold the same values: the same indices, and the same summands."""
     layout = spec.layout
     return all(one[axis] == other[axis] for axis, _ in layout.partial) and layout.runs(one) == layout.runs(other)
 

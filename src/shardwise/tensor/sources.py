@@ -33,7 +33,7 @@ class Pending(LocalSource):
     """The last collective of a redistribution, still in flight. The first use of the tensor waits for it."""
 
     def __init__(self, tensor: DTensorBase, complete: Callable[[], Tensor]) -> None:
-        # A finalizer waits for results that nobody uses: backends warn at exit of collectives not waited for.
+        # A finalizer waits for results that are never used: backends warn at exit of collectives not waited for.
         self.complete = weakref.finalize(tensor, complete)
 
     def local(self, tensor: DTensorBase) -> Tensor:
@@ -76,7 +76,7 @@ class Replayed(LocalSource):
             fresh = self.view.of(self.view.root)
             source = fresh._source
             # The shard of this new view is up to date. Its source must not be asked: for inference tensors, whose
-            # writes are not counted, it would recompute the view for ever.
+            # writes are not counted, it would recompute the view forever.
             local = source.cached if isinstance(source, Replayed) else fresh._local_shard
             self.cached = redistribute_local(local, fresh._spec, tensor._spec)
             self.seen = self._writes()

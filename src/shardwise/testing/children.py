@@ -1,7 +1,7 @@
 """Jobs in forked child processes, which may crash or hang.
 
 >>> dict(in_children({"a": lambda: 1, "b": os.abort}, count=2, seconds=5))
-{'a': 1, 'b': Lost('crash')}
+{'a': 1, 'b': Lost(reason='crash')}
 
 A fork has all ops that the caller has defined. It has no other threads, so it computes with one. Jobs that are ranks of
 one process group meet through a file: the server of a `TCPStore` in the caller would have a thread, and a fork copies

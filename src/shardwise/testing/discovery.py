@@ -39,7 +39,11 @@ SAMPLES = 3  # calls of one kind
 
 @dataclass(frozen=True)
 class Discovered:
-    """The rule of an op: lines for some or all of its calls. Register it with `register_sharding(found.op, found)`."""
+    """The rule of an op: lines for some or all of its calls. Register it with `register_sharding(found.op, found)`.
+
+    >>> found = discover(torch.ops.mylib.scale_rows.default, [(torch.randn(5, 4), torch.randn(5))])
+    >>> shardwise.register_sharding(found.op, found)
+    """
 
     op: OpOverload
     lines: tuple[Line, ...]
@@ -71,6 +75,9 @@ def discover(
 
     Give samples of all numbers of dims, dtypes and options that the rule must fit; sizes do not matter. Which operands
     may stay Partial is not discovered: pass `passing="linear 0 | 1"`, which probing tries to refute.
+
+    >>> print(discover(torch.ops.mylib.scale_rows.default, [(torch.randn(5, 4), torch.randn(5))]))
+    a b, a -> a b
     """
     calls = [_call(op, sample) for sample in samples]
     if not calls:

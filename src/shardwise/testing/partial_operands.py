@@ -21,6 +21,10 @@ def operands(value: Tensor, count: int, op: str, generator: torch.Generator, uni
     Sums and averages add multiples of `unit`, so that integers stay integers. Products multiply by powers of two, or by
     signs alone if the dtype has no fractions. Some operands give a wrong result unless they are reduced first: sums of
     integers wrap around, a NaN is the sum of two infinities, and one rank alone holds a NaN or infinite extreme.
+
+    >>> one, two = operands(torch.tensor([5.0]), 2, "sum", torch.Generator().manual_seed(0))
+    >>> one + two
+    tensor([5.])
     """
     dtype = value.dtype
     if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):

@@ -36,6 +36,10 @@ def make_dtensor(value: Tensor, mesh: DeviceMesh, placements: Placements, *, see
     Integer values are exact in any dtype: the operands of a Partial are integers (or, in a product, powers of two). All
     ranks pass the same value and seed. In a simulated world, where a submesh has several parallel instances, `value`
     may be a RankTensor with a value for each instance.
+
+    >>> x = make_dtensor(torch.arange(6), mesh, [Shard(0), Partial()], seed=0)
+    >>> x.spec, torch.equal(x.full_tensor(), torch.arange(6))
+    (i64[6@dp] sum(tp), True)
     """
     mesh_info = adopt(mesh)
     return with_spec(
@@ -66,6 +70,10 @@ def assemble(dtensor: DTensor, *, instance: int | None = None) -> Tensor:
     Raises AssertionError if the shape, dtype or strides of a shard do not match the spec, if replicas differ, or if no
     rank holds an element. Nested Partial axes are reduced from the innermost (rightmost) outwards. On a submesh all
     parallel instances must agree, unless `instance` chooses one.
+
+    >>> x = make_dtensor(torch.arange(6), mesh, [Shard(0), Partial()], seed=0)
+    >>> assemble(x)
+    tensor([0, 1, 2, 3, 4, 5])
     """
     spec, local = dtensor._spec, dtensor._local_shard
     if not isinstance(local, RankTensor):

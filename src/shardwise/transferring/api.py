@@ -79,7 +79,12 @@ def plan_transfer(
     bucket_bytes: int = BUCKET_BYTES,
     into: Mapping[str, DTensor] | None = None,
 ) -> TransferPlan:
-    """Return the plan of `transfer` with these arguments. The values of the state dict may be specs."""
+    """Return the plan of `transfer` with these arguments. The values of the state dict may be specs.
+
+    >>> weights = {"w": zeros(8, 4, device_mesh=mesh["dp"], placements=[Shard(0)])}
+    >>> plan_transfer(weights, mesh, lambda name, shape: P("tp")).targets
+    {'w': f32[8@tp, 4]}
+    """
     return _planned(specs_of(state_dict, None), mesh, placements, convert, dtype, bucket_bytes, into)
 
 

@@ -56,7 +56,12 @@ class Bucket:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """The plan of a transfer. It prints the meshes, the collectives, their bytes, buffers and modelled time."""
+    """The plan of a transfer. It prints the meshes, the collectives, their bytes, buffers and modelled time.
+
+    >>> weights = {"w": shardwise.zeros(8, 4, device_mesh=mesh["dp"], placements=[Shard(0)])}
+    >>> plan_transfer(weights, mesh, lambda name, shape: P("tp")).collectives
+    1
+    """
 
     sources: dict[str, DTensorSpec]
     targets: dict[str, DTensorSpec]

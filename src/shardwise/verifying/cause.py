@@ -105,17 +105,17 @@ def factor_text(factor: float, axes: Axes) -> str:
         return f"is {factor:.4g} times the reference: its sign is wrong"
     large = factor > 1
     size = factor if large else 1 / factor
-    said = "too large" if large else "too small"
+    direction = "too large" if large else "too small"
     sets = products(factor, axes)
     if sets:
         names = " or ".join(" x ".join(chosen) for chosen in sets)
         one = names if len(sets) == 1 else f"{size:g}"
-        return f"is {one} times {said} ({size:g} is the size of {names})"
+        return f"is {one} times {direction} ({size:g} is the size of {names})"
     roots = products(factor**2, axes)
     if roots:
         names = " or ".join(" x ".join(chosen) for chosen in roots)
-        return f"is {size:.6g} times {said}, which is the square root of the size of {names}"
-    return f"is {size:.6g} times {said}"
+        return f"is {size:.6g} times {direction}, which is the square root of the size of {names}"
+    return f"is {size:.6g} times {direction}"
 
 
 # ---- reductions and ranks --------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class Comparison:
         return Outcome("differs", Cause("missing", "is None on the ranks: nothing that they compute depends on it"))
 
     def _called_alike(self, key: Key) -> bool:
-        """Whether a module is called as often in both runs; with microbatches on ranks alone it is not."""
+        """Return whether a module is called as often in both runs; with microbatches on ranks alone it is not."""
         alone, on_ranks = (calls.get((key.step, key.path)) for calls in self._calls)
         return alone == on_ranks or self.found.error is not None
 

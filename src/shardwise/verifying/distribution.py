@@ -113,7 +113,7 @@ def _growing_dims(ranks: Ranks, axis: str, reference: Tensor) -> list[int]:
 
 
 def _is_permuted(found: Tensor, reference: Tensor, close: Close) -> bool:
-    """Whether a tensor has the elements of the reference in another order."""
+    """Return whether a tensor has the elements of the reference in another order."""
     if found.numel() != reference.numel() or found.numel() < 2 or bool((reference == reference.flatten()[0]).all()):
         return False
     return close(found.flatten().sort().values, reference.flatten().sort().values)

@@ -76,7 +76,7 @@ def _first_forward(comparison: Comparison, forward: list[Key], *, surely: bool) 
 
 
 def _healed(comparison: Comparison, key: Key, forward: list[Key]) -> bool:
-    """Whether a module around the one of this tensor returns the right output."""
+    """Return whether a module around the one of this tensor returns the right output."""
     around = [
         other
         for other in forward[forward.index(key) + 1 :]

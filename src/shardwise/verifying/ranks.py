@@ -61,7 +61,7 @@ class Ranks:
         return Ranks(others, {place: combine(line) for place, line in self.lines(axis).items()})
 
     def equal_along(self, axis: str, close: Close) -> bool:
-        """Whether ranks that differ in this axis alone hold the same."""
+        """Return whether ranks that differ in this axis alone hold the same."""
         return all(
             one.shape == line[0].shape and close(one, line[0]) for line in self.lines(axis).values() for one in line[1:]
         )

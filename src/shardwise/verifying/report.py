@@ -11,7 +11,12 @@ _WIDTH = 110
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that differs from the one-device run, and why."""
+    """A tensor that differs from the one-device run, and why.
+
+    >>> report = verify(build_model, apply_wrongly, (tokens, targets), loss=F.cross_entropy, mesh=(2,), names=("tp",))
+    >>> report.differences[0].what()
+    'the output of 1'
+    """
 
     path: str
     """Path of the module or parameter, or "loss", "grad_norm", "output"."""
@@ -32,7 +37,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `verify`. `bool(report)` is True if nothing differs."""
+    """The result of `verify`. `bool(report)` is True if nothing differs.
+
+    >>> report = verify(build_model, apply, (tokens, targets), loss=F.cross_entropy, mesh=(2,), names=("tp",))
+    >>> bool(report), report.compared > 0
+    (True, True)
+    """
 
     differences: tuple[Difference, ...]
     """All tensors that differ, in the order in which they are computed."""

@@ -50,9 +50,9 @@ def verify(
 ) -> Report:
     """Train on simulated ranks and on one device, from the same parameters, and report the first tensor that differs.
 
-    >>> report = verify(build_model, apply, (tokens, targets), loss=F.cross_entropy, mesh=(2, 2), names=("dp", "tp"))
-    >>> report.ok, report.first
-    (False, 'blocks.0.norm.weight')
+    >>> report = verify(build_model, apply, (tokens, targets), loss=F.cross_entropy, mesh=(2,), names=("tp",))
+    >>> report.ok, report.first                 # first is the path of the first tensor that differs
+    (True, None)
 
     build_model  returns the model, for one device. It is called once for each run, from the same seed.
     apply        distributes the model over a mesh, in place or by returning another: `parallelize_module`,
@@ -108,8 +108,8 @@ class _Verification:
     def _use_own_dtype(self, program: Program, error: Exception) -> None:
         self.program = program.in_own_dtype()
         self.reference, self.initial = run_alone(self.program)
-        said = (str(error).splitlines() or [""])[0]
-        self.notes.append(f"compared in the model's own dtype: in {_name(program.dtype)} it raises {said!r}")
+        message = (str(error).splitlines() or [""])[0]
+        self.notes.append(f"compared in the model's own dtype: in {_name(program.dtype)} it raises {message!r}")
         self._find_tolerances()
 
     def _find_tolerances(self) -> None:
@@ -131,8 +131,8 @@ class _Verification:
                 return self.run(isolate)
             if not differing:
                 raise found.error
-            said = (str(found.error).splitlines() or [""])[0]
-            self.notes.append(f"after that the program raised {type(found.error).__name__}: {said}")
+            message = (str(found.error).splitlines() or [""])[0]
+            self.notes.append(f"after that the program raised {type(found.error).__name__}: {message}")
         needed, text = self._needed(differing[0]) if differing and isolate else (None, "")
         notes = [*self.notes, *self._not_compared(found)]
         return Report(
@@ -167,7 +167,7 @@ class _Verification:
         return replace(self.axes, sizes=tuple(1 if name in names else size for name, size in pairs))
 
     def _differs(self, axes: Axes, steps: int) -> bool | None:
-        """Whether a run on another mesh differs; None if the program does not run on it."""
+        """Return whether a run on another mesh differs; None if the program does not run on it."""
         program = replace(self.program, steps=max(steps, 1))
         try:
             found = run_on_ranks(program, axes, self.initial)

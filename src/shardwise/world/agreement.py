@@ -39,7 +39,7 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 
 def same(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all tensors hold the same values; NaN equals NaN."""
+    """Return whether all tensors hold the same values; NaN equals NaN."""
     first = tensors[0]
     return all(t is first or _equal(t, first) for t in tensors[1:])
 

@@ -1,7 +1,10 @@
 """How an op runs on RankTensors: by a function that is registered for it, or on every rank in turn.
 
 >>> implementation_of(torch.ops.aten.neg.default)([RankTensor([torch.ones(1), torch.zeros(1)])], None)
-RankTensor(rank 0: tensor([-1.]), rank 1: tensor([-0.]))
+RankTensor(
+  rank 0: tensor([-1.])
+  rank 1: tensor([-0.])
+)
 """
 
 from __future__ import annotations

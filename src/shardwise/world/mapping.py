@@ -21,7 +21,7 @@ from .rank_int import values_of
 from .rank_op import RankOp
 from .rank_tensor import RankTensor, wrap
 
-__all__ = ["by_rank", "flat", "join", "join_views", "map_op", "one_length", "run", "run_view"]
+__all__ = ["by_rank", "flat", "join", "join_views", "map_op", "common_number_of_ranks", "run", "run_view"]
 
 # Most arguments have one of these types, and the same value on all ranks.
 _SHARED = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -50,13 +50,13 @@ def by_rank(value: object) -> Sequence[object] | None:
         lengths = {len(c) for c in columns if c is not None}
         if not lengths:
             return None
-        n = one_length(lengths)
+        n = common_number_of_ranks(lengths)
         filled = (repeat(v, n) if c is None else c for v, c in zip(value, columns, strict=True))
         return list(zip(*filled, strict=True))
     return values_of(value)
 
 
-def one_length(lengths: set[int]) -> int:
+def common_number_of_ranks(lengths: set[int]) -> int:
     """Return the only element of a set of numbers of ranks; raise an error if there are several."""
     if len(lengths) > 1:
         raise WorldError(
@@ -82,7 +82,7 @@ def map_op(op: RankOp, args: Sequence[object], kwargs: dict[str, object] | None)
             columns.append(repeat(value))
             continue
         if n != len(column):
-            n = one_length({n or len(column), len(column)})
+            n = common_number_of_ranks({n or len(column), len(column)})
         columns.append(column)
     if op.random or (kwargs and not _SHARED.issuperset(map(type, kwargs.values()))):
         return _map_named(op, columns, kwargs or {}, n)
@@ -96,7 +96,7 @@ Call = tuple[list[object], dict[str, object]]
 def _map_named(op: RankOp, columns: list[Iterable[object]], kwargs: dict[str, object], n: int) -> list[object]:
     """Call an op on every rank where arguments passed by name may differ between ranks, or the op is random."""
     named = {name: by_rank(value) for name, value in kwargs.items()}
-    n = one_length({len(c) for c in named.values() if c is not None} | ({n} if n else set()))
+    n = common_number_of_ranks({len(c) for c in named.values() if c is not None} | ({n} if n else set()))
     calls: list[Call] = [
         (row, {name: kwargs[name] if c is None else c[rank] for name, c in named.items()})
         for rank, *row in zip(range(n), *columns, strict=False)

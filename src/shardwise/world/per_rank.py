@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from ..errors import WorldError
-from .mapping import by_rank, join, one_length
+from .mapping import by_rank, common_number_of_ranks, join
 from .rank_tensor import RankTensor
 from .registry import current_world
 
@@ -29,7 +29,7 @@ def map_ranks(fn: Callable[..., T], *tensors: object, ranks: int | None = None) 
     """
     columns = [by_rank(t) for t in tensors]
     lengths = {len(c) for c in columns if c is not None}
-    n = one_length(lengths) if lengths else ranks or _world_size()
+    n = common_number_of_ranks(lengths) if lengths else ranks or _world_size()
     rows = [repeat(t, n) if c is None else c for t, c in zip(tensors, columns, strict=True)]
     with torch.no_grad():
         results = [fn(rank, *row) for rank, *row in zip(range(n), *rows, strict=True)]
@@ -37,7 +37,11 @@ def map_ranks(fn: Callable[..., T], *tensors: object, ranks: int | None = None) 
 
 
 def replicate(tensor: torch.Tensor, ranks: int | None = None) -> RankTensor:
-    """Return a RankTensor with a copy of one tensor for each of `ranks` ranks (default: those of the running world)."""
+    """Return a RankTensor with a copy of one tensor for each of `ranks` ranks (default: those of the running world).
+
+    >>> replicate(torch.tensor([1.0]), ranks=2).shards
+    (tensor([1.]), tensor([1.]))
+    """
     tensor = tensor.detach() if tensor.requires_grad else tensor
     return RankTensor([tensor.clone() for _ in range(ranks or _world_size())])
 

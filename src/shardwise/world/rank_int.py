@@ -32,7 +32,12 @@ _EQUALITY = (operator.eq, operator.ne)
 
 
 def rank_int(values: Sequence[int]) -> int | torch.SymInt:
-    """Return the integer that is `values[rank]` on each rank: a plain int where all are equal."""
+    """Return the integer that is `values[rank]` on each rank: a plain int where all are equal.
+
+    >>> rows = rank_int([3, 3, 2])
+    >>> rows, rows * 4, rank_int([2, 2, 2])
+    ((3 | 3 | 2), (12 | 12 | 8), 2)
+    """
     first = values[0]
     for value in values:
         if value != first:
@@ -150,7 +155,10 @@ def _by_rank(numbers: Sequence[SizeOrNode], n: int) -> list[tuple[int, ...]]:
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int], order: Sequence[int] | None) -> bool:
-    """Whether a tensor fills its memory without gaps, dims taken innermost first in `order` (None: any order)."""
+    """Return whether a tensor fills its memory without gaps, dims taken innermost first in `order` (None.
+
+    Any order).
+    """
     if order is None:
         order = sorted(range(len(shape)), key=stride.__getitem__)
     if len(order) != len(shape):

@@ -63,7 +63,7 @@ def describe(func: OpOverload) -> RankOp:
 
 
 def _updates_running_statistics(schema: torch.FunctionSchema) -> bool:
-    """Whether an op writes running statistics: it has the argument `training`, and does not return them.
+    """Return whether an op writes running statistics: it has the argument `training`, and does not return them.
 
     The schemas of native_batch_norm, cudnn_batch_norm and miopen_batch_norm do not declare these writes.
     """

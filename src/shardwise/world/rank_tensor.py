@@ -34,7 +34,12 @@ __all__ = ["RankTensor", "common", "shards_of", "wrap"]
 
 
 class RankTensor(torch.Tensor):
-    """One local tensor per rank, `shards[rank]`: of any sizes, but of one dtype, device and ndim."""
+    """One local tensor per rank, `shards[rank]`: of any sizes, but of one dtype, device and ndim.
+
+    >>> local = RankTensor([torch.tensor([1.0]), torch.tensor([2.0, 3.0])])
+    >>> (local * 10).shards
+    (tensor([10.]), tensor([20., 30.]))
+    """
 
     __slots__ = ("shards",)
     shards: tuple[torch.Tensor, ...]
@@ -241,7 +246,11 @@ def shards_of(local: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def common(tensor: torch.Tensor) -> torch.Tensor:
-    """Return rank 0's local tensor if all ranks hold the same values, otherwise raise an error."""
+    """Return rank 0's local tensor if all ranks hold the same values, otherwise raise an error.
+
+    >>> common(RankTensor([torch.tensor([1.0]), torch.tensor([1.0])]))
+    tensor([1.])
+    """
     if not isinstance(tensor, RankTensor):
         return tensor
     if tensor.requires_grad:

@@ -22,7 +22,11 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 class World:
-    """A number of simulated ranks, and their groups by name."""
+    """A number of simulated ranks, and their groups by name.
+
+    >>> current_world().size
+    4
+    """
 
     def __init__(self, size: int) -> None:
         if size < 1:
@@ -36,7 +40,12 @@ active: list[World] = []
 
 
 def current_world() -> World | None:
-    """Return the innermost running simulated world, or None."""
+    """Return the innermost running simulated world, or None.
+
+    >>> with simulate(8):
+    ...     current_world().size
+    8
+    """
     return active[-1] if active else None
 
 
@@ -47,7 +56,10 @@ def _require_world(what: str) -> World:
 
 
 def register_group(name: str, groups: Sequence[Sequence[int]]) -> None:
-    """Define the parallel groups that `name` refers to: disjoint groups of ranks of the running world."""
+    """Define the parallel groups that `name` refers to: disjoint groups of ranks of the running world.
+
+    >>> register_group("columns", [(0, 2), (1, 3)])
+    """
     world = _require_world(f"group {name!r} registered")
     parallel = tuple(tuple(int(rank) for rank in group) for group in groups)
     ranks = [rank for group in parallel for rank in group]
@@ -60,7 +72,11 @@ def register_group(name: str, groups: Sequence[Sequence[int]]) -> None:
 
 
 def groups_of(name: str) -> Groups:
-    """Return the parallel groups that `name` refers to."""
+    """Return the parallel groups that `name` refers to.
+
+    >>> groups_of(mesh.get_group("tp").group_name)
+    ((0, 1), (2, 3))
+    """
     world = _require_world(f"communication in group {name!r}")
     try:
         return world.groups[name]

@@ -30,12 +30,24 @@ def simulate(ranks: int) -> SimulatedWorld:
     """Return a world of `ranks` ranks in this process: use it in `with`, as a decorator, or with `start` and `stop`.
 
     On an accelerator all ranks share the current device: `init_device_mesh("cuda", (8,))` needs one GPU.
+
+    >>> with simulate(4):
+    ...     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    ...     x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+    ...     x.shards[3]
+    tensor([6., 7.])
     """
     return SimulatedWorld(ranks)
 
 
 class SimulatedWorld(World, ContextDecorator):
-    """A simulated world; see `simulate`. Worlds nest, and the innermost one is left first."""
+    """A simulated world; see `simulate`. Worlds nest, and the innermost one is left first.
+
+    >>> world = simulate(8).start()
+    >>> world.size
+    8
+    >>> world.stop()
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__(size)

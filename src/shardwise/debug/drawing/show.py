@@ -28,7 +28,11 @@ Drawable = DTensor | DTensorSpec | SpecPlan | DeviceMesh | nn.Module
 
 
 class Drawing:
-    """A drawing: HTML in a notebook, text elsewhere."""
+    """A drawing: HTML in a notebook, text elsewhere.
+
+    >>> str(show(x)) == draw(x)
+    True
+    """
 
     def __init__(self, html: str, text: str) -> None:
         self.html, self.text = html, text
@@ -41,7 +45,10 @@ class Drawing:
 
 
 def show(value: Drawable) -> Drawing:
-    """Return a drawing of a tensor, spec, plan, mesh or module: which rank holds what. Nothing is communicated."""
+    """Return a drawing of a tensor, spec, plan, mesh or module: which rank holds what. Nothing is communicated.
+
+    >>> show(x)
+    """
     if isinstance(value, (DTensor, DTensorSpec, nn.Module)):
         return Drawing(html_of(value), draw(value))
     if isinstance(value, DeviceMesh):

@@ -32,6 +32,11 @@ class Explanation(RecordedExplanation):
     """Every communication of a block of code, with its line, module, op, reason, price, alternatives and edit.
 
     It prints as text; `to_dict()` and `to_json()` return all fields.
+
+    >>> with explain() as explanation:
+    ...     y = x.redistribute(placements=P())
+    >>> explanation.total.count, explanation.communications[0].reason
+    (1, 'redistribute was called: f32[8@dp, 4@tp] -> f32[8, 4]')
     """
 
     result: object = None
@@ -86,6 +91,10 @@ def explain(function: Callable[..., object] | None = None, *args: object, **kwar
     """Explain the communication inside a `with` block; or run `function(*args, **kwargs)` and explain that.
 
     The function's result is `explain(...).result`.
+
+    >>> with explain() as explanation:
+    ...     y = x.redistribute(placements=P())
+    >>> print(explanation)                                  # each collective with its line, reason and price
     """
     explanation = Explanation()
     if function is not None:

@@ -135,7 +135,7 @@ def _table() -> tuple[tuple[object, str, Find], ...]:
 
 @contextmanager
 def reporting_purposes(enter: Enter) -> Iterator[None]:
-    """Inside the block, run each function of the table inside the context `enter(purpose)`."""
+    """Run each function of the table inside the context `enter(purpose)`, for the duration of the block."""
     with ExitStack() as stack:
         for owner, name, find in _table():
             stack.enter_context(_wrapped(owner, name, find, enter))

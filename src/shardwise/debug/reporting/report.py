@@ -28,7 +28,12 @@ from .step import Step, describe, run_step
 
 @dataclass(frozen=True)
 class Report:
-    """The report of a step: a page (`html()`, `write(path)`), plain values (`to_dict()`), and warnings."""
+    """The report of a step: a page (`html()`, `write(path)`), plain values (`to_dict()`), and warnings.
+
+    >>> found = report(lambda: x.redistribute(placements=P()))
+    >>> found.total.count
+    >>> found.write(folder / "step.html")
+    """
 
     title: str
     step: Step
@@ -106,6 +111,9 @@ def report(
     look at. A module without arguments is not run: the page then shows its parameters.
 
     On processes, call it on every rank: each rank runs the step, and the first one writes the page.
+
+    >>> found = report(model, folder / "model.html")        # how the parameters are sharded
+    >>> found = report(lambda batch: model(batch).sum(), folder / "step.html", torch.ones(2, 4))
     """
     if not callable(subject):
         raise InputError(

@@ -62,7 +62,7 @@ def describe(roots: Mapping[str, nn.Module]) -> Step:
 
 
 def _is_part(name: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a module is a submodule of another one in `modules`."""
+    """Return whether a module is a submodule of another one in `modules`."""
     while name := name.rpartition(".")[0]:
         if name in modules:
             return True

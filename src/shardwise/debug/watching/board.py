@@ -93,7 +93,7 @@ def this_machine() -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this machine runs; one that was killed and not yet waited for does not."""
+    """Return whether a process of this machine runs; one that was killed and not yet waited for does not."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] not in "ZX"

@@ -38,14 +38,14 @@ class Inquiry:
         found = self.board.wait_for([f"events/{rank}" for rank in parties], _PATIENCE)
         index = first_difference(*found.values()) if len(found) == 2 else failure["agreed"]
         if stream is not None:
-            self.board.write(f"said/{self.rank}", self._own_event(index, failure["stream"]))
+            self.board.write(f"event/{self.rank}", self._own_event(index, failure["stream"]))
             self.board.write(f"ranks/{failure['stream']}", list(stream.ranks))
         members = self.board.wait_for([f"ranks/{failure['stream']}"], _PATIENCE)
         ranks = next(iter(members.values()), parties)
         if stream is None and self.rank in ranks:
-            self.board.write(f"said/{self.rank}", self._own_event(index, failure["stream"]))
-        said = self.board.wait_for([f"said/{rank}" for rank in ranks], _PATIENCE)
-        return disagreement(index, ranks, {int(name.partition("/")[2]): each for name, each in said.items()})
+            self.board.write(f"event/{self.rank}", self._own_event(index, failure["stream"]))
+        own_events = self.board.wait_for([f"event/{rank}" for rank in ranks], _PATIENCE)
+        return disagreement(index, ranks, {int(name.partition("/")[2]): each for name, each in own_events.items()})
 
     def _own_event(self, index: int, key: str) -> dict[str, str | None]:
         """Return what this rank did at a position of a stream, or the line that it is at if it did not get there."""

@@ -101,7 +101,7 @@ class Monitor(threading.Thread):
             self._go_on()
 
     def _go_on(self) -> None:
-        """Nothing is wrong: leave if this rank leaves, and log where ranks are if there is no progress."""
+        """Leave if this rank leaves, and log where ranks are if there is no progress; nothing is wrong."""
         if self._leaving:
             self._leave_further()
             return
@@ -140,8 +140,8 @@ class Monitor(threading.Thread):
             status.line, status.waits = line_of_thread(self.stopper.thread)
             last = journal.last
             status.last, status.group = (last.key, list(last.ranks)) if last is not None else ("", [])
-            said = journal.lookup(last.event_at(last.count - 1)) if last is not None and last.count else None
-            status.doing = said.what if said is not None else ""
+            event = journal.lookup(last.event_at(last.count - 1)) if last is not None and last.count else None
+            status.doing = event.what if event is not None else ""
         self.board.write(f"status/{self.rank}", status.as_json())
 
     # ---- comparing --------------------------------------------------------------------------------------------------
@@ -157,7 +157,10 @@ class Monitor(threading.Thread):
         return [(s, rank) for s in self.journal.streams.values() for rank in statuses if rank in s.ranks]
 
     def _differs(self, stream: Stream, rank: int, statuses: dict[int, Status]) -> bool:
-        """Whether another rank, which is not ahead of this one, did something else. If so, publish the difference."""
+        """Return whether another rank, which is not ahead of this one, did something else.
+
+        If so, publish the difference.
+        """
         status, key = statuses[rank], (stream.key, rank)
         count, theirs = status.streams.get(stream.key, (0, ""))
         mine = stream.fingerprint_at(count) if count else theirs
@@ -301,7 +304,7 @@ class Monitor(threading.Thread):
 
 
 def _waits_for_others(status: Status, statuses: dict[int, Status]) -> bool:
-    """Whether a rank is in a collective that another rank of its group has not begun."""
+    """Return whether a rank is in a collective that another rank of its group has not begun."""
     key = status.last
     begun = [statuses[rank].streams.get(key, [0])[0] for rank in status.group]
     return min(begun) < status.streams[key][0]

@@ -106,7 +106,7 @@ class OpEvents:
         return None, append, {}, (number, what)
 
     def _is_first_in_library(self, number: int, what: str, caller: FrameType | None) -> bool:
-        """Whether a library made the first of these calls. Not in the caches, which one rank may clear alone."""
+        """Return whether a library made the first of these calls. Not in the caches, which one rank may clear alone."""
         found = self._in_library.get(number)
         if found is None:
             if len(self._in_library) >= _MOST_CALLS:
@@ -158,12 +158,15 @@ def _maker(frame: FrameType) -> FrameType:
 
 
 def is_compared(mesh_info: MeshInfo) -> bool:
-    """Whether calls on a mesh are compared: this process and others are in it."""
+    """Return whether calls on a mesh are compared: this process and others are in it."""
     return not mesh_info.simulated and not mesh_info.outside and len(mesh_info.ranks) > 1
 
 
 def _is_free(func: OpOverload) -> bool:
-    """Whether one rank may call an op alone, for a log: a view, or an op that returns no tensor, such as `item()`."""
+    """Return whether one rank may call an op alone, for a log.
+
+    A view, or an op that returns no tensor, such as `item()`.
+    """
     return computes_nothing(func) or not any("Tensor" in str(result.type) for result in schema_of(func).returns)
 
 

@@ -49,7 +49,7 @@ class Pulse:
         self._published: dict[int, tuple[int, float]] = {}
 
     def is_gone(self, rank: int, status: Status) -> bool:
-        """Whether the process of a rank has ended without leaving the watch."""
+        """Return whether the process of a rank has ended without leaving the watch."""
         now = time.monotonic()
         beat, since = self._published.get(rank, (-1, now))
         if beat != status.beat:

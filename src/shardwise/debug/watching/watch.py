@@ -50,6 +50,9 @@ def watch(*, ops: bool = True, every: float = 0.25, stuck_after: float = 30.0) -
         stuck_after: the seconds without progress after which the log says where each rank is
 
     In a simulated world, where ranks cannot disagree, it does nothing.
+
+    >>> with watch():
+    ...     model(torch.ones(2, 4)).sum().backward()
     """
     if current_world() is not None:
         return Watch()
@@ -65,7 +68,12 @@ def watch(*, ops: bool = True, every: float = 0.25, stuck_after: float = 30.0) -
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Let one rank run ops on distributed tensors alone, as for a log. Collectives are still compared."""
+    """Let one rank run ops on distributed tensors alone, as for a log. Collectives are still compared.
+
+    >>> with unwatched():
+    ...     if dist.get_rank() == 0:
+    ...         log(x.to_local().norm())                    # the other ranks do not call this
+    """
     hooks = _running[0].hooks if _running else None
     if hooks is None or not hooks.ops:
         yield
@@ -196,7 +204,7 @@ class Watch:
 
 
 def _is_echo(error: BaseException) -> bool:
-    """Whether an error may only be the consequence of another rank that ended."""
+    """Return whether an error may only be the consequence of another rank that ended."""
     text = str(error)
     return isinstance(error, RuntimeError) and any(
         sign in text for sign in ("onnection closed", "onnection reset", "gloo", "roken pipe", "NCCL", "ProcessGroup")

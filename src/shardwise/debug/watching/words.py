@@ -47,11 +47,11 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ordered) == 1 else 'ranks'} {text}"
 
 
-def disagreement(index: int, ranks: Sequence[int], said: Mapping[int, Mapping[str, str | None]]) -> WatchError:
+def disagreement(index: int, ranks: Sequence[int], events: Mapping[int, Mapping[str, str | None]]) -> WatchError:
     """Return the error of ranks that did different things at one position of their stream."""
     by_text: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
-        by_text[_event_text(said.get(rank))].append(rank)
+        by_text[_event_text(events.get(rank))].append(rank)
     groups = sorted(by_text.items(), key=lambda item: (len(item[1]), item[1]))
     lines = [f"  {ranks_text(who)}: {text}" for text, who in groups]
     few = groups[0][1] if len(groups) > 1 else []
@@ -59,12 +59,12 @@ def disagreement(index: int, ranks: Sequence[int], said: Mapping[int, Mapping[st
     return WatchError(problem, ALONE, tuple(few))
 
 
-def _event_text(said: Mapping[str, str | None] | None) -> str:
-    if said is None:
+def _event_text(event: Mapping[str, str | None] | None) -> str:
+    if event is None:
         return "no answer"
-    if said["what"] is None:
-        return f"has not got that far; it is\n      at {said['line']}"
-    return f"{said['what']}\n      at {said['line']}" if said["line"] else said["what"]
+    if event["what"] is None:
+        return f"has not got that far; it is\n      at {event['line']}"
+    return f"{event['what']}\n      at {event['line']}" if event["line"] else event["what"]
 
 
 def raised(failure: Failure) -> WatchError:

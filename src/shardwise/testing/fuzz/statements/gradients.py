@@ -15,7 +15,7 @@ def _leaf(draw: Draw) -> str:
 
 
 def loss(draw: Draw) -> str:
-    """A scalar made from one or two tensors."""
+    """Return a scalar made from one or two tensors."""
     x = _with_graph(draw)
     kinds = (
         "{}.sum()",

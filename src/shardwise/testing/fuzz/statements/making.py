@@ -7,7 +7,7 @@ from .table import expression
 
 
 def leaf(draw: Draw) -> str:
-    """A tensor with random values, placed anyhow."""
+    """Return a tensor with random values, placed anyhow."""
     shape = draw.shape()
     dtype = draw.one(FLOATS if draw.chance(0.75) else OTHERS)
     options = ""

@@ -168,7 +168,7 @@ def into_out(draw: Draw) -> str:
     memory = {draw.memory(name) for name in (x, y)}
 
     def out(shape: Sequence[int] | None = None) -> str:
-        """A tensor that shares no memory with the operands, mostly of the shape of the result."""
+        """Return a tensor that shares no memory with the operands, mostly of the shape of the result."""
         found = _written(draw, lambda t: shape is None or tuple(t.shape) == tuple(shape) or draw.chance(0.1))
         if draw.memory(found) in memory:
             raise NoChoice
