@@ -23,7 +23,7 @@ def is_composite(func: OpOverload) -> bool:
 
 
 def has_cpu_kernel(func: OpOverload) -> bool:
-    """Whether an op has a kernel for CPUs. If a composite op has one, autograd leaves its decomposition out there."""
+    """Return whether an op has a kernel for CPUs. If a composite op has one, it is not decomposed there."""
     return func.has_kernel_for_dispatch_key(DispatchKey.CPU)
 
 

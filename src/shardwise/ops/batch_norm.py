@@ -214,21 +214,21 @@ def _with_reserve(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def _with_update(
     x: Tensor, weight: Given, bias: Given, mean: Given, var: Given, momentum: float, eps: float
 ) -> tuple[Tensor, ...]:
-    """Batch norm in training, by the variant of the op that the device runs."""
+    """Return the results of batch norm in training, by the variant of the op that the device runs."""
     return _with_reserve(_any_batch_norm(x, weight, bias, mean, var, True, momentum, eps))
 
 
 def _no_update(
     x: Tensor, weight: Given, bias: Given, mean: Given, var: Given, momentum: float, eps: float
 ) -> tuple[Tensor, ...]:
-    """Batch norm in evaluation, by the running statistics."""
+    """Return the results of batch norm in evaluation, by the running statistics."""
     return _with_reserve(_any_batch_norm(x, weight, bias, mean, var, False, momentum, eps))
 
 
 def _cudnn(
     x: Tensor, weight: Given, bias: Given, mean: Given, var: Given, training: bool, momentum: float, eps: float
 ) -> tuple[Tensor, ...]:
-    """Batch norm as cuDNN's op is called, by the variant of the op that the device runs."""
+    """Return the results of cuDNN's op, by the variant of batch norm that the device runs."""
     return _with_reserve(_any_batch_norm(x, weight, bias, mean, var, training, momentum, eps))
 
 
@@ -236,7 +236,7 @@ def _cudnn_backward(
     x: Tensor, gradient: Tensor, weight: Given, mean: Given, var: Given, save_mean: Given, save_rstd: Given,
     eps: float, reserve: Tensor,
 ) -> tuple[Given, ...]:  # fmt: skip
-    """The gradients of cuDNN's batch norm, by `native_batch_norm_backward`."""
+    """Return the gradients of cuDNN's batch norm, by `native_batch_norm_backward`."""
     mask = [True, True, True]
     return aten.native_batch_norm_backward(gradient, x, weight, mean, var, save_mean, save_rstd, True, eps, mask)
 
@@ -245,7 +245,7 @@ def _backward(
     gradient: Tensor, x: Tensor, weight: Given, mean: Given, var: Given, save_mean: Given, save_rstd: Given,
     update: bool, eps: float, mask: Sequence[bool], reserve: Tensor,
 ) -> tuple[Given, ...]:  # fmt: skip
-    """The gradients of a batch norm, by `native_batch_norm_backward`."""
+    """Return the gradients of a batch norm, by `native_batch_norm_backward`."""
     return aten.native_batch_norm_backward(gradient, x, weight, mean, var, save_mean, save_rstd, update, eps, mask)
 
 

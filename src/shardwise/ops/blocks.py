@@ -97,7 +97,7 @@ def split_by_blocks(call: Call, layouts: Sequence[Layout]) -> str | None:
 
 @without_communication
 def _slice(call: LocalCall, shard: FactorShard) -> Tensor:
-    """The shards that this rank holds of the blocks of a slice."""
+    """Return the shards that this rank holds of the blocks of a slice."""
     dim = call.sharded_dim
     start = slice(call["start"], None).indices(call.given[0].shape[dim])[0] // shard.size * shard.held
     rows: Tensor = call["self"].narrow(dim, start, call.local_shape()[dim])

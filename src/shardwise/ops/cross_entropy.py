@@ -67,14 +67,14 @@ cross_entropy_gradient = new_op(
 
 
 def _gradient_rule(call: Call) -> str:
-    """The gradient of the scores, linear in the incoming gradient; a kernel handles the classes."""
+    """Return the rule of the gradient of the scores, linear in the incoming gradient; a kernel handles the classes."""
     scores, row = scores_and_row(call.ndim(1), "n", "v")
     return f"{row if call.ndim(0) else ''}, {scores}, {row}, [c], -> {scores} ; linear 0 ; kernel v"
 
 
 @without_communication
 def _gradient_of_local_classes(call: LocalCall, shard: FactorShard) -> Tensor:
-    """The gradient of the scores of this rank's classes."""
+    """Return the gradient of the scores of this rank's classes."""
     scores = call["log_probabilities"]
     if not scores.numel():
         return call.zeros(scores)

@@ -69,7 +69,7 @@ def _local_product(call: LocalCall) -> Tensor:
 
 
 def _local_outer(call: LocalCall) -> Tensor:
-    """The product of each group of rows that this rank has the result of."""
+    """Return the product of each group of rows that this rank has the result of."""
     left, right = call["left"], call["right"]
     held, groups = call.given[1].runs(call.at)[0], call.layouts[0].runs(call.at)[0]
     ends = local_ends(call["ends"], held)

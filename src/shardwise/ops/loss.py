@@ -86,13 +86,13 @@ def _backward(count: CountTerms) -> Local:
 
 
 def _elementwise(operands: int) -> Callable[[Call], str]:
-    """The rule of a loss of each element, and of their sum or mean, as `reduction` says."""
+    """Return the rule of a loss of each element, and of their sum or mean, as `reduction` says."""
     inputs = pointwise(operands).partition("->")[0]
     return lambda call: f"{inputs}-> {_reduced(call, 'b..')}"
 
 
 def _elementwise_backward(operands: int) -> Callable[[Call], str]:
-    """The rule of the gradient of such a loss, which is linear in the incoming gradient."""
+    """Return the rule of the gradient of such a loss, which is linear in the incoming gradient."""
     return lambda call: f"{_reduced(call, 'b?..')}{', b?..' * operands} -> b.. ; linear 0"
 
 

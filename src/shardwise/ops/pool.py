@@ -108,7 +108,7 @@ for _n, _positions in ((2, "y x"), (3, "z y x")):
 
 
 def _affine_grid(call: Call) -> str:
-    """The batch is sharded; grids have new dims, of the sizes in the argument `size`."""
+    """Return the rule of a sharded batch; grids have new dims, of the sizes in the argument `size`."""
     spatial = " ".join("_" * (len(call.arg("size")) - 1))
     return f"n _ _ -> n {spatial} ; linear 0 ; size=(n {spatial})"
 

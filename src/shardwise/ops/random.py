@@ -109,7 +109,7 @@ def _writing(numbers: Numbers) -> Callable[[LocalCall], Tensor]:
 
 
 def _rule(call: Call) -> str:
-    """Elementwise: the numbers drawn have the shape of the operand."""
+    """Return an elementwise rule: the numbers drawn have the shape of the operand."""
     return pointwise(len(call.tensors))
 
 

@@ -85,7 +85,7 @@ def _patterns(call: Call) -> dict[str, str]:
 
 
 def _forward_rule(call: Call) -> str:
-    """The sequences of queries, keys and values are handled by a kernel."""
+    """Return a rule with a kernel that handles the sequences of queries, keys and values."""
     patterns = _patterns(call)
     return f"{inputs_of(call, patterns)} -> {patterns['output']}, {patterns['logsumexp']} ; kernel s"
 

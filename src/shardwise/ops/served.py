@@ -43,7 +43,7 @@ def served_by(func: OpOverload, planned: bool | None = None) -> Kind:
 
 
 def decomposed_first(found: ResolvedOp) -> bool:
-    """Whether PyTorch decomposes an op before its rule is asked for, except in inference mode.
+    """Return whether PyTorch decomposes an op before its rule is asked for, except in inference mode.
 
     So it does with its composite ops, unless they have kernels of their own, too (`silu_backward`), or the op's record
     has both a rule and an override, which dispatches the op (`linear`).
@@ -54,5 +54,5 @@ def decomposed_first(found: ResolvedOp) -> bool:
 
 
 def runs_without_out(found: ResolvedOp) -> bool:
-    """Whether calls that no rule takes run without `out=`, so that the results are copied into the `out=` tensors."""
+    """Return whether calls that no rule takes run without `out=`. The results are copied into the `out=` tensors."""
     return found.variant == "out" and has_functional_variant(found.func)

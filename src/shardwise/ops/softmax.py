@@ -111,7 +111,7 @@ def _softmax_rule(operands: int, *clauses: str) -> Callable[[Call], str]:
 
 
 def _logsumexp_rule(call: Call) -> str:
-    """A kernel merges maxima and sums of all shards; complex numbers have no maximum."""
+    """Return a rule whose kernel merges maxima and sums of all shards; complex numbers have no maximum."""
     if call.tensors[0].dtype.is_complex:  # complex numbers have no maximum
         return reduction(call.ndim(0), call.arg("dim"), call.arg("keepdim"), reduce="none")
     return merged(call.ndim(0), call.arg("dim"), call.arg("keepdim"))

@@ -239,7 +239,11 @@ def _common_stride(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int | to
 
 
 def shards_of(local: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the shards in a local tensor: the tensor itself, or one shard for each simulated rank."""
+    """Return the shards in a local tensor: the tensor itself, or one shard for each simulated rank.
+
+    >>> shards_of(RankTensor([torch.ones(2), torch.zeros(1)]))
+    (tensor([1., 1.]), tensor([0.]))
+    """
     if type(local) is torch.Tensor:
         return (local,)
     return local.shards if isinstance(local, RankTensor) else (local,)
