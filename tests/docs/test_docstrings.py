@@ -178,25 +178,31 @@ class Checker(doctest.OutputChecker):
         return not want or super().check_output(want, got, optionflags)
 
 
-def define_op() -> torch.library.Library:
-    """Define the op that examples of rules are about."""
+@contextlib.contextmanager
+def example_op() -> Iterator[None]:
+    """Define the op that examples of rules are about, unless a page of the documentation has defined it."""
+    if hasattr(torch.ops.mylib, "scale_rows"):
+        yield
+        return
     library = torch.library.Library("mylib", "FRAGMENT")
     library.define("scale_rows(Tensor x, Tensor factors) -> Tensor")
     for key in ("CPU", "Meta"):
         library.impl("scale_rows", lambda x, factors: x * factors[:, None], key)
-    return library
+    try:
+        yield
+    finally:
+        library._destroy()
+        vars(torch.ops.mylib).pop("scale_rows", None)  # the packet that was looked up
 
 
 @pytest.fixture
 def restored(tmp_path: Path) -> Iterator[None]:
     """What examples change for the process or the thread is put back."""
     model, method, nbytes = shardwise.cost_model(), ContextOptions.rotate_method, bucket_size()
-    library = define_op()
     try:
-        with registry.restored():
+        with registry.restored(), example_op():
             yield
     finally:
-        library._destroy()
         shardwise.set_cost_model(model)
         ContextOptions.rotate_method = method
         shardwise.bucket_gradients(nbytes)
