@@ -5,16 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import shardwise
-from shardwise import Replicate, Shard
+from shardwise import DTensor, Replicate, Shard
+from shardwise.debug import CommDebugMode
 from shardwise.dispatch.modes import modes
+from shardwise.dispatch.observe import OPS
 from shardwise.errors import CommunicationError, MixedTensorError
 from tests.ops.helpers import on, r, ranks, whole
 
@@ -164,3 +167,23 @@ def test_eight_threads_compute_on_one_mesh() -> None:
         for mine, plain in zip(found, wanted, strict=True):
             for gradient, expected in zip(mine, plain, strict=True):
                 torch.testing.assert_close(whole(gradient), expected)
+
+
+def test_modules_that_another_thread_calls_are_not_counted() -> None:
+    with ranks(2) as mesh:
+        x, model = on(mesh, X, Shard(0)), nn.Softmax(0)
+        with CommDebugMode() as counted:
+            in_thread(lambda: nn.ReLU()(X))
+            model(x)
+        assert {*counted.comm_module_counts} == {"Global", "Softmax"}
+        assert "ReLU" not in counted.generate_comm_debug_tracing_table()
+
+
+def test_an_op_goes_on_when_the_observers_of_ops_go() -> None:
+    """A thread may be between the look-up of the observed dispatch and its first line."""
+    with ranks(2) as mesh:
+        x = on(mesh, X, Shard(0))
+        with OPS.observing(lambda func, args, kwargs: nullcontext()):
+            observed = DTensor.__torch_dispatch__
+        negated = observed(torch.ops.aten.neg.default, (DTensor,), (x,), {})
+        torch.testing.assert_close(whole(negated), -X)
