@@ -15,7 +15,7 @@ from torch import nn
 
 import shardwise
 from shardwise import DTensor, Replicate, Shard
-from shardwise.debug import CommDebugMode
+from shardwise.debug import CommDebugMode, explain
 from shardwise.dispatch.modes import modes
 from shardwise.dispatch.observe import OPS
 from shardwise.errors import CommunicationError, MixedTensorError
@@ -187,3 +187,38 @@ def test_an_op_goes_on_when_the_observers_of_ops_go() -> None:
             observed = DTensor.__torch_dispatch__
         negated = observed(torch.ops.aten.neg.default, (DTensor,), (x,), {})
         torch.testing.assert_close(whole(negated), -X)
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_communication_is_explained_in_the_thread_that_asks(first_out: int) -> None:
+    """In whichever order two threads finish, nothing is recorded afterwards, and nothing stays replaced."""
+    redistribute, dispatch, ready = DTensor.redistribute, DTensor.__torch_dispatch__, threading.Barrier(2)
+    left = threading.Event()
+
+    def run(index: int, x: Any) -> list[str]:
+        with explain() as found:
+            ready.wait(30)
+            whole(x.sum(index))
+            if index != first_out:
+                assert left.wait(30)
+            x.redistribute(placements=[Replicate()])
+        if index == first_out:
+            left.set()
+        return [each.cause for each in found.communications]
+
+    with ranks(2) as mesh, ThreadPoolExecutor(2) as pool:
+        x = on(mesh, X, Shard(0))
+        running = [pool.submit(run, index, x) for index in range(2)]
+        assert [each.result(30) for each in running] == [["full_tensor", "redistribute"]] * 2
+    assert not torch.is_anomaly_enabled()
+    assert DTensor.redistribute is redistribute
+    assert DTensor.__torch_dispatch__ is dispatch
+
+
+def test_what_another_thread_does_is_no_part_of_an_explanation() -> None:
+    with ranks(2) as mesh:
+        x, y = on(mesh, X, Shard(0)), on(mesh, Y, Shard(1))
+        with explain() as found:
+            in_thread(lambda: (x + y, x.redistribute(placements=[Replicate()])))
+            x.redistribute(placements=[Replicate()])
+        assert [each.cause for each in found.communications] == ["redistribute"]

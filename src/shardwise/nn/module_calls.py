@@ -9,15 +9,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 from torch import nn
 
 from .._torch.tls import ThreadValue
+from ..sharding.shared import SharedContext
 
 Wrapper = Callable[..., object]
 """A function of the call, the module and its arguments, which returns the result of the call."""
@@ -33,45 +32,30 @@ def around_module_calls(wrapper: Wrapper) -> Iterator[None]:
     Global module hooks would leave out the module's own hooks. Other threads call modules meanwhile, undisturbed.
     """
     before = _wrappers.get()
-    _Replaced.begin()
-    _wrappers.set((*before, wrapper))
-    try:
-        yield
-    finally:
-        _wrappers.set(before)
-        _Replaced.end()
+    with _REPLACED:
+        _wrappers.set((*before, wrapper))
+        try:
+            yield
+        finally:
+            _wrappers.set(before)
 
 
-class _Replaced:
-    """The method `nn.Module.__call__`, which all threads share: it is replaced while any of them has a wrapper."""
+@contextmanager
+def _replaced() -> Iterator[None]:
+    """Inside, `nn.Module.__call__`, which all threads share, runs the wrappers of its thread."""
+    original: Callable[..., object] = nn.Module.__call__
 
-    users = 0
-    original: Callable[..., Any]
-    lock = threading.Lock()
-
-    @classmethod
-    def begin(cls) -> None:
-        """Replace the method, unless it is replaced already."""
-        with cls.lock:
-            cls.users += 1
-            if cls.users == 1:
-                cls.original = nn.Module.__call__
-                nn.Module.__call__ = _calling(cls.original)  # type: ignore[method-assign]
-
-    @classmethod
-    def end(cls) -> None:
-        """Put the method back, after its last user."""
-        with cls.lock:
-            cls.users -= 1
-            if not cls.users:
-                nn.Module.__call__ = cls.original  # type: ignore[method-assign]
-
-
-def _calling(original: Callable[..., Any]) -> Callable[..., Any]:
     def called(module: nn.Module, *args: object, **kwargs: object) -> object:
         call = original
         for wrapper in _wrappers.get():
             call = partial(wrapper, call)
         return call(module, *args, **kwargs)
 
-    return called
+    nn.Module.__call__ = called  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+_REPLACED = SharedContext(_replaced)
