@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ from shardwise import DTensor, Replicate, Shard
 from shardwise.debug import CommDebugMode, explain
 from shardwise.dispatch.modes import modes
 from shardwise.dispatch.observe import OPS
+from shardwise.dispatch.watch import mark_exposed
+from shardwise.dispatch.writes import Counter, count_writes_through, watch
 from shardwise.errors import CommunicationError, MixedTensorError
 from tests.ops.helpers import on, r, ranks, whole
 
@@ -222,3 +226,38 @@ def test_what_another_thread_does_is_no_part_of_an_explanation() -> None:
             in_thread(lambda: (x + y, x.redistribute(placements=[Replicate()])))
             x.redistribute(placements=[Replicate()])
         assert [each.cause for each in found.communications] == ["redistribute"]
+
+
+def test_views_come_while_another_thread_gets_a_local_shard() -> None:
+    """At any line of Python, a view may begin that must be recomputed after writes."""
+
+    class View:
+        def __init__(self) -> None:
+            self.counters: list[Counter] = []
+            watch(self)
+
+        def shard(self) -> torch.Tensor:
+            return shard
+
+    shard = torch.ones(2)
+    views = [View() for _ in range(3)]
+    handed, memory = shard.detach(), mark_exposed(shard)
+
+    def at_each_line(frame: FrameType, event: str, argument: object) -> TraceFunction:
+        lines.append(frame.f_code.co_name)
+        if len(lines) < 50:
+            views.append(in_thread(View))
+        return at_each_line
+
+    lines: list[str] = []
+    before = sys.gettrace()
+    sys.settrace(at_each_line)
+    try:
+        count_writes_through(handed, memory)
+    finally:
+        sys.settrace(before)
+    assert len(lines) > 10
+    assert all(len(view.counters) == 1 for view in views[:3])
+
+
+TraceFunction = Callable[[FrameType, str, Any], Any]

@@ -155,7 +155,8 @@ def _drop_ended_worlds() -> None:
 
 def all_runtimes() -> list[Runtime]:
     """Return the runtimes of all worlds that have not ended."""
-    return [*_runtimes.values()]
+    with making:  # another thread may enter a runtime meanwhile
+        return [*_runtimes.values()]
 
 
 def clear_all_caches() -> None:
