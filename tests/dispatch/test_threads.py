@@ -23,6 +23,7 @@ from shardwise.dispatch.observe import OPS
 from shardwise.dispatch.watch import mark_exposed
 from shardwise.dispatch.writes import Counter, count_writes_through, watch
 from shardwise.errors import CommunicationError, MixedTensorError
+from shardwise.tensor.sources import pending
 from tests.ops.helpers import on, r, ranks, whole
 
 X, Y = r(6, 4), r(6, 4, seed=1)
@@ -226,6 +227,50 @@ def test_what_another_thread_does_is_no_part_of_an_explanation() -> None:
             in_thread(lambda: (x + y, x.redistribute(placements=[Replicate()])))
             x.redistribute(placements=[Replicate()])
         assert [each.cause for each in found.communications] == ["redistribute"]
+
+
+def test_threads_wait_for_one_collective() -> None:
+    waiting, finished = threading.Event(), threading.Event()
+
+    def complete() -> torch.Tensor:
+        waiting.set()
+        assert finished.wait(30)
+        return local
+
+    with ranks(2) as mesh, ThreadPoolExecutor(2) as pool:
+        x = on(mesh, X, Shard(0))
+        local = x._local_shard
+        y = pending(complete, X.device, x._spec)
+        try:
+            first = pool.submit(lambda: y + 1)
+            assert waiting.wait(30)
+            second = pool.submit(lambda: y + 1)
+            with pytest.raises(TimeoutError):
+                second.result(0.2)
+        finally:
+            finished.set()
+        for found in (first, second):
+            torch.testing.assert_close(whole(found.result(30)), X + 1)
+
+
+def test_another_thread_may_get_the_data_of_a_tensor_that_is_about_to_be_read() -> None:
+    with ranks(2) as mesh:
+        x = on(mesh, X, Shard(0))
+        local = x._local_shard
+        y: Any = pending(lambda: local, X.device, x._spec)
+
+        def when_the_slot_was_empty(frame: FrameType, event: str, argument: object) -> TraceFunction:
+            if event == "exception":
+                assert in_thread(lambda: y._local_shard) is local
+            return when_the_slot_was_empty
+
+        before = sys.gettrace()
+        sys.settrace(when_the_slot_was_empty)
+        try:
+            found = y._local_shard
+        finally:
+            sys.settrace(before)
+        assert found is local
 
 
 def test_views_come_while_another_thread_gets_a_local_shard() -> None:
