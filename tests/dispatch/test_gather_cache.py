@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from shardwise import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
 from shardwise.debug import CommDebugMode
+from shardwise.dispatch.gather_cache import GatherCache, GatheredOperand
 from shardwise.dispatch.watch import Watch, mark_exposed
 from shardwise.world import RankTensor
 
@@ -261,3 +262,26 @@ def test_a_rank_that_looks_at_its_shard_does_not_communicate_alone() -> None:
         assert collectives(twice) == {"all_gather_into_tensor": 1}
         expected = F.linear(x.full_tensor().shards[0], plain)
         torch.testing.assert_close(F.linear(x, cut).full_tensor().shards[0], expected, rtol=1e-4, atol=1e-3)
+
+
+def test_an_entry_may_be_dropped_while_another_thread_empties_the_cache() -> None:
+    class Emptied(GatherCache):
+        """Another thread empties the cache after the first look at its entry."""
+
+        @property
+        def operand(self) -> GatheredOperand | None:  # type: ignore[override]
+            return self.seen.pop(0)
+
+        @operand.setter
+        def operand(self, value: GatheredOperand | None) -> None:
+            self.seen = [value]
+
+    with simulate(2):
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(4), mesh, [Shard(0)]) * 1
+        cache = Emptied()
+        cache.keep(x, x._spec.replicated(), x._local_shard.clone())
+        (entry,) = cache.seen
+        cache.seen.append(None)
+        cache._drop(entry.root)
+        assert cache.seen == [None]

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import shardwise
-from shardwise import Replicate, Shard
+from shardwise import DTensor, Replicate, Shard
+from shardwise.debug import CommDebugMode, explain
 from shardwise.dispatch.modes import modes
+from shardwise.dispatch.observe import OPS
+from shardwise.dispatch.watch import mark_exposed
+from shardwise.dispatch.writes import Counter, count_writes_through, watch
 from shardwise.errors import CommunicationError, MixedTensorError
+from shardwise.tensor.sources import pending
 from tests.ops.helpers import on, r, ranks, whole
 
 X, Y = r(6, 4), r(6, 4, seed=1)
@@ -164,3 +172,137 @@ def test_eight_threads_compute_on_one_mesh() -> None:
         for mine, plain in zip(found, wanted, strict=True):
             for gradient, expected in zip(mine, plain, strict=True):
                 torch.testing.assert_close(whole(gradient), expected)
+
+
+def test_modules_that_another_thread_calls_are_not_counted() -> None:
+    with ranks(2) as mesh:
+        x, model = on(mesh, X, Shard(0)), nn.Softmax(0)
+        with CommDebugMode() as counted:
+            in_thread(lambda: nn.ReLU()(X))
+            model(x)
+        assert {*counted.comm_module_counts} == {"Global", "Softmax"}
+        assert "ReLU" not in counted.generate_comm_debug_tracing_table()
+
+
+def test_an_op_goes_on_when_the_observers_of_ops_go() -> None:
+    """A thread may be between the look-up of the observed dispatch and its first line."""
+    with ranks(2) as mesh:
+        x = on(mesh, X, Shard(0))
+        with OPS.observing(lambda func, args, kwargs: nullcontext()):
+            observed = DTensor.__torch_dispatch__
+        negated = observed(torch.ops.aten.neg.default, (DTensor,), (x,), {})
+        torch.testing.assert_close(whole(negated), -X)
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_communication_is_explained_in_the_thread_that_asks(first_out: int) -> None:
+    """In whichever order two threads finish, nothing is recorded afterwards, and nothing stays replaced."""
+    redistribute, dispatch, ready = DTensor.redistribute, DTensor.__torch_dispatch__, threading.Barrier(2)
+    left = threading.Event()
+
+    def run(index: int, x: Any) -> list[str]:
+        with explain() as found:
+            ready.wait(30)
+            whole(x.sum(index))
+            if index != first_out:
+                assert left.wait(30)
+            x.redistribute(placements=[Replicate()])
+        if index == first_out:
+            left.set()
+        return [each.cause for each in found.communications]
+
+    with ranks(2) as mesh, ThreadPoolExecutor(2) as pool:
+        x = on(mesh, X, Shard(0))
+        running = [pool.submit(run, index, x) for index in range(2)]
+        assert [each.result(30) for each in running] == [["full_tensor", "redistribute"]] * 2
+    assert not torch.is_anomaly_enabled()
+    assert DTensor.redistribute is redistribute
+    assert DTensor.__torch_dispatch__ is dispatch
+
+
+def test_what_another_thread_does_is_no_part_of_an_explanation() -> None:
+    with ranks(2) as mesh:
+        x, y = on(mesh, X, Shard(0)), on(mesh, Y, Shard(1))
+        with explain() as found:
+            in_thread(lambda: (x + y, x.redistribute(placements=[Replicate()])))
+            x.redistribute(placements=[Replicate()])
+        assert [each.cause for each in found.communications] == ["redistribute"]
+
+
+def test_threads_wait_for_one_collective() -> None:
+    waiting, finished = threading.Event(), threading.Event()
+
+    def complete() -> torch.Tensor:
+        waiting.set()
+        assert finished.wait(30)
+        return local
+
+    with ranks(2) as mesh, ThreadPoolExecutor(2) as pool:
+        x = on(mesh, X, Shard(0))
+        local = x._local_shard
+        y = pending(complete, X.device, x._spec)
+        try:
+            first = pool.submit(lambda: y + 1)
+            assert waiting.wait(30)
+            second = pool.submit(lambda: y + 1)
+            with pytest.raises(TimeoutError):
+                second.result(0.2)
+        finally:
+            finished.set()
+        for found in (first, second):
+            torch.testing.assert_close(whole(found.result(30)), X + 1)
+
+
+def test_another_thread_may_get_the_data_of_a_tensor_that_is_about_to_be_read() -> None:
+    with ranks(2) as mesh:
+        x = on(mesh, X, Shard(0))
+        local = x._local_shard
+        y: Any = pending(lambda: local, X.device, x._spec)
+
+        def when_the_slot_was_empty(frame: FrameType, event: str, argument: object) -> TraceFunction:
+            if event == "exception":
+                assert in_thread(lambda: y._local_shard) is local
+            return when_the_slot_was_empty
+
+        before = sys.gettrace()
+        sys.settrace(when_the_slot_was_empty)
+        try:
+            found = y._local_shard
+        finally:
+            sys.settrace(before)
+        assert found is local
+
+
+def test_views_come_while_another_thread_gets_a_local_shard() -> None:
+    """At any line of Python, a view may begin that must be recomputed after writes."""
+
+    class View:
+        def __init__(self) -> None:
+            self.counters: list[Counter] = []
+            watch(self)
+
+        def shard(self) -> torch.Tensor:
+            return shard
+
+    shard = torch.ones(2)
+    views = [View() for _ in range(3)]
+    handed, memory = shard.detach(), mark_exposed(shard)
+
+    def at_each_line(frame: FrameType, event: str, argument: object) -> TraceFunction:
+        lines.append(frame.f_code.co_name)
+        if len(lines) < 50:
+            views.append(in_thread(View))
+        return at_each_line
+
+    lines: list[str] = []
+    before = sys.gettrace()
+    sys.settrace(at_each_line)
+    try:
+        count_writes_through(handed, memory)
+    finally:
+        sys.settrace(before)
+    assert len(lines) > 10
+    assert all(len(view.counters) == 1 for view in views[:3])
+
+
+TraceFunction = Callable[[FrameType, str, Any], Any]

@@ -4,6 +4,7 @@ import gc
 import sys
 import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -177,6 +178,23 @@ def test_a_destroyed_world_goes_when_the_next_begins():
     del mesh
     gc.collect()
     assert with_mesh[0]() is None
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_simulated_world_goes_when_the_program_has_destroyed_its_group(again):
+    def program():
+        with simulate(4):
+            first = weakref.ref(adopt(init_device_mesh("cpu", (4,))))
+            dist.destroy_process_group()
+            if again:
+                dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+                return first, weakref.ref(adopt(init_device_mesh("cpu", (4,))))
+            return (first,)
+
+    worlds = program()
+    gc.collect()
+    assert [world() for world in worlds] == [None] * len(worlds)
+    assert active_runtime() not in all_runtimes()
 
 
 def test_programs_do_not_keep_a_world():

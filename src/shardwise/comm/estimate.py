@@ -13,7 +13,7 @@ from .cost import LOCAL_STEP, Links
 from .states import DistState, axes_to_exchange_over, common_slots, held, lacking, product
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=16384)
 def estimate(source: Layout, target: Layout, itemsize: int, links: Links) -> float:
     """Return about how many seconds it takes to redistribute a tensor from one layout to another."""
     if source is target:

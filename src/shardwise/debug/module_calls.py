@@ -7,8 +7,8 @@ second pass, and the communication of a module's own hooks counts as the module'
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._torch.autograd_graph import accumulated_leaf, in_backward_pass, next_node_number, node_number
 from .._torch.backward_pass import current_node
+from ..nn.module_calls import around_module_calls
 
 ROOT = "Global"
 
@@ -68,28 +69,18 @@ class ModuleCalls:
         self._parameters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         """For each parameter, its name."""
 
-    @contextmanager
-    def track(self) -> Iterator[None]:
-        """Track all calls of modules inside the block.
+    def track(self) -> AbstractContextManager[None]:
+        """Track all calls of modules inside the block, in this thread and in its backward passes."""
+        return around_module_calls(self._tracked)
 
-        Replaces `nn.Module.__call__`: global module hooks would leave out the time of the module's own hooks.
-        """
-        original = nn.Module.__call__
-
-        def tracked(module: nn.Module, *args: object, **kwargs: object) -> object:
-            before = self.current
-            self.current = self._enter(module)
-            try:
-                return original(module, *args, **kwargs)
-            finally:
-                self.current.stop = next_node_number()
-                self.current = before
-
-        nn.Module.__call__ = tracked  # type: ignore[method-assign]
+    def _tracked(self, call: Callable[..., object], module: nn.Module, *args: object, **kwargs: object) -> object:
+        before = self.current
+        self.current = self._enter(module)
         try:
-            yield
+            return call(module, *args, **kwargs)
         finally:
-            nn.Module.__call__ = original  # type: ignore[method-assign]
+            self.current.stop = next_node_number()
+            self.current = before
 
     def _enter(self, module: nn.Module) -> Call:
         if module not in self._names:

@@ -75,7 +75,8 @@ class GatherCache(WatchingCache):
             watch.start()
 
     def _drop(self, root: object) -> None:
-        if self.operand is not None and self.operand.root is root:
+        entry = self.operand  # read once: other threads replace it
+        if entry is not None and entry.root is root:
             self.operand = None
 
 

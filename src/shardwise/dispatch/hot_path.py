@@ -47,7 +47,12 @@ finish  makes results from local results and arguments; None where `meta` and `s
 """
 
 
-HOT: WorldCache[Key, Ready] = WorldCache("hot calls", 32 << 20, lambda key, ready: ENTRY_BYTES + 8 * len(key))
+def _ready_bytes(key: Key, ready: Ready) -> int:
+    """Return the bytes of an entry: its functions, the specs that it alone keeps alive, and the elements of lists."""
+    return 12 * ENTRY_BYTES + 96 * sum(len(part) if type(part) is tuple else 1 for part in key)
+
+
+HOT: WorldCache[Key, Ready] = WorldCache("hot calls", 128 << 20, _ready_bytes)
 
 
 def _with_hashes(args: Args, kwargs: Kwargs | None) -> tuple[Args, Kwargs | None]:

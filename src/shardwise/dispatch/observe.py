@@ -27,22 +27,27 @@ Lookup = Callable[[Any], "Ready | None"]
 OPS: Observers[[OpOverload, Args, Kwargs], Around] = Observers()
 LOOKUPS: Observers[[Lookup], Lookup] = Observers()
 
-_unobserved: list[Callable[..., object]] = []
-"""The `__torch_dispatch__` that was swapped out, while `OPS` has observers."""
+
+class _Unobserved:
+    """The `__torch_dispatch__` of the class without observers. It stays here for threads that are inside of an op when
+    the last observer goes."""
+
+    dispatch: Callable[..., object]
+    swapped = False
 
 
 @OPS.on_change
 def _swap() -> None:
     kind: Any = DTensorBase.concrete
-    if OPS.present and not _unobserved:
-        _unobserved.append(kind.__torch_dispatch__)
+    if OPS.present and not _Unobserved.swapped:
+        _Unobserved.dispatch, _Unobserved.swapped = kind.__torch_dispatch__, True
         kind.__torch_dispatch__ = staticmethod(_dispatch)
-    elif not OPS.present and _unobserved:
-        kind.__torch_dispatch__ = staticmethod(_unobserved.pop())
+    elif not OPS.present and _Unobserved.swapped:
+        kind.__torch_dispatch__, _Unobserved.swapped = staticmethod(_Unobserved.dispatch), False
 
 
 def _dispatch(func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
-    unobserved = _unobserved[0]
+    unobserved = _Unobserved.dispatch
     with OPS.around(func, args, kwargs or {}):
         return unobserved(func, types, args, kwargs)
 

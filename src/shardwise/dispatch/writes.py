@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -37,18 +37,15 @@ class Watcher(Protocol):
     """The tensors in the memory of that shard that were handed to the user."""
 
 
-class _Watchers:
-    """The live views that must be recomputed after writes."""
-
-    count = 0
-    views: ClassVar[weakref.WeakSet[Watcher]] = weakref.WeakSet()
+_views: dict[int, weakref.ref[Watcher]] = {}
+"""The live views that must be recomputed after writes, by id. Threads add and remove entries meanwhile, so it is copied
+in one step and never counted."""
 
 
 def watch(view: Watcher) -> None:
     """Count writes as long as this view is alive."""
-    _Watchers.count += 1
-    _Watchers.views.add(view)
-    weakref.finalize(view, _unwatch).atexit = False
+    number = id(view)
+    _views[number] = weakref.ref(view, lambda _: _views.pop(number, None))
     for shard in shards_of(view.shard()):
         handed = [tensor for ref in notes_of(shard).handed_out or () if (tensor := ref()) is not None]
         view.counters += [Counter(tensor, tensor._version) for tensor in handed]
@@ -61,8 +58,8 @@ def count_writes_through(handed: Tensor, memory: Sequence[MemoryNotes]) -> None:
     """
     for notes in memory:
         notes.hand_out(handed)
-    if _Watchers.count:
-        for view in list(_Watchers.views):
+    if _views:
+        for view in [view for ref in [*_views.values()] if (view := ref()) is not None]:
             if not set(memory).isdisjoint(map(notes_of, shards_of(view.shard()))):
                 view.counters.append(Counter(handed, handed._version))
 
@@ -72,20 +69,16 @@ def writes_through(counters: Sequence[Counter]) -> int:
     return sum(tensor._version - version for tensor, version in counters)
 
 
-def _unwatch() -> None:
-    _Watchers.count -= 1
-
-
 def count_write(local: Tensor) -> None:
     """Record that an op on distributed tensors wrote a local shard."""
-    if _Watchers.count:
+    if _views:
         for shard in shards_of(local):
             notes_of(shard).writes += 1
 
 
 def count_writes(local: Sequence[Tensor]) -> None:
     """Record that an op wrote the local shards of a list."""
-    if _Watchers.count:
+    if _views:
         for each in local:
             count_write(each)
 

@@ -50,7 +50,7 @@ class Box(NamedTuple):
         return Box(self.offset + first * stride, sizes, (*self.strides[:dim], 2 * stride, *self.strides[dim + 1 :]))
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=16384)
 def box_of(layout: Layout, at: Coordinate) -> Box:
     """Return the indices that the rank at this coordinate holds; Partial axes count as replicated."""
     dims = zip(layout.dims, layout.ranges(at), strict=True)

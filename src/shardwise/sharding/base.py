@@ -74,8 +74,8 @@ class DTensorBase(Tensor):
         try:
             return self._shard
         except AttributeError:
-            assert self._source is not None, "a tensor without a shard has a source"
-            return self._source.local(self)
+            source = self._source
+            return self._shard if source is None else source.local(self)  # None: another thread has read it meanwhile
 
     @_local_shard.setter
     def _local_shard(self, local: Tensor) -> None:

@@ -76,7 +76,7 @@ def cached_within(max_bytes: int, size_of: Callable[[Any], int]) -> Callable[[Ca
     """Cache the results of a pure function of hashable arguments, in at most about `max_bytes`.
 
     For results whose sizes vary widely; `size_of(result)` returns the bytes of one. Where all are small, `lru_cache` is
-    bounded, too, and quicker.
+    bounded, too, and quicker: 16,384 entries with a layout in each take about 11 MB.
 
     >>> @cached_within(1 << 20, size_of=lambda divisors: 36 * len(divisors))
     ... def divisors_of(number):

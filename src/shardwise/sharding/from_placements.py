@@ -144,7 +144,7 @@ def default_order(placements: Sequence[Placement]) -> ShardOrder:
     return tuple(ShardOrderEntry(dim, tuple(by_dim[dim])) for dim in sorted(by_dim))
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=16384)
 def to_placements(layout: Layout) -> tuple[tuple[Placement, ...], ShardOrder] | None:
     """Return the placements and shard order of this layout; None where no list of placements describes it."""
     replicate = Replicate()
@@ -188,7 +188,7 @@ def with_order(placements: Sequence[Placement], order: ShardOrder) -> tuple[Plac
     return tuple(found)
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=16384)
 def in_mesh_order(layout: Layout) -> tuple[Placement, ...] | None:
     """Return the placements that give this layout when the axes shard from left to right; None if there are none.
 

@@ -194,7 +194,7 @@ def divides_evenly(sizes: Sizes, factor: Factor) -> bool:
     return factor.size % pieces(sizes, factor.axes) == 0
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=16384)
 def aligned(sizes: Sizes, major: int, minor: int, axes: tuple[int, ...]) -> bool:
     """Return whether chunks of `major * minor` by these axes are chunks of `major` times `minor`, on every rank."""
     if major % pieces(sizes, axes) == 0:
@@ -225,7 +225,7 @@ def split_factor(sizes: Sizes, factor: Factor, major: int) -> tuple[Factor, Fact
 # ---- one dim -------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=16384)
 def plain_dim(size: int, axes: tuple[int, ...]) -> Dim:
     """Return a dim of one factor. Cached, since the layouts that propagation tries differ in a dim or two."""
     return (Factor(size, axes),)
@@ -236,7 +236,7 @@ def dim_axes(dim: Dim) -> tuple[int, ...]:
     return tuple(axis for factor in dim for axis in factor.axes)
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=16384)
 def canonical(sizes: Sizes, dim: Dim) -> Dim:
     """Return a dim with the same local indices on every rank, with neighbouring factors merged where possible."""
     merged: list[Factor] = []

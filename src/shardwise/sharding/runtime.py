@@ -134,13 +134,14 @@ def on_activate(listener: Callable[[Runtime], None]) -> None:
     listener(_Active.runtime)
 
 
-def end_world(default_group: dist.ProcessGroup | None) -> None:
-    """Drop the runtime of a simulated world at its end; `default_group` is None if the program destroyed that group."""
-    ended = None if default_group is None else _runtimes.pop(default_group, None)
-    if ended is _Active.runtime or default_group is None:
+def end_world(*default_groups: dist.ProcessGroup | None) -> None:
+    """Drop the runtimes of a simulated world at its end. The program may have destroyed its default group (None), and
+    started another: pass the one that the world began with, and the present one."""
+    ended = [_runtimes.pop(group) for group in default_groups if group is not None and group in _runtimes]
+    if _Active.runtime not in all_runtimes():
         _activate(Runtime())
-    if ended is not None:
-        ended.end()
+    for runtime in ended:
+        runtime.end()
     forget_last_trace()
 
 
@@ -154,7 +155,8 @@ def _drop_ended_worlds() -> None:
 
 def all_runtimes() -> list[Runtime]:
     """Return the runtimes of all worlds that have not ended."""
-    return [*_runtimes.values()]
+    with making:  # another thread may enter a runtime meanwhile
+        return [*_runtimes.values()]
 
 
 def clear_all_caches() -> None:

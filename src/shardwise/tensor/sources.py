@@ -7,6 +7,7 @@ has changed.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -35,13 +36,16 @@ class Pending(LocalSource):
     def __init__(self, tensor: DTensorBase, complete: Callable[[], Tensor]) -> None:
         # A finalizer waits for results that are never used: backends warn at exit of collectives not waited for.
         self.complete = weakref.finalize(tensor, complete)
+        self._lock = threading.RLock()
 
     def local(self, tensor: DTensorBase) -> Tensor:
         """Wait for the collective, and return its result."""
-        found = self.complete()
-        assert found is not None, "the source is removed when the result is read"
-        set_local(tensor, found)
-        return found
+        with self._lock:
+            if tensor._source is self:  # no other thread was quicker
+                found = self.complete()
+                assert found is not None, "the source is removed when the result is read"
+                set_local(tensor, found)
+        return tensor._local_shard
 
     def write_back(self, tensor: DTensorBase) -> None:
         """Do nothing: reading the shard to write it removed the source."""

@@ -1,13 +1,13 @@
 """The tensors that a run computes, in order: outputs of modules, their gradients, the loss, parameters, buffers.
 
-`nn.Module.__call__` is replaced, to record outputs after all hooks of a module, those of parallel styles included.
+Outputs are recorded after all hooks of a module, those of parallel styles included.
 Gradients of parameters are recorded when the optimizer is about to use them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .._torch.autograd_graph import in_backward_pass
 from .._torch.clipping import watching_clipping
 from .._torch.pytree import tree_leaves
+from ..nn.module_calls import around_module_calls
 from ..sharding.source_lines import Line, users_line
 
 Kind = Literal[
@@ -94,27 +95,23 @@ class Recorder:
     @contextmanager
     def recording(self, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
         """Record calls of modules, clipping, and what `optimizer` is about to use."""
-        original = nn.Module.__call__
-
-        def called(module: nn.Module, *args: object, **kwargs: object) -> object:
-            path = self._paths.get(module)
-            if path is None or in_backward_pass():  # a call in a backward pass recomputes activations
-                return original(module, *args, **kwargs)
-            line = users_line()
-            self._inputs(path, (args, kwargs), line)
-            output = original(module, *args, **kwargs)
-            self._outputs(path, output, line)
-            return output
-
         hook = optimizer.register_step_pre_hook(lambda *_: self.gradients()) if optimizer is not None else None
-        nn.Module.__call__ = called  # type: ignore[method-assign]
         try:
-            with watching_clipping(self._clip):
+            with around_module_calls(self._called), watching_clipping(self._clip):
                 yield
         finally:
-            nn.Module.__call__ = original  # type: ignore[method-assign]
             if hook is not None:
                 hook.remove()
+
+    def _called(self, call: Callable[..., object], module: nn.Module, *args: object, **kwargs: object) -> object:
+        path = self._paths.get(module)
+        if path is None or in_backward_pass():  # a call in a backward pass recomputes activations
+            return call(module, *args, **kwargs)
+        line = users_line()
+        self._inputs(path, (args, kwargs), line)
+        output = call(module, *args, **kwargs)
+        self._outputs(path, output, line)
+        return output
 
     def begin(self, step: int) -> None:
         """Start a step."""

@@ -52,6 +52,7 @@ class SimulatedWorld(World, ContextDecorator):
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self._outer: SavedProcessGroups | None = None
+        self._group: dist.ProcessGroup | None = None
         self._refused = ObjectCollectivesRefused()
 
     def start(self) -> SimulatedWorld:
@@ -62,7 +63,7 @@ class SimulatedWorld(World, ContextDecorator):
         active.append(self)
         self._refused.start()
         try:
-            group = start_fake_group(self.size)
+            group = self._group = start_fake_group(self.size)
             self.groups = {}
             register_group(group.group_name, [range(self.size)])
             for world in active:
@@ -91,9 +92,9 @@ class SimulatedWorld(World, ContextDecorator):
         outer, self._outer = self._outer, None
         active.remove(self)
         self._refused.stop()
-        ended = dist.group.WORLD  # None if the program has destroyed its process group
+        ended, self._group = (self._group, dist.group.WORLD), None
         outer.restore()
-        end_world(ended)
+        end_world(*ended)
         if dist.is_initialized():
             runtime_of_world()
 

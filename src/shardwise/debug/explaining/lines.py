@@ -14,6 +14,7 @@ from torch.autograd.graph import Node
 from ..._torch.autograd_graph import in_backward_pass
 from ..._torch.backward_pass import current_node
 from ..._torch.node_notes import note_of, noting_nodes, recomputes, runs_backward
+from ...sharding.shared import SharedContext
 from ...sharding.source_lines import Line, is_library
 
 
@@ -24,8 +25,8 @@ class LineNote(str):
 
 
 def tracking_lines() -> AbstractContextManager[None]:
-    """Return a context in which autograd nodes get a note of the lines that made them."""
-    return noting_nodes(_note)
+    """Return a context in which autograd nodes, those of all threads, get a note of the lines that made them."""
+    return _NOTING
 
 
 def _note() -> LineNote:
@@ -33,6 +34,9 @@ def _note() -> LineNote:
     note = LineNote("" if line is None else f'  File "{line.path}", line {line.number}\n    {line.text}\n')
     note.line = line
     return note
+
+
+_NOTING = SharedContext(lambda: noting_nodes(_note))
 
 
 def line_now() -> Line | None:

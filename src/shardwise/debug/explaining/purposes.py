@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..._torch.autograd_graph import accumulated_leaf
 from ..._torch.backward_pass import current_node
+from ..._torch.tls import ThreadValue
 from ...comm.buckets import Bucket
 from ...comm.token_route import ExpertAxis
 from ...erasing.replay import Replay
@@ -27,6 +28,7 @@ from ...ops import context_attention
 from ...parallel.converters import Converter, InputConverter
 from ...parallel.expert_call import Runner
 from ...random import agreement
+from ...sharding.shared import SharedContext
 from ...sharding.source_lines import Line
 from ...tensor import autograd, creation, leaf_gradient
 from ...tensor.dtensor import DTensor
@@ -135,21 +137,40 @@ def _table() -> tuple[tuple[object, str, Find], ...]:
 
 @contextmanager
 def reporting_purposes(enter: Enter) -> Iterator[None]:
-    """Run each function of the table inside the context `enter(purpose)`, for the duration of the block."""
-    with ExitStack() as stack:
-        for owner, name, find in _table():
-            stack.enter_context(_wrapped(owner, name, find, enter))
+    """Run each function of the table that this thread calls in the block inside the context `enter(purpose)`."""
+    with _WRAPPED, _enters.changed_to((*_enters.get(), enter)):
         yield
 
 
+_enters: ThreadValue[tuple[Enter, ...]] = ThreadValue("purposes", ())
+"""The recorders of this thread, and of its backward passes."""
+
+
 @contextmanager
-def _wrapped(owner: object, name: str, find: Find, enter: Enter) -> Iterator[None]:
+def _wrapped_table() -> Iterator[None]:
+    with ExitStack() as stack:
+        for owner, name, find in _table():
+            stack.enter_context(_wrapped(owner, name, find))
+        yield
+
+
+_WRAPPED = SharedContext(_wrapped_table)
+
+
+@contextmanager
+def _wrapped(owner: object, name: str, find: Find) -> Iterator[None]:
     before = vars(owner)[name]
     function = before.__func__ if isinstance(before, staticmethod) else before
 
     @wraps(function)
     def wrapper(*args: object, **kwargs: object) -> object:
-        with enter(find(*args, **kwargs)):
+        enters = _enters.get()
+        if not enters:
+            return function(*args, **kwargs)
+        purpose = find(*args, **kwargs)
+        with ExitStack() as stack:
+            for enter in enters:
+                stack.enter_context(enter(purpose))
             return function(*args, **kwargs)
 
     setattr(owner, name, staticmethod(wrapper) if isinstance(before, staticmethod) else wrapper)

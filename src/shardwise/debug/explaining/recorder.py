@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from ..._torch.autograd_graph import next_node_number, node_number
 from ..._torch.backward_pass import current_node
 from ..._torch.modes import OwnMode, without_modes
 from ..._torch.ops import OpOverload
+from ..._torch.tls import ThreadValue
 from ...comm.cost import cost_model, links_of
 from ...comm.groups import ranks_of_group
 from ...comm.redistribute import REDISTRIBUTIONS
@@ -60,7 +61,7 @@ class Found(NamedTuple):
 
 
 class Recorder(OwnMode):
-    """Records the collectives inside `recording`, and the ops between them."""
+    """Records the collectives inside `recording`, and the ops between them, of this thread and its backward passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,6 +86,7 @@ class Recorder(OwnMode):
             stack.enter_context(REDISTRIBUTIONS.observing(self._redistribution))
             stack.enter_context(OPS.observing(self._op))
             stack.enter_context(self)
+            stack.enter_context(_recorders.changed_to((*_recorders.get(), self)))
             yield
 
     @contextmanager
@@ -96,10 +98,17 @@ class Recorder(OwnMode):
             self._stack.pop()
 
     def _redistribution(self, source: DTensorSpec, target: DTensorSpec, local: Tensor) -> AbstractContextManager[None]:
-        return self._inside(Redistributing(source, target))
+        return self._inside(Redistributing(source, target)) if self._is_of_thread() else nullcontext()
+
+    def _op(self, func: OpOverload, args: Args, kwargs: Kwargs) -> AbstractContextManager[None]:
+        return self._inside_op(func, args, kwargs) if self._is_of_thread() else nullcontext()
+
+    def _is_of_thread(self) -> bool:
+        """Whether this thread is recorded: observers see the ops of all threads."""
+        return any(recorder is self for recorder in _recorders.get())
 
     @contextmanager
-    def _op(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Iterator[None]:
+    def _inside_op(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Iterator[None]:
         for leaf in leaves_among(args, kwargs):
             self.names.note_leaf(leaf)
         # Autograd makes the node of an op just before it runs.
@@ -224,3 +233,7 @@ class Recorder(OwnMode):
         """Return the running op on distributed tensors; "" outside of one."""
         call = next((part for part in reversed(self._stack) if isinstance(part, OpCall)), None)
         return str(call.func).removesuffix(".default") if call is not None else ""
+
+
+_recorders: ThreadValue[tuple[Recorder, ...]] = ThreadValue("recorders", ())
+"""The recorders of this thread, and of its backward passes."""
