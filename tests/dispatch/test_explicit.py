@@ -14,7 +14,8 @@ from shardwise.errors import CommunicationError
 from shardwise.testing import assemble
 from tests.ops.helpers import on, r, ranks
 
-R, S0, S1, SUM = Replicate(), Shard(0), Shard(1), Partial("sum")
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+SUM, PRODUCT = Partial("sum"), Partial("product")
 aten = torch.ops.aten
 Call = tuple[Callable[..., Any], list[tuple[str, torch.Tensor, Placement]], dict[str, Any]]
 
@@ -43,6 +44,7 @@ MOVING: dict[str, Call] = {
     "a sum written": (aten.mul_.Tensor, [("self", X, S0), ("other", Y, SUM)], {}),
     "sort": (aten.sort.default, [("self", X, S0)], {"dim": 0}),
     "an op that runs on gathered inputs": (without_a_rule._opoverload, [("x", X, S0)], {}),
+    "sizes that are local ones": (aten.expand.default, [("self", X[:1], PRODUCT)], {"size": [6, 4]}),
     "a list": (aten.cat.default, [("tensors[0]", X, S0), ("tensors[1]", Y, S1)], {"dim": 1}),
 }
 

@@ -116,7 +116,7 @@ def _of_tensors(args: Args, kwargs: Kwargs, treatments: Sequence[Treatment]) -> 
         if isinstance(value, DTensorBase):
             found.append(how)
         elif isinstance(value, (list, tuple)):
-            hows = how if isinstance(how, (list, tuple)) else [how] * len(value)
+            hows = how if type(how) in (list, tuple) else [how] * len(value)  # a `Constant` is a tuple of another type
             found += [its for element, its in zip(value, hows, strict=True) if isinstance(element, DTensorBase)]
     return found
 
