@@ -14,6 +14,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise
-from shardwise.ops.sequence_options import ContextOptions
+from shardwise.ops.sequence_options import options
 from shardwise.rules import registry
 from shardwise.tensor.gradient_buckets import bucket_size
 
@@ -198,13 +199,13 @@ def example_op() -> Iterator[None]:
 @pytest.fixture
 def restored(tmp_path: Path) -> Iterator[None]:
     """What examples change for the process or the thread is put back."""
-    model, method, nbytes = shardwise.cost_model(), ContextOptions.rotate_method, bucket_size()
+    model, attention, nbytes = shardwise.cost_model(), replace(options), bucket_size()
     try:
         with registry.restored(), example_op():
             yield
     finally:
         shardwise.set_cost_model(model)
-        ContextOptions.rotate_method = method
+        vars(options).update(vars(attention))
         shardwise.bucket_gradients(nbytes)
 
 

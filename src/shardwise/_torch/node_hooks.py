@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Set
 from typing import Any, NamedTuple
@@ -77,12 +78,14 @@ class UnpackHookWrapping:
     def __init__(self, wrap: Callable[[Hook], Hook]) -> None:
         original: Any = saved_tensors_hooks.__enter__
 
+        @functools.wraps(original)
         def enter(block: saved_tensors_hooks) -> None:
             unpack = block.unpack_hook
             original(_Hooks(block.pack_hook, unpack if isinstance(unpack, fx.GraphModule) else wrap(unpack)))
 
         original_register: Any = _SavedTensor.register_hooks
 
+        @functools.wraps(original_register)
         def register(saved: object, pack: Hook, unpack: Hook) -> None:
             original_register(saved, pack, wrap(unpack))
 

@@ -37,7 +37,7 @@ def around_module_calls(wrapper: Wrapper) -> Iterator[None]:
 
 @contextmanager
 def _replaced() -> Iterator[None]:
-    """Inside, `nn.Module.__call__`, which all threads share, runs the wrappers of its thread."""
+    """Make `nn.Module.__call__`, which all threads share, run the wrappers of its thread inside the block."""
     original: Callable[..., object] = nn.Module.__call__
 
     def called(module: nn.Module, *args: object, **kwargs: object) -> object:

@@ -135,8 +135,11 @@ def on_activate(listener: Callable[[Runtime], None]) -> None:
 
 
 def end_world(*default_groups: dist.ProcessGroup | None) -> None:
-    """Drop the runtimes of a simulated world at its end. The program may have destroyed its default group (None), and
-    started another: pass the one that the world began with, and the present one."""
+    """Drop the runtimes of a simulated world at its end.
+
+    The program may have destroyed its default group (None), and started another: pass the one that the world began
+    with, and the present one.
+    """
     ended = [_runtimes.pop(group) for group in default_groups if group is not None and group in _runtimes]
     if _Active.runtime not in all_runtimes():
         _activate(Runtime())

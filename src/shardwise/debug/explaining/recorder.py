@@ -104,7 +104,7 @@ class Recorder(OwnMode):
         return self._inside_op(func, args, kwargs) if self._is_of_thread() else nullcontext()
 
     def _is_of_thread(self) -> bool:
-        """Whether this thread is recorded: observers see the ops of all threads."""
+        """Return whether this thread is recorded: observers see the ops of all threads."""
         return any(recorder is self for recorder in _recorders.get())
 
     @contextmanager
