@@ -7,7 +7,6 @@ import weakref
 from torch import Tensor
 
 _NAME = "_notes_of_shardwise"
-_FEW = 8
 
 
 class MemoryNotes:
@@ -20,22 +19,10 @@ class MemoryNotes:
     exposed: bool = False
     """Whether the user may hold a tensor in this memory, so that writes to it may go uncounted."""
     handed_out: list[weakref.ref[Tensor]] | None = None
-    """Tensors in this memory that `to_local` returned; their versions count writes to the distributed tensor."""
+    """Tensors in this memory that `to_local` returned; their versions count writes to the distributed tensor.
+    References to tensors that are gone are dropped now and then (`writes.count_writes_through`)."""
     writes: int = 0
     """How many ops on distributed tensors wrote this memory while writes were counted (`writes.watch`)."""
-
-    def hand_out(self, tensor: Tensor) -> None:
-        """Record that the user gets this tensor, which shares the memory."""
-        ref, before = weakref.ref(tensor), self.handed_out
-        if not before:
-            self.handed_out = [ref]
-        elif before[-1]() is None:  # dead references are dropped: the last one at once, the others now and then
-            before[-1] = ref
-        else:
-            before.append(ref)
-            count = len(before)
-            if count >= _FEW and not count & (count - 1):
-                self.handed_out = [ref for ref in before if ref() is not None]
 
 
 def notes_of(shard: Tensor) -> MemoryNotes:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..world import shards_of
 from .memory_notes import MemoryNotes, notes_of
 
+_FEW = 8
 State = tuple[int, ...] | None
 """Counts of the writes to a local shard, to be compared; None if writes are not counted, and may have happened."""
 
@@ -57,7 +58,16 @@ def count_writes_through(handed: Tensor, memory: Sequence[MemoryNotes]) -> None:
     `memory` are the notes on that memory, as `mark_exposed` returns them.
     """
     for notes in memory:
-        notes.hand_out(handed)
+        ref, before = weakref.ref(handed), notes.handed_out
+        if not before:
+            notes.handed_out = [ref]
+        elif before[-1]() is None:  # dead references are dropped: the last one at once, the others now and then
+            before[-1] = ref
+        else:
+            before.append(ref)
+            count = len(before)
+            if count >= _FEW and not count & (count - 1):
+                notes.handed_out = [ref for ref in before if ref() is not None]
     if _views:
         for view in [view for ref in [*_views.values()] if (view := ref()) is not None]:
             if not set(memory).isdisjoint(map(notes_of, shards_of(view.shard()))):
