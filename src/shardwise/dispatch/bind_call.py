@@ -26,6 +26,7 @@ from ..sharding.dtypes import sums_alike
 from ..sharding.layout import Layout, Sizes, plain_dim
 from ..sharding.mesh import MeshInfo
 from ..sharding.spec import TensorMeta
+from ..world.rank_int import refuse_differing
 from .arguments import Argument, Where
 from .decision import Operand, Result
 from .local_call import tensors_in
@@ -132,6 +133,7 @@ class _Binding:
     def run(self) -> BoundCall:
         resolved = self.resolved
         self._refuse_data_dependent()
+        self._refuse_differing_sizes()
         self._refuse_other_out()
         key = form_key(resolved, *self.metas)
         cached = cached_results(resolved, key, resolved.tensors(self.call))
@@ -183,6 +185,12 @@ class _Binding:
         # Only a rule that is computed from the call can know that the results of this call do not.
         if resolved.needs_data and (not callable(resolved.op.rule) or resolved.rule(self.call) is None):
             raise NoRule(f"the result of {self.func} depends on data")
+
+    def _refuse_differing_sizes(self) -> None:
+        """Raise an error if a size or an index of the call differs between simulated ranks."""
+        for name, value in self.call.arguments.items():
+            if name in self.resolved.size_arguments:
+                refuse_differing(f"{name} of {self.func}", value if is_list(value) else (value,))
 
     def _refuse_other_out(self) -> None:
         """Raise `NoRule` if a result does not fit the `out=` tensor that it is written to, which is then resized."""

@@ -63,7 +63,9 @@ class ResolvedOp:
         self.operands = tuple(p for p in given if p is None or op.gradient_of != self.names[p])
         self.defaults: Kwargs = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
         self.needs_data = bool(NEEDS_DATA & set(func.tags))
-        self.number_arguments = _number_arguments(func)
+        self.number_arguments = _arguments_of_type(func, "number", "float")
+        """Rules do not read the values of these by default."""
+        self.size_arguments = _arguments_of_type(func, "int")
         # Variants do not inherit these, nor does an `out=` overload from the record of all overloads.
         itself = own if own is not None and (self.variant != "out" or own.name == overload_key(func)) else None
         self.decomposition: Function | None = itself.decomposition if itself is not None else None
@@ -162,10 +164,10 @@ def kernel_for(op: Op, factor: str) -> Kernel | None:
 _NUMBER = re.compile(r"\d+(_\d+)?$")
 
 
-def _number_arguments(func: OpOverload) -> frozenset[int | str]:
-    """Return the arguments, by position and by name, that are numbers: rules do not read their values by default."""
+def _arguments_of_type(func: OpOverload, *types: str) -> frozenset[int | str]:
+    """Return the arguments, by position and by name, whose types have one of these words: "number", "float", "int"."""
     found: set[int | str] = set()
     for position, argument in enumerate(schema_of(func).arguments):
-        if "number" in str(argument.type) or "float" in str(argument.type):
+        if any(word in str(argument.type) for word in types):
             found |= {position, argument.name}
     return frozenset(found)

@@ -28,6 +28,7 @@ from ..sharding.mesh import MeshInfo, current_mesh, mesh_info_of
 from ..sharding.placement import AnyShard, Placement, Placements, Replicate
 from ..sharding.recording import recorded
 from ..sharding.spec import DTensorSpec, contiguous_meta, normalize_placements
+from ..world.rank_int import refuse_differing
 from .dtensor import DTensor
 from .exported import exporting
 from .from_local import LOCAL_TENSORS, check_plain_tensor, check_reductions, on_mesh
@@ -369,6 +370,7 @@ def _new_spec(
         )
     mesh_info = adopt(device_mesh if device_mesh is not None else current_mesh())
     given = tuple(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
+    refuse_differing("the shape of a DTensor", given)
     shape = torch.Size((specialized if mesh_info.simulated else symbolic)(given))
     if any(length < 0 for length in shape):
         raise ShapeError(f"a DTensor cannot have the shape {list(shape)}", "use sizes that are 0 or more")

@@ -17,7 +17,7 @@ only are reported as different.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -25,7 +25,7 @@ import torch
 from .._torch.symint import NumberNode, SizeOrNode, make_symint, node_of
 from ..errors import WorldError
 
-__all__ = ["RankIntNode", "RankStrideNode", "rank_int", "rank_stride", "values_of"]
+__all__ = ["RankIntNode", "RankStrideNode", "rank_int", "rank_stride", "refuse_differing", "values_of"]
 
 _GENERAL_SIZE = 2  # any size that is neither empty nor broadcast
 _EQUALITY = (operator.eq, operator.ne)
@@ -59,6 +59,16 @@ def values_of(number: object) -> tuple[int, ...] | None:
     """
     node = node_of(number)
     return node.values if isinstance(node, RankIntNode) else None
+
+
+def refuse_differing(what: str, numbers: Iterable[object]) -> None:
+    """Raise an error if a number that a global tensor has once, a size or an index, differs between simulated ranks."""
+    for number in numbers:
+        if values_of(number) is not None:
+            raise WorldError(
+                f"{what} differs between simulated ranks: {number}",
+                "compute it from the global shape, x.shape, or work on local tensors: x.to_local(), local_map",
+            )
 
 
 class RankIntNode(NumberNode):
