@@ -83,26 +83,37 @@ def _below(keys: Keys) -> tuple[Keys, bool]:
         return _BELOW.setdefault(bits, (below, below.highestPriorityTypeId() == _PYTHON))
 
 
-def call_from_python(func: OpOverload, tensor: Tensor, *args: object) -> object:
-    """Call an op that has a derivative on a tensor of a subclass, without its kernel above autograd.
+def called_from_python(func: OpOverload) -> Callable[..., object]:
+    """Return a function that calls an op on a tensor of a subclass, without the op's kernel above autograd.
 
-    For methods of a class that do the same as the kernel, to save the time of dispatching to it. Returns NotImplemented
-    where something else must see the call first: modes, transforms, inference mode.
+    The op must have a derivative. For methods of a class that do the same as the kernel, to save the time of
+    dispatching to it. The function returns NotImplemented where something else must see the call first: modes,
+    transforms, inference mode.
     """
-    if _NEEDS_SNAPSHOT or count_modes() or _function_modes() or _transforms_active() or _is_excluded(_AUTOGRAD):
-        return NotImplemented
-    keys = torch._C._dispatch_keys(tensor)
-    bits = keys.raw_repr()
-    try:
-        below = _FROM_AUTOGRAD[bits]
-    except KeyError:
-        below = keys
-        while str(below.highestPriorityTypeId()).partition(".")[2].startswith(("Python", "Autocast")):
-            below = below.remove(below.highestPriorityTypeId())
-        _FROM_AUTOGRAD[bits] = below
-    return func._handle.redispatch_boxed(below, tensor, *args)
+    redispatch: Callable[..., object] = func._handle.redispatch_boxed
+
+    def call(tensor: Tensor, *args: object) -> object:
+        if _NEEDS_SNAPSHOT or count_modes() or _function_modes() or _transforms_active() or _is_excluded(_AUTOGRAD):
+            return NotImplemented
+        keys = _keys_of(tensor)
+        bits = keys.raw_repr()
+        try:
+            below = _FROM_AUTOGRAD[bits]
+        except KeyError:
+            below = _FROM_AUTOGRAD[bits] = _from_autograd(keys)
+        return redispatch(below, tensor, *args)
+
+    return call
 
 
+def _from_autograd(keys: Keys) -> Keys:
+    """Return the keys of a tensor from autograd on."""
+    while str(keys.highestPriorityTypeId()).partition(".")[2].startswith(("Python", "Autocast")):
+        keys = keys.remove(keys.highestPriorityTypeId())
+    return keys
+
+
+_keys_of: Callable[[Tensor], Keys] = torch._C._dispatch_keys
 _FROM_AUTOGRAD: dict[int, Keys] = {}
 """The keys of tensors from autograd on, by the bits of all their keys, of which there are a few combinations."""
 _AUTOGRAD = DispatchKey.AutogradFunctionality

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self
 
-from .._torch.above_autograd import call_from_python
+from .._torch.above_autograd import called_from_python
 from ..dispatch.formulas import mark_join
 from ..ops.slices import SPLIT, SPLIT_WITH_SIZES
 from ..sharding.base import DTensorBase
+
+_split, _split_with_sizes = called_from_python(SPLIT), called_from_python(SPLIT_WITH_SIZES)
 
 
 class Pieces(DTensorBase):
@@ -19,9 +21,9 @@ class Pieces(DTensorBase):
         found: Any = NotImplemented
         if type(dim) is int:
             if type(split_size) is int:
-                found = call_from_python(SPLIT, self, split_size, dim)
+                found = _split(self, split_size, dim)
             elif type(split_size) is list:
-                found = call_from_python(SPLIT_WITH_SIZES, self, split_size, dim)
+                found = _split_with_sizes(self, split_size, dim)
         if found is NotImplemented:
             return super().split(split_size, dim)
         pieces: tuple[Self, ...] = tuple(found)
