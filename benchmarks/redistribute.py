@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise
 from shardwise.comm.cost import Links
 from shardwise.comm.planner import make_plan, shortest
-from shardwise.comm.states import common_slots, lacking, talking_axes
+from shardwise.comm.states import axes_to_exchange_over, common_slots, lacking
 from shardwise.sharding.from_placements import from_placements
 from shardwise.sharding.layout import Layout, aligned, canonical
 
@@ -261,7 +261,7 @@ def report_links(report: Report) -> None:
             planned += make_plan(source, target, 4, links).seconds
             slots = common_slots(source, target)
             assert slots is not None
-            axes, received = talking_axes(slots.source, slots.target), most_lacking(source, target)
+            axes, received = axes_to_exchange_over(slots.source, slots.target), most_lacking(source, target)
             if axes:
                 one_shot += links.seconds(axes, 1, received) + links.pack * received
         rows.append([f"outer axis {slower} times slower" if slower > 1 else "equal axes", f"{planned / one_shot:.3f}"])
