@@ -92,7 +92,7 @@ class UnpackHookWrapping:
         self._originals, self._wrapping = (original, original_register), (enter, register)
 
     def install(self) -> None:
-        """From now on, wrap the unpack hooks of blocks that begin, and of single tensors."""
+        """Wrap unpack hooks, from now on: of blocks that begin, and of single tensors."""
         saved_tensors_hooks.__enter__, _SavedTensor.register_hooks = self._wrapping  # type: ignore[method-assign]
 
     def uninstall(self) -> None:

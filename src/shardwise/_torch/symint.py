@@ -108,9 +108,9 @@ class NumberNode:
         raise NotImplementedError
 
     def is_dense(self, order: Sequence[int] | None, sizes: Sequence[SizeOrNode], strides: Sequence[SizeOrNode]) -> bool:
-        """Return whether a tensor fills its memory without gaps, dims taken innermost first in `order` (None.
+        """Return whether a tensor fills its memory without gaps, dims taken innermost first in `order`.
 
-        Any order).
+        None stands for any order.
         """
         raise NotImplementedError
 

@@ -64,7 +64,7 @@ class ThreadValue(Generic[T]):
 
     @contextmanager
     def changed_to(self, value: T) -> Iterator[None]:
-        """Context in which this thread, and backward passes that it starts, have another value."""
+        """Give this thread, and backward passes that it starts, another value inside the block."""
         before = self.get()
         self.set(value)
         try:

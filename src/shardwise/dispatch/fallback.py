@@ -121,10 +121,10 @@ def _gathered_input(tensor: DTensorBase, writable: bool) -> Tensor:
     return local.clone() if writable and local is tensor._local_shard else local
 
 
-def _write_back(op: ResolvedOp, written: Written, gathered: dict[int, Tensor]) -> None:
+def _write_back(op: ResolvedOp, written: Written, inputs: dict[int, Tensor]) -> None:
     """Write the gathered inputs that the op has written back to the local shards of the arguments."""
     for tensor in written:
-        new, spec = gathered[id(tensor)], tensor._spec
+        new, spec = inputs[id(tensor)], tensor._spec
         if new.shape != spec.shape:
             raise InputError(
                 f"{op.func} would change the shape of {spec!r} to {list(new.shape)}",

@@ -175,7 +175,7 @@ def _with_unit_dim(meta: TensorMeta) -> TensorMeta:
 def _has_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Return whether strides grow from dim 1 over the spatial dims, last to first, to dim 0.
 
-    All that PyTorch checks.
+    PyTorch checks no more than this.
     """
     if len(shape) not in (4, 5) or stride[1] == 0:
         return False

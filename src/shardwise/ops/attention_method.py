@@ -71,7 +71,7 @@ def sequence_axes(key: DTensorSpec, value: DTensorSpec) -> tuple[int, ...]:
 def zigzag_ranks(query: DTensorSpec, key: DTensorSpec, value: DTensorSpec) -> int:
     """Return the number of ranks that a sequence in head-tail order was arranged for.
 
-    0 if it is in its original order.
+    Return 0 if the sequence is in its original order.
     """
     sharding = sequence_axes(key, value) or dim_axes(query.layout.dims[SEQUENCE])
     return math.prod(key.mesh_info.sizes[axis] for axis in sharding) if sequence_mode().zigzag else 0
@@ -80,7 +80,7 @@ def zigzag_ranks(query: DTensorSpec, key: DTensorSpec, value: DTensorSpec) -> in
 def over_heads(layout: Layout, axes: tuple[int, ...]) -> Layout | None:
     """Return the layout with the heads sharded over these axes instead of the positions.
 
-    None if they do not divide evenly.
+    Return None if they do not divide evenly.
     """
     heads, positions = layout.dims[HEADS], layout.dims[SEQUENCE]
     elsewhere = {axis for dim in (0, HEADS, 3) for axis in dim_axes(layout.dims[dim])} & set(axes)

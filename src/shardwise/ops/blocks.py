@@ -24,7 +24,7 @@ from .views import MOVES
 def _block(layout: Layout, dim: int) -> Factor | None:
     """Return the sharded factor of a dim that consists of one or more blocks, all sharded alike and evenly.
 
-    Else None.
+    Return None for any other dim.
     """
     *blocks, factor = layout.dims[dim]
     if len(blocks) > 1 or any(block.axes for block in blocks) or not factor.axes or not factor.size:
@@ -45,7 +45,7 @@ def _dim(number: str, size: int, block: Factor) -> tuple[str, str]:
 def _rule(ndim: int, dim: int, block: Factor, operand: int, results: Sequence[int], *clauses: str) -> str | None:
     """Return the rule of an op from a dim of size `operand` to dims of sizes `results`.
 
-    None if one is not made of blocks.
+    Return None if one of these dims is not made of blocks.
     """
     if any(size == 0 or size % block.size for size in (operand, *results)):
         return None

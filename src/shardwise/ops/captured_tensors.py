@@ -116,7 +116,7 @@ class _Rebuild:
     def _object(self, value: object, names: frozenset[str]) -> object:
         """Return a copy of an object, or module, with its named attributes and parameters replaced.
 
-        Itself if none changes.
+        Return the object itself if none changes.
         """
         if isinstance(value, nn.Module):
             names = names | _names(type(value).forward)

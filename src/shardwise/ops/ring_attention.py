@@ -91,7 +91,7 @@ def _forward_rule(call: Call) -> str:
 
 
 def _backward_rule(call: Call) -> str:
-    """As the forward rule; the gradients are linear in the incoming gradient."""
+    """Return a rule like that of the forward op; the gradients are linear in the incoming gradient."""
     patterns = _patterns(call)
     results = ", ".join(patterns[name] for name in ("query", "key", "value"))
     return f"{inputs_of(call, patterns)} -> {results} ; linear 0 ; kernel s"

@@ -165,9 +165,9 @@ def _by_rank(numbers: Sequence[SizeOrNode], n: int) -> list[tuple[int, ...]]:
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int], order: Sequence[int] | None) -> bool:
-    """Return whether a tensor fills its memory without gaps, dims taken innermost first in `order` (None.
+    """Return whether a tensor fills its memory without gaps, dims taken innermost first in `order`.
 
-    Any order).
+    None stands for any order.
     """
     if order is None:
         order = sorted(range(len(shape)), key=stride.__getitem__)

@@ -165,7 +165,7 @@ def is_compared(mesh_info: MeshInfo) -> bool:
 def _is_free(func: OpOverload) -> bool:
     """Return whether one rank may call an op alone, for a log.
 
-    A view, or an op that returns no tensor, such as `item()`.
+    Such are views, and ops that return no tensor, such as `item()`.
     """
     return computes_nothing(func) or not any("Tensor" in str(result.type) for result in schema_of(func).returns)
 
